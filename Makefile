@@ -1,0 +1,39 @@
+# Everything here needs only Python (>= 3.11) and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
+
+.PHONY: help demo test test-all lint clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/.core: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -U pip
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(BIN)/.dev: pyproject.toml $(BIN)/.core
+	$(BIN)/python -m pip install -q -e '.[test,lint,plan,tensorboard]'
+	@touch $@
+
+demo: $(BIN)/.core  ## score real text with a real model on 8 virtual CPU devices
+	$(CPU8) $(BIN)/python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
+
+test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 cores)
+	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not aot'
+
+test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+lint: $(BIN)/.dev  ## ruff, pyright, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -1,0 +1,69 @@
+"""What can go wrong when named axes meet a mesh, each as a `ValueError` a user can act on.
+
+A message always carries the same four things, in this order: the array's path and named shape, the rule that
+applies, what is wrong with it in numbers, and the nearest thing that would work. Rules are checked on plain
+values before JAX is called: inside `jit` JAX would silently replicate, outside it would raise a raw traceback.
+"""
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+
+class ShardingError(ValueError):
+    """A mapping, a mesh and an array do not go together."""
+
+    def __init__(self, message: str, *, path: str | None = None, suggestion: str | None = None):
+        self.path = path
+        self.suggestion = suggestion
+        self.problem = message
+        super().__init__(message + (f"\n  → {suggestion}" if suggestion else ""))
+
+
+class MeshError(ShardingError):
+    """Mesh axis sizes do not multiply to the devices at hand, or an axis is named twice."""
+
+
+class UnknownAxisError(ShardingError):
+    """A mapping names a logical axis, or a mesh axis, that does not exist."""
+
+
+class AxisCollisionError(ShardingError):
+    """Two logical axes of one array are mapped to the same mesh axis."""
+
+
+class IndivisibleError(ShardingError):
+    """An axis size is not a multiple of the mesh axes it is mapped to."""
+
+
+class ReplicationError(ShardingError):
+    """A large array would be held whole on devices that could share it."""
+
+
+class ManyShardingErrors(ShardingError):
+    """Everything that is wrong, listed together."""
+
+    def __init__(self, errors: Iterable[ShardingError]):
+        self.errors = tuple(errors)
+        lines = [f"{len(self.errors)} sharding errors:"]
+        lines += [f"[{i}] {error}" for i, error in enumerate(self.errors, 1)]
+        super().__init__("\n".join(lines))
+
+
+def raise_all(errors: Iterable[ShardingError]) -> None:
+    """Raises nothing, the one error, or a `ManyShardingErrors` that lists them all."""
+    collected = tuple(errors)
+    if len(collected) == 1:
+        raise collected[0]
+    if collected:
+        raise ManyShardingErrors(collected)
+
+
+def named_shape(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> str:
+    """Formats axes as `[layers 32, mlp 8192, embed 2048]`."""
+    items = axes.items() if isinstance(axes, Mapping) else axes
+    return "[" + ", ".join(f"{name} {size}" for name, size in items) + "]"
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The up to three known words that are closest in spelling to `word`."""
+    return get_close_matches(word, sorted(set(known)), n=3, cutoff=0.5)

@@ -1,0 +1,188 @@
+"""`AxisMapping`: which logical axis goes to which mesh axes, as a checked, hashable value.
+
+It is a `Mapping[str, str | tuple[str, ...]]`, so `haliax.axis_mapping(mapping)` takes it as it is. Three mappings stay
+three: *params* (weights and optimizer state), *compute* (activations at named constraint points) and *residual* (the
+residual stream at block boundaries); `Mappings` holds them with per-path parameter overrides.
+
+Path patterns: segments are separated by dots, `*` stands for one segment, `**` for any number; a pattern also matches
+everything below what it matches, so `**.self_attn.*` covers `layers.self_attn.q_proj.weight`.
+"""
+
+import contextlib
+import contextvars
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import haliax as hax
+from jax.sharding import PartitionSpec
+
+from haliax_ext.errors import ShardingError, UnknownAxisError, nearest
+from haliax_ext.meshspec import MeshAxes, MeshSpec
+
+
+class AxisMapping(Mapping[str, MeshAxes]):
+    """An immutable, hashable mapping from logical axis names to mesh axis names.
+
+    Values are a mesh axis or a tuple of them (major first). A one-element list is unwrapped; `None` and an empty list
+    mean "not mapped" and are dropped.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[str, str | Iterable[str] | None] | None = None):
+        clean: dict[str, MeshAxes] = {}
+        for name, value in (entries or {}).items():
+            axes = _as_mesh_axes(name, value)
+            if axes is not None:
+                clean[name] = axes
+        self._entries = clean
+
+    def __getitem__(self, name: str) -> MeshAxes:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((k, v if isinstance(v, tuple) else (v,)) for k, v in self._entries.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    def __repr__(self) -> str:
+        return f"AxisMapping({self})"
+
+    def __str__(self) -> str:
+        def show(value: MeshAxes) -> str:
+            return value if isinstance(value, str) else f"[{', '.join(value)}]"
+
+        return "{" + ", ".join(f"{name}: {show(value)}" for name, value in self._entries.items()) + "}"
+
+    def merged(self, other: Mapping[str, str | Iterable[str] | None]) -> "AxisMapping":
+        """This mapping with `other`'s entries over it; a `None` in `other` removes the entry."""
+        return AxisMapping({**self._entries, **other})
+
+    def mesh_axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes of a logical axis, `()` if it is not mapped."""
+        value = self._entries.get(name, ())
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def used_mesh_axes(self) -> frozenset[str]:
+        return frozenset(axis for name in self for axis in self.mesh_axes(name))
+
+    def spec(self, axis_names: Iterable[str]) -> PartitionSpec:
+        """The `PartitionSpec` of an array with these axes. Rules are not checked here (see `planner`)."""
+        return PartitionSpec(*(self._entries.get(name) for name in axis_names))
+
+    def check(self, *, known: Collection[str], used: Collection[str], mesh: MeshSpec, where: str) -> list[str]:
+        """Refuses names nobody knows; returns a note for each known name that this model does not use.
+
+        Args:
+            known: every logical axis name of the glossary.
+            used: the logical axis names of this model.
+            mesh: the mesh whose axes may appear on the right-hand side.
+            where: the mapping's name in messages (`trainer.mesh.param_mapping`).
+
+        Raises:
+            UnknownAxisError: with all unknown logical and mesh axes and their near matches.
+        """
+        problems, notes = [], []
+        everything = set(known) | set(used)
+        for name in self:
+            if name not in everything:
+                close = nearest(name, everything)
+                hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+                problems.append(f"{where}: {name!r} is not an axis of this model, nor a known axis name{hint}")
+            elif name not in used:
+                notes.append(f"{where}: {name!r} is known, but this model has no such axis; the rule has no effect")
+            for axis in self.mesh_axes(name):
+                if axis not in mesh.names:
+                    problems.append(f"{where}: {name} → {axis}, but the mesh has only {list(mesh.names)}")
+        if problems:
+            raise UnknownAxisError(
+                "\n".join(problems), suggestion=f"axes of this model: {', '.join(sorted(set(used)))}"
+            )
+        return notes
+
+
+def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | None:
+    if value is None or isinstance(value, str):
+        return value or None
+    axes = tuple(value)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise ShardingError(f"mapping of {name!r}: expected a mesh axis or a list of mesh axes, got {value!r}")
+    if len(set(axes)) != len(axes):
+        raise ShardingError(f"mapping of {name!r} names a mesh axis twice: {list(axes)}")
+    return axes[0] if len(axes) == 1 else axes or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mappings:
+    """The mappings of one run.
+
+    Attributes:
+        params: for weights and optimizer state.
+        compute: for activations.
+        residual: for the residual stream at block boundaries, over `compute`.
+        overrides: pairs (path pattern, mapping merged over `params` for matching leaves); later ones win.
+        shared: mesh axes over which a leaf may stay whole on purpose, by logical-axis rule: pairs
+            (logical axis that the array lacks, mesh axes), e.g. K/V over the axes that only query groups use.
+        allow_replicated: path patterns or mesh axes whose replication the user accepts.
+    """
+
+    params: AxisMapping = field(default_factory=AxisMapping)
+    compute: AxisMapping = field(default_factory=AxisMapping)
+    residual: AxisMapping = field(default_factory=AxisMapping)
+    overrides: tuple[tuple[str, AxisMapping], ...] = ()
+    shared: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    allow_replicated: tuple[str, ...] = ()
+
+    def params_at(self, path: str) -> AxisMapping:
+        """The parameter mapping that applies to the leaf at `path`."""
+        mapping = self.params
+        for pattern, override in self.overrides:
+            if path_matches(pattern, path):
+                mapping = mapping.merged(override)
+        return mapping
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    regex = ""
+    for segment in pattern.split("."):
+        if segment == "**":
+            regex += r"(?:[^.]+\.)*"
+        else:
+            regex += re.escape(segment).replace(r"\*", r"[^.]*") + r"\."
+    return re.compile(regex + r"(?:[^.]+\.)*")
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether `pattern` matches `path` or one of its parents."""
+    return _compiled(pattern).fullmatch(path + ".") is not None
+
+
+_residual: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("residual_mapping", default=None)
+
+
+@contextlib.contextmanager
+def mappings_in_scope(mappings: Mappings) -> Iterator[None]:
+    """Puts the compute mapping in Haliax's scope and the residual mapping in ours, for tracing."""
+    token = _residual.set(mappings.compute.merged(mappings.residual))
+    try:
+        with hax.axis_mapping(mappings.compute):
+            yield
+    finally:
+        _residual.reset(token)
+
+
+def shard_residual(x: hax.NamedArray) -> hax.NamedArray:
+    """Constrains the residual stream at a block boundary; the identity where no mapping is in scope."""
+    mapping = _residual.get()
+    return hax.auto_sharded(x) if mapping is None else hax.shard(x, mapping)

@@ -1,0 +1,131 @@
+"""`MeshSpec`: the names and sizes of the mesh axes, without a device.
+
+Planning needs only this. `.abstract()` gives JAX's device-free mesh, `.build(devices)` the real one; nothing else
+in the project makes a mesh. A *granule* is what the axes in `dcn` count: a slice (an ICI domain, which may hold many
+hosts), or a process where devices have no slices.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from haliax_ext.errors import MeshError
+
+MeshAxes = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """Mesh axis names and sizes, in order, and which of them cross the data-center network.
+
+    Attributes:
+        axes: pairs (mesh axis name, size); the product is the number of devices.
+        dcn: names of those axes whose neighbours are in different granules.
+        granule: what a `dcn` axis counts.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    dcn: tuple[str, ...] = ()
+    granule: Literal["slice", "process"] = "slice"
+
+    def __post_init__(self):
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise MeshError(f"mesh {self} names an axis twice")
+        for name, size in self.axes:
+            if size < 1:
+                raise MeshError(f"mesh axis {name!r} has size {size}; sizes are positive here (-1 is resolved before)")
+        if stray := set(self.dcn) - set(names):
+            raise MeshError(f"dcn names {sorted(stray)}, which are not axes of mesh {self}")
+
+    @classmethod
+    def of(cls, **sizes: int) -> "MeshSpec":
+        """A mesh inside one granule: `MeshSpec.of(data=4, model=2)`."""
+        return cls(axes=tuple(sizes.items()))
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh | AbstractMesh) -> "MeshSpec":
+        """The names and sizes of an existing JAX mesh (nothing is known of its DCN axes)."""
+        return cls(axes=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def num_granules(self) -> int:
+        return math.prod(size for name, size in self.axes if name in self.dcn)
+
+    def ways(self, mesh_axes: MeshAxes | None) -> int:
+        """Into how many pieces something sharded over `mesh_axes` is cut."""
+        if mesh_axes is None:
+            return 1
+        names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+        shape = self.shape
+        return math.prod(shape[name] for name in names)
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size}" + (" (DCN)" if name in self.dcn else "") for name, size in self.axes]
+        return " × ".join(parts) or "(no axes)"
+
+    def abstract(self) -> AbstractMesh:
+        """The JAX mesh without devices."""
+        return AbstractMesh(
+            tuple(size for _, size in self.axes), self.names, axis_types=(AxisType.Auto,) * len(self.axes)
+        )
+
+    def build(self, devices: Sequence[jax.Device]) -> Mesh:
+        """Places `devices` on this mesh: DCN axes outermost on the wire, ICI order from JAX's mesh utilities.
+
+        Raises:
+            MeshError: the devices' number or their granules do not match.
+        """
+        if len(devices) != self.size:
+            factors = " × ".join(str(size) for _, size in self.axes)
+            raise MeshError(f"mesh {self} needs {factors} = {self.size} devices, but {len(devices)} were given")
+        axis_types = (AxisType.Auto,) * len(self.axes)
+        ici = tuple(1 if name in self.dcn else size for name, size in self.axes)
+        dcn = tuple(size if name in self.dcn else 1 for name, size in self.axes)
+        if self.num_granules > 1:
+            found = granules(devices, self.granule)
+            if len(found) != self.num_granules:
+                raise MeshError(
+                    f"mesh {self} spans {self.num_granules} {self.granule} granules, "
+                    f"but these devices form {len(found)} (sizes {sorted(set(found.values()))})"
+                )
+            by_process = self.granule == "process"
+            array = mesh_utils.create_hybrid_device_mesh(
+                ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
+            )
+        elif self.size == 1:
+            array = np.asarray(devices, dtype=object).reshape(ici)
+        else:
+            array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        return Mesh(array, self.names, axis_types=axis_types)
+
+
+def granules(devices: Sequence[jax.Device], kind: Literal["slice", "process"]) -> Mapping[int, int]:
+    """Counts devices per granule. Devices without a `slice_index` form one slice."""
+    counts: dict[int, int] = {}
+    for device in devices:
+        if kind == "process":
+            index = device.process_index
+        else:
+            index = getattr(device, "slice_index", None) or 0
+        counts[index] = counts.get(index, 0) + 1
+    return counts

@@ -1,0 +1,70 @@
+"""`TensorSource`: named tensors that can be read by slices, wherever they live.
+
+A source is what a loader reads from: safetensors files, a GGUF file, another checkpoint format. It answers from
+metadata alone what it holds and which bytes a slice costs; only `read` touches tensor data. Sources are thread-safe.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a source knows of a tensor without reading it.
+
+    Attributes:
+        name: its name in the source.
+        shape: its shape.
+        dtype: the dtype that `read` returns (`ml_dtypes` types included).
+        nbytes: bytes it occupies in storage (less than `size * itemsize` for quantized tensors).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Bytes `[start, stop)` of a file of the source."""
+
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Named tensors readable by slices.
+
+    Slices given to `byte_ranges` and `read` are normalized: one per axis, `start` and `stop` set and inside the
+    shape, step 1.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, in deterministic order."""
+        ...
+
+    def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
+        """The storage bytes that reading `index` of `name` touches, sorted and coalesced."""
+        ...
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """The slice as a NumPy array of the tensor's dtype, written into `out` (same shape and dtype) if given."""
+        ...

@@ -1,0 +1,28 @@
+"""Every test sees 8 virtual CPU devices and JAX's strict promotion rules."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[jax.Device]:
+    """The 8 virtual CPU devices."""
+    found = jax.devices()
+    assert len(found) == 8, "tests need 8 virtual CPU devices; XLA was started before conftest"
+    return found
