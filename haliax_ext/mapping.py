@@ -123,6 +123,18 @@ def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | No
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeclaredReplication:
+    """Arrays with axis `has` but without axis `lacks` stay whole over `mesh_axes`, and that is meant.
+
+    Grouped-query attention is the case: query groups are cut over a mesh axis that K/V heads cannot be cut over.
+    """
+
+    has: str
+    lacks: str
+    mesh_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mappings:
     """The mappings of one run.
 
@@ -131,8 +143,7 @@ class Mappings:
         compute: for activations.
         residual: for the residual stream at block boundaries, over `compute`.
         overrides: pairs (path pattern, mapping merged over `params` for matching leaves); later ones win.
-        shared: mesh axes over which a leaf may stay whole on purpose, by logical-axis rule: pairs
-            (logical axis that the array lacks, mesh axes), e.g. K/V over the axes that only query groups use.
+        declared: replication that the mapping implies on purpose.
         allow_replicated: path patterns or mesh axes whose replication the user accepts.
     """
 
@@ -140,7 +151,7 @@ class Mappings:
     compute: AxisMapping = field(default_factory=AxisMapping)
     residual: AxisMapping = field(default_factory=AxisMapping)
     overrides: tuple[tuple[str, AxisMapping], ...] = ()
-    shared: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    declared: "tuple[DeclaredReplication, ...]" = ()
     allow_replicated: tuple[str, ...] = ()
 
     def params_at(self, path: str) -> AxisMapping:
@@ -150,6 +161,15 @@ class Mappings:
             if path_matches(pattern, path):
                 mapping = mapping.merged(override)
         return mapping
+
+    def declared_replication(self, axis_names: Collection[str]) -> frozenset[str]:
+        """The mesh axes over which an array with these axes stays whole on purpose."""
+        return frozenset(
+            axis
+            for rule in self.declared
+            if rule.has in axis_names and rule.lacks not in axis_names
+            for axis in rule.mesh_axes
+        )
 
 
 @functools.lru_cache(maxsize=1024)

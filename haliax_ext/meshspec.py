@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from haliax_ext.errors import MeshError
+from haliax_ext.errors import MeshError, UnknownAxisError
 
 MeshAxes = str | tuple[str, ...]
 
@@ -77,6 +77,8 @@ class MeshSpec:
             return 1
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
         shape = self.shape
+        if unknown := [name for name in names if name not in shape]:
+            raise UnknownAxisError(f"mesh axis {', '.join(unknown)} is not an axis of mesh {self}")
         return math.prod(shape[name] for name in names)
 
     def __str__(self) -> str:

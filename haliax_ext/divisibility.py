@@ -1,0 +1,75 @@
+"""Which mesh sizes divide which axes, and the nearest that do.
+
+JAX ends silently replicated inside `jit`, and with a raw traceback outside it, when a size does not divide; so this is
+checked before JAX is called, by arithmetic.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from haliax_ext.meshspec import MeshSpec
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All positive divisors of `n`, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(small + [n // d for d in reversed(small) if d * d != n])
+
+
+def nearest_divisors(size: int, wanted: int) -> tuple[int, ...]:
+    """The largest divisor of `size` below `wanted` and the smallest above, where there are such."""
+    below = [d for d in divisors(size) if d < wanted]
+    above = [d for d in divisors(size) if d > wanted]
+    return (*below[-1:], *above[:1])
+
+
+def describe_indivisible(name: str, size: int, axes: Sequence[str], mesh: MeshSpec) -> tuple[str, str]:
+    """The problem and the way out, when `size` of axis `name` is not a multiple of the mesh axes' product."""
+    ways = mesh.ways(tuple(axes))
+    sizes = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+    problem = (
+        f"axis {name!r} has size {size}, which mesh axis {sizes} does not divide ({size} % {ways} = {size % ways})"
+    )
+    legal = ", ".join(map(str, nearest_divisors(size, ways)))
+    suggestion = f"nearest mesh sizes that divide {size}: {legal}; or unmap the axis: {{{name}: null}}"
+    return problem, suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeVerdict:
+    """Whether a mesh axis may have this size, and which axes forbid it.
+
+    Attributes:
+        size: the size of the mesh axis.
+        blockers: triples (axis name, its size, remainder) that do not divide.
+    """
+
+    size: int
+    blockers: tuple[tuple[str, int, int], ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.blockers
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.size} OK"
+        why = "; ".join(f"{name} {size} % {self.size} = {rest}" for name, size, rest in self.blockers)
+        return f"{self.size} NO ({why})"
+
+
+def legal_sizes(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> tuple[SizeVerdict, ...]:
+    """Judges each candidate size of a mesh axis against every (axis name, size) mapped to it."""
+    pairs = tuple(axes)
+    return tuple(
+        SizeVerdict(
+            size=candidate,
+            blockers=tuple((name, size, size % candidate) for name, size in pairs if size % candidate),
+        )
+        for candidate in candidates
+    )
+
+
+def tp_table(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> str:
+    """Renders which sizes of a tensor-parallel mesh axis are legal, one line each, with the reason where not."""
+    return "\n".join(str(verdict) for verdict in legal_sizes(axes, candidates))

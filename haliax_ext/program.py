@@ -1,0 +1,303 @@
+"""`Program`: a function, its abstract named inputs, the mappings, and the one jit they make.
+
+What runs and what is planned must be the same thing, so both come from here: `program.lower(mesh)` compiles for any
+mesh (of real devices, of a compile-only topology, or abstract), `program.jit(mesh)` runs it. Both trace `function`
+under `haliax.axis_mapping(mappings.compute)`, our residual mapping and `jax.set_mesh(mesh)`, with explicit input and
+output shardings. Inputs reach XLA as dictionaries from leaf path to array, so that the compiler's own messages carry
+the path of each parameter.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax.partitioning import current_thread_local_mapping
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from haliax_ext.abstract import Leaf, leaf_of, path_string
+from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
+from haliax_ext.planner import ShardingPlan
+
+AnyMesh = Mesh | AbstractMesh
+Placement = AxisMapping | Mappings | ShardingPlan | None
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array, concrete or abstract."""
+    return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One argument of a Program.
+
+    Attributes:
+        name: what the argument is called in listings and compiler messages.
+        value: the argument with `jax.ShapeDtypeStruct` (or real arrays) in place of data.
+        placement: what decides each leaf's sharding; None leaves it to the arrays that are passed.
+    """
+
+    name: str
+    value: Any
+    placement: Placement
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A jitted function that can be planned.
+
+    Attributes:
+        name: how listings call it.
+        function: pure; takes the inputs' values in order.
+        inputs: abstract named inputs.
+        mappings: in scope while tracing.
+        out_placement: decides the outputs' shardings; the compute mapping if None. Arrays without names are
+            replicated.
+        donate: names of the inputs whose buffers may be reused.
+        matmul_precision: JAX's default matmul precision while tracing (`highest` makes f32 mean f32 on TPU).
+    """
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[Input, ...]
+    mappings: Mappings = field(default_factory=Mappings)
+    out_placement: Placement = None
+    donate: tuple[str, ...] = ()
+    matmul_precision: str | None = None
+
+    def __post_init__(self):
+        names = [i.name for i in self.inputs]
+        assert len(set(names)) == len(names), f"program {self.name} has two inputs of one name: {names}"
+        assert set(self.donate) <= set(names), f"program {self.name} donates unknown inputs: {self.donate}"
+
+    def lower(self, mesh: AnyMesh, *, platform: str = "cpu") -> jax.stages.Lowered:
+        """Lowers the program for `mesh`; `.compile()` on the result gives the executable.
+
+        Args:
+            mesh: of real devices, of a compile-only topology, or abstract.
+            platform: what to lower for on an abstract mesh; a mesh of devices knows its own.
+        """
+        compiled = self._on(mesh)
+        with self._scope(mesh):
+            traced = compiled.jitted.trace(*[_arrays(i.value) for i in self.inputs])
+            return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(platform,))
+
+    def jit(self, mesh: Mesh) -> Callable[..., Any]:
+        """The function to call with real values of the same structure as the inputs."""
+        compiled = self._on(mesh)
+
+        def call(*values: Any) -> Any:
+            assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
+            for declared, value in zip(self.inputs, values, strict=True):
+                _assert_same_arrays(self.name, declared, value)
+            with self._scope(mesh):
+                flat = compiled.jitted(*[_arrays(value) for value in values])
+            return compiled.rebuild(flat)
+
+        return functools.update_wrapper(call, self.function)
+
+    @contextlib.contextmanager
+    def _scope(self, mesh: AnyMesh) -> Iterator[None]:
+        # An abstract mesh cannot be "set" for execution; tracing under it is all that lowering needs.
+        enter = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+        precision = (
+            jax.default_matmul_precision(self.matmul_precision) if self.matmul_precision else contextlib.nullcontext()
+        )
+        with mappings_in_scope(self.mappings), enter, precision:
+            yield
+
+    @functools.cached_property
+    def _compiled(self) -> "dict[AnyMesh, _Compiled]":
+        return {}
+
+    def _on(self, mesh: AnyMesh) -> "_Compiled":
+        if mesh not in self._compiled:
+            self._compiled[mesh] = self._make(mesh)
+        return self._compiled[mesh]
+
+    def _make(self, mesh: AnyMesh) -> "_Compiled":
+        templates = [i.value for i in self.inputs]
+
+        def flat_function(*arrays: Mapping[str, Any]) -> dict[str, Any]:
+            values = [_fill(template, given) for template, given in zip(templates, arrays, strict=True)]
+            return _arrays(self.function(*values))
+
+        flat_function.__name__ = flat_function.__qualname__ = self.name
+        with self._scope(mesh):
+            out = eqx.filter_eval_shape(self.function, *templates)
+        in_shardings = tuple(_shardings(i.value, i.placement, mesh) for i in self.inputs)
+        placement = self.mappings.compute if self.out_placement is None else self.out_placement
+        jitted = jax.jit(
+            flat_function,
+            in_shardings=in_shardings,
+            out_shardings=_shardings(out, placement, mesh),
+            donate_argnums=tuple(n for n, i in enumerate(self.inputs) if i.name in self.donate),
+        )
+        return _Compiled(jitted=jitted, template=out)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    jitted: Any
+    template: Any
+
+    def rebuild(self, flat: Mapping[str, Any]) -> Any:
+        return _fill(self.template, flat)
+
+
+def _is_named(x: Any) -> bool:
+    return isinstance(x, hax.NamedArray)
+
+
+def _arrays(tree: Any) -> dict[str, Any]:
+    """Every array of `tree`, by path; a name's own `array` field is not part of the path."""
+    found = {}
+    for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]:
+        array = x.array if _is_named(x) else x
+        if is_array(array):
+            found[path_string(keys)] = array
+    return found
+
+
+def _fill(template: Any, arrays: Mapping[str, Any]) -> Any:
+    def visit(keys: tuple[Any, ...], x: Any) -> Any:
+        path = path_string(keys)
+        if path not in arrays:
+            return x
+        return hax.NamedArray(arrays[path], x.axes) if _is_named(x) else arrays[path]
+
+    return jax.tree_util.tree_map_with_path(visit, template, is_leaf=_is_named)
+
+
+def spec_of(leaf: Leaf, placement: AxisMapping | Mappings | ShardingPlan) -> PartitionSpec:
+    """The `PartitionSpec` that a placement gives to a leaf; arrays without names are replicated."""
+    if isinstance(placement, ShardingPlan):
+        return placement.spec(leaf.path)
+    mapping = placement.params_at(leaf.path) if isinstance(placement, Mappings) else placement
+    return mapping.spec(leaf.names)
+
+
+def _shardings(tree: Any, placement: Placement, mesh: AnyMesh) -> dict[str, Any] | None:
+    if placement is None:
+        return None
+    shardings = {}
+    for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]:
+        if is_array(x.array if _is_named(x) else x):
+            path = path_string(keys)
+            shardings[path] = NamedSharding(mesh, spec_of(leaf_of(path, x), placement))
+    return shardings
+
+
+def _assert_same_arrays(program: str, declared: Input, value: Any) -> None:
+    want = {path: (x.shape, x.dtype) for path, x in _arrays(declared.value).items()}
+    have = {path: (x.shape, x.dtype) for path, x in _arrays(value).items()}
+    if want != have:
+        different = sorted(p for p in want.keys() | have.keys() if want.get(p) != have.get(p))
+        lines = "\n".join(f"  {p}: planned {want.get(p)}, given {have.get(p)}" for p in different[:10])
+        raise AssertionError(f"program {program}, input {declared.name}: not the arrays it was planned for\n{lines}")
+
+
+def named_jit(
+    fn: Callable[..., Any] | None = None,
+    axis_resources: Mapping[str, Any] | None = None,
+    *,
+    in_axis_resources: Mapping[str, Any] | None = None,
+    out_axis_resources: Mapping[str, Any] | None = None,
+    donate_args: tuple[bool, ...] | bool | None = None,
+) -> Any:
+    """Jits a function of named arrays under the mapping in scope, like `haliax.named_jit`, but plannable.
+
+    Each distinct combination of argument structure, mapping and mesh is one `Program`. `.program(*args)` gives it, and
+    `.lower(*args)` lowers with abstract named inputs too (`jax.ShapeDtypeStruct` inside `NamedArray`), which
+    Haliax's cannot. Keyword arguments are treated like positional ones. The mesh is the one in scope.
+
+    Args:
+        fn: the function; without it, a decorator is returned.
+        axis_resources: mapping in scope while tracing; default the one of `haliax.axis_mapping`.
+        in_axis_resources: places the arguments; default: as they are.
+        out_axis_resources: places the results; default `axis_resources`.
+        donate_args: which positional arguments may be reused.
+    """
+    if fn is None:
+        return functools.partial(
+            named_jit,
+            axis_resources=axis_resources,
+            in_axis_resources=in_axis_resources,
+            out_axis_resources=out_axis_resources,
+            donate_args=donate_args,
+        )
+    return functools.update_wrapper(
+        NamedJit(fn, axis_resources, in_axis_resources, out_axis_resources, donate_args), fn
+    )
+
+
+class NamedJit:
+    """The callable that `named_jit` returns."""
+
+    def __init__(self, fn, axis_resources, in_axis_resources, out_axis_resources, donate_args):
+        self._fn = fn
+        self._axis_resources = axis_resources
+        self._in = None if in_axis_resources is None else AxisMapping(in_axis_resources)
+        self._out = None if out_axis_resources is None else AxisMapping(out_axis_resources)
+        self._donate = donate_args
+        self._programs: dict[Any, Program] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mesh = _mesh_in_scope()
+        assert isinstance(mesh, Mesh), "named_jit needs a mesh of devices in scope to run: with jax.set_mesh(mesh): …"
+        return self.program(*args, **kwargs).jit(mesh)(*args, *kwargs.values())
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers for the mesh in scope, with abstract or concrete arguments."""
+        return self.program(*args, **kwargs).lower(_mesh_in_scope())
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The Program for arguments of this structure under the mapping in scope."""
+        in_scope = self._axis_resources if self._axis_resources is not None else current_thread_local_mapping()
+        compute = AxisMapping(in_scope or {})
+        values = (*args, *kwargs.values())
+        dynamic, static = eqx.partition(values, is_array)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dynamic)
+        key = (compute, tuple(kwargs), *_hashable(shapes), *_hashable(static))
+        if key not in self._programs:
+            names = [f"arg{n}" for n in range(len(args))] + list(kwargs)
+            placement = self._in if in_scope is not None or self._in is not None else None
+            self._programs[key] = Program(
+                name=getattr(self._fn, "__name__", "named_jit"),
+                function=functools.partial(_with_keywords, self._fn, len(args), tuple(kwargs)),
+                inputs=tuple(
+                    Input(name=name, value=value, placement=placement)
+                    for name, value in zip(names, eqx.combine(shapes, static), strict=True)
+                ),
+                mappings=Mappings(compute=compute),
+                out_placement=self._out,
+                donate=self._donated(names[: len(args)]),
+            )
+        return self._programs[key]
+
+    def _donated(self, names: list[str]) -> tuple[str, ...]:
+        if not self._donate:
+            return ()
+        flags = (True,) * len(names) if self._donate is True else tuple(self._donate)
+        return tuple(name for name, flag in zip(names, flags, strict=False) if flag)
+
+
+def _with_keywords(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...], *values: Any) -> Any:
+    return fn(*values[:positional], **dict(zip(keywords, values[positional:], strict=True)))
+
+
+def _hashable(tree: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((x.shape, x.dtype) if is_array(x) else x for x in leaves)
+
+
+def _mesh_in_scope() -> AnyMesh:
+    mesh = hax.partitioning._get_mesh()
+    if mesh is None or mesh.empty:
+        raise ValueError("named_jit needs a mesh in scope: with jax.set_mesh(mesh): …")
+    return mesh

@@ -1,0 +1,11 @@
+"""Mesh axes and mappings: configuration, pure arithmetic on sizes, resolution for a model, and devices."""
+
+from levanter.mesh.build import DeviceSet as DeviceSet
+from levanter.mesh.build import describe_devices as describe_devices
+from levanter.mesh.build import local_devices as local_devices
+from levanter.mesh.build import mesh_report as mesh_report
+from levanter.mesh.config import MeshConfig as MeshConfig
+from levanter.mesh.resolve import ModelAxes as ModelAxes
+from levanter.mesh.resolve import ResolvedMesh as ResolvedMesh
+from levanter.mesh.resolve import resolve as resolve
+from levanter.mesh.sizes import resolve_sizes as resolve_sizes

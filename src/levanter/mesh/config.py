@@ -1,0 +1,54 @@
+"""What `trainer.mesh:` holds: mesh axes and mappings as the user wrote them, with the defaults beside them.
+
+A `MeshConfig` is text-like: sizes may be -1, mappings may use `heads` and the spellings users have. `resolve` in this
+room turns it into a `MeshSpec` and `Mappings` once the devices are counted and the model's axes are known.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+MappingValue = str | list[str] | None
+"""A mesh axis, a list of mesh axes (major first), or null to remove a default."""
+
+DEFAULT_AXES: Mapping[str, int] = {"data": -1, "replica": 1, "model": 1}
+DEFAULT_DCN_AXES: Mapping[str, int] = {"replica_dcn": -1}
+DEFAULT_SHARED: Mapping[str, str] = {"mlp": "model", "heads": "model"}
+DEFAULT_BATCH_AXES = ("replica_dcn", "replica", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Mesh axes and the mappings of logical axes to them.
+
+    Attributes:
+        axes: mesh axes inside a slice (ICI) and their sizes, merged over `{data: -1, replica: 1, model: 1}`; one may
+            be -1 and absorbs what is left.
+        dcn_axes: mesh axes across granules (DCN), merged over `{replica_dcn: -1}`; one may be -1.
+        batch_axis_name: logical name of the batch axis.
+        shared_mapping: logical axis → mesh axis or list, for parameters and compute, merged over
+            `{mlp: model, heads: model}`; null removes a default.
+        compute_mapping: for activations only, merged over the shared mapping.
+        param_mapping: for parameters and optimizer state only, merged over the shared mapping.
+        granule: what a DCN axis counts: slices, or processes where devices have no slices.
+        residual_mapping: for the residual stream at block boundaries only, merged over the compute mapping.
+        overrides: path pattern → mapping merged over the parameter mapping for matching parameters.
+        split_heads: `auto` factors a mesh axis mapped to `heads` that exceeds the KV heads into itself × `group`.
+        allow_replicated: path patterns or mesh axes over which large replication is accepted.
+        on_conflict: two logical axes of one array on one mesh axis: an error, or the first in the mapping wins.
+        hbm_gib: memory of one device in GiB that the replication rule measures against; default: the accelerator's.
+    """
+
+    axes: dict[str, int] = field(default_factory=dict)
+    dcn_axes: dict[str, int] = field(default_factory=dict)
+    batch_axis_name: str | None = "batch"
+    shared_mapping: dict[str, MappingValue] = field(default_factory=dict)
+    compute_mapping: dict[str, MappingValue] = field(default_factory=dict)
+    param_mapping: dict[str, MappingValue] = field(default_factory=lambda: {"embed": "data"})
+    granule: Literal["slice", "process"] = "slice"
+    residual_mapping: dict[str, MappingValue] = field(default_factory=dict)
+    overrides: dict[str, dict[str, MappingValue]] = field(default_factory=dict)
+    split_heads: Literal["never", "auto"] = "never"
+    allow_replicated: list[str] = field(default_factory=list)
+    on_conflict: Literal["error", "first_wins"] = "error"
+    hbm_gib: float | None = None
