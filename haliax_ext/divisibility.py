@@ -27,9 +27,8 @@ def describe_indivisible(name: str, size: int, axes: Sequence[str], mesh: MeshSp
     """The problem and the way out, when `size` of axis `name` is not a multiple of the mesh axes' product."""
     ways = mesh.ways(tuple(axes))
     sizes = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
-    problem = (
-        f"axis {name!r} has size {size}, which mesh axis {sizes} does not divide ({size} % {ways} = {size % ways})"
-    )
+    noun, verb = ("mesh axis", "does") if len(axes) == 1 else ("mesh axes", "do")
+    problem = f"axis {name!r} has size {size}, which {noun} {sizes} {verb} not divide ({size} % {ways} = {size % ways})"
     legal = ", ".join(map(str, nearest_divisors(size, ways)))
     suggestion = f"nearest mesh sizes that divide {size}: {legal}; or unmap the axis: {{{name}: null}}"
     return problem, suggestion
@@ -37,25 +36,28 @@ def describe_indivisible(name: str, size: int, axes: Sequence[str], mesh: MeshSp
 
 @dataclass(frozen=True, kw_only=True)
 class SizeVerdict:
-    """Whether a mesh axis may have this size, and which axes forbid it.
+    """Whether a mesh axis may have this size, which axes forbid it, and what would help.
 
     Attributes:
         size: the size of the mesh axis.
         blockers: triples (axis name, its size, remainder) that do not divide.
+        remark: what would make it legal, or what it costs where it is.
     """
 
     size: int
     blockers: tuple[tuple[str, int, int], ...]
+    remark: str = ""
 
     @property
     def ok(self) -> bool:
         return not self.blockers
 
     def __str__(self) -> str:
+        remark = f"; {self.remark}" if self.remark else ""
         if self.ok:
-            return f"{self.size} OK"
+            return f"{self.size} OK{remark}"
         why = "; ".join(f"{name} {size} % {self.size} = {rest}" for name, size, rest in self.blockers)
-        return f"{self.size} NO ({why})"
+        return f"{self.size} NO ({why}){remark}"
 
 
 def legal_sizes(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> tuple[SizeVerdict, ...]:
@@ -72,4 +74,11 @@ def legal_sizes(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> t
 
 def tp_table(axes: Iterable[tuple[str, int]], candidates: Iterable[int]) -> str:
     """Renders which sizes of a tensor-parallel mesh axis are legal, one line each, with the reason where not."""
-    return "\n".join(str(verdict) for verdict in legal_sizes(axes, candidates))
+    return render_verdicts(legal_sizes(axes, candidates))
+
+
+def render_verdicts(verdicts: Iterable[SizeVerdict], *, mesh_axis: str = "model") -> str:
+    """One line for each verdict, sizes aligned, under a heading with the name of the mesh axis."""
+    lines = [str(verdict).partition(" ") for verdict in verdicts]
+    width = max([len(mesh_axis), *(len(size) for size, _, _ in lines)])
+    return "\n".join([mesh_axis, *(f"{size:>{width}}  {rest}" for size, _, rest in lines)])

@@ -64,6 +64,14 @@ def named_shape(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> str:
     return "[" + ", ".join(f"{name} {size}" for name, size in items) + "]"
 
 
+def gib(nbytes: float) -> str:
+    """Formats bytes with two decimals and a binary unit: `1.25 GiB`."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The up to three known words that are closest in spelling to `word`."""
     return get_close_matches(word, sorted(set(known)), n=3, cutoff=0.5)

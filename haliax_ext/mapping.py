@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import haliax as hax
 from jax.sharding import PartitionSpec
@@ -25,19 +26,21 @@ from haliax_ext.meshspec import MeshAxes, MeshSpec
 class AxisMapping(Mapping[str, MeshAxes]):
     """An immutable, hashable mapping from logical axis names to mesh axis names.
 
-    Values are a mesh axis or a tuple of them (major first). A one-element list is unwrapped; `None` and an empty list
-    mean "not mapped" and are dropped.
+    Values are a mesh axis or a tuple of them (major first). A one-element list is unwrapped. `None` and an empty list
+    mean "not mapped": such a name is not an item of the mapping, but it is remembered in `unmapped`, so that merging
+    this mapping over another one removes that one's rule.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "unmapped")
+
+    unmapped: frozenset[str]
 
     def __init__(self, entries: Mapping[str, str | Iterable[str] | None] | None = None):
-        clean: dict[str, MeshAxes] = {}
-        for name, value in (entries or {}).items():
-            axes = _as_mesh_axes(name, value)
-            if axes is not None:
-                clean[name] = axes
-        self._entries = clean
+        given = {name: _as_mesh_axes(name, value) for name, value in (entries or {}).items()}
+        self._entries = {name: axes for name, axes in given.items() if axes is not None}
+        self.unmapped = frozenset(name for name, axes in given.items() if axes is None)
+        if isinstance(entries, AxisMapping):
+            self.unmapped |= entries.unmapped
 
     def __getitem__(self, name: str) -> MeshAxes:
         return self._entries[name]
@@ -49,10 +52,13 @@ class AxisMapping(Mapping[str, MeshAxes]):
         return len(self._entries)
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted((k, v if isinstance(v, tuple) else (v,)) for k, v in self._entries.items())))
+        rules = sorted((k, v if isinstance(v, tuple) else (v,)) for k, v in self._entries.items())
+        return hash((tuple(rules), self.unmapped))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and dict(self) == dict(other)
+        if isinstance(other, AxisMapping):
+            return self._entries == other._entries and self.unmapped == other.unmapped
+        return isinstance(other, Mapping) and not self.unmapped and self._entries == dict(other)
 
     def __repr__(self) -> str:
         return f"AxisMapping({self})"
@@ -61,11 +67,17 @@ class AxisMapping(Mapping[str, MeshAxes]):
         def show(value: MeshAxes) -> str:
             return value if isinstance(value, str) else f"[{', '.join(value)}]"
 
-        return "{" + ", ".join(f"{name}: {show(value)}" for name, value in self._entries.items()) + "}"
+        rules = [f"{name}: {show(value)}" for name, value in self._entries.items()]
+        return "{" + ", ".join(rules + [f"{name}: null" for name in sorted(self.unmapped)]) + "}"
 
     def merged(self, other: Mapping[str, str | Iterable[str] | None]) -> "AxisMapping":
-        """This mapping with `other`'s entries over it; a `None` in `other` removes the entry."""
-        return AxisMapping({**self._entries, **other})
+        """This mapping with `other`'s entries over it; what `other` unmaps (a `None`) is removed.
+
+        The order of rules stays this mapping's; new names come last.
+        """
+        over = AxisMapping(other)
+        merged = {**self._entries, **over}
+        return AxisMapping({name: axes for name, axes in merged.items() if name not in over.unmapped})
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes of a logical axis, `()` if it is not mapped."""
@@ -94,21 +106,33 @@ class AxisMapping(Mapping[str, MeshAxes]):
         """
         problems, notes = [], []
         everything = set(known) | set(used)
-        for name in self:
-            if name not in everything:
-                close = nearest(name, everything)
-                hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-                problems.append(f"{where}: {name!r} is not an axis of this model, nor a known axis name{hint}")
-            elif name not in used:
-                notes.append(f"{where}: {name!r} is known, but this model has no such axis; the rule has no effect")
-            for axis in self.mesh_axes(name):
-                if axis not in mesh.names:
-                    problems.append(f"{where}: {name} → {axis}, but the mesh has only {list(mesh.names)}")
-        if problems:
-            raise UnknownAxisError(
-                "\n".join(problems), suggestion=f"axes of this model: {', '.join(sorted(set(used)))}"
+        strangers = [name for name in (*self, *sorted(self.unmapped)) if name not in everything]
+        for name in strangers:
+            problems.append(
+                f"{where}: {name!r} is not an axis of this model, nor a known axis name{_hint(name, everything)}"
             )
+        for name in self:
+            if name not in used and name not in strangers:
+                notes.append(f"{where}: {name!r} is known, but this model has no such axis; the rule has no effect")
+            problems.extend(unknown_mesh_axes(where, name, self.mesh_axes(name), mesh))
+        if problems:
+            suggestion = f"axes of this model: {', '.join(sorted(set(used)))}" if strangers else None
+            raise UnknownAxisError("\n".join(problems), suggestion=suggestion)
         return notes
+
+
+def unknown_mesh_axes(where: str, name: str, mesh_axes: Iterable[str], mesh: MeshSpec) -> list[str]:
+    """A line for each of the mesh axes in the rule `name → mesh_axes` that `mesh` does not have."""
+    return [
+        f"{where}: {name} → {axis}, but the mesh has only {list(mesh.names)}{_hint(axis, mesh.names)}"
+        for axis in mesh_axes
+        if axis not in mesh.names
+    ]
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    close = nearest(word, known)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | None:
@@ -132,6 +156,11 @@ class DeclaredReplication:
     has: str
     lacks: str
     mesh_axes: tuple[str, ...]
+    reason: str = "the mapping implies it"
+
+    def applies(self, axis_names: Collection[str]) -> bool:
+        """Whether an array with these axes is meant."""
+        return self.has in axis_names and self.lacks not in axis_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +174,8 @@ class Mappings:
         overrides: pairs (path pattern, mapping merged over `params` for matching leaves); later ones win.
         declared: replication that the mapping implies on purpose.
         allow_replicated: path patterns or mesh axes whose replication the user accepts.
+        on_conflict: when two axes of one parameter want the same mesh axis: an error, or the one whose rule comes first
+            in the mapping keeps it.
     """
 
     params: AxisMapping = field(default_factory=AxisMapping)
@@ -153,23 +184,27 @@ class Mappings:
     overrides: tuple[tuple[str, AxisMapping], ...] = ()
     declared: "tuple[DeclaredReplication, ...]" = ()
     allow_replicated: tuple[str, ...] = ()
+    on_conflict: Literal["error", "first_wins"] = "error"
 
     def params_at(self, path: str) -> AxisMapping:
         """The parameter mapping that applies to the leaf at `path`."""
         mapping = self.params
-        for pattern, override in self.overrides:
-            if path_matches(pattern, path):
-                mapping = mapping.merged(override)
+        for _, override in self.overrides_at(path):
+            mapping = mapping.merged(override)
         return mapping
+
+    def overrides_at(self, path: str) -> "tuple[tuple[str, AxisMapping], ...]":
+        """The overrides that apply to the leaf at `path`, in order."""
+        return tuple((pattern, override) for pattern, override in self.overrides if path_matches(pattern, path))
+
+    @property
+    def residual_stream(self) -> AxisMapping:
+        """The mapping of the residual stream at block boundaries: `residual` over `compute`."""
+        return self.compute.merged(self.residual)
 
     def declared_replication(self, axis_names: Collection[str]) -> frozenset[str]:
         """The mesh axes over which an array with these axes stays whole on purpose."""
-        return frozenset(
-            axis
-            for rule in self.declared
-            if rule.has in axis_names and rule.lacks not in axis_names
-            for axis in rule.mesh_axes
-        )
+        return frozenset(axis for rule in self.declared if rule.applies(axis_names) for axis in rule.mesh_axes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,7 +229,7 @@ _residual: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("
 @contextlib.contextmanager
 def mappings_in_scope(mappings: Mappings) -> Iterator[None]:
     """Puts the compute mapping in Haliax's scope and the residual mapping in ours, for tracing."""
-    token = _residual.set(mappings.compute.merged(mappings.residual))
+    token = _residual.set(mappings.residual_stream)
     try:
         with hax.axis_mapping(mappings.compute):
             yield

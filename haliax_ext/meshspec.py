@@ -8,16 +8,29 @@ hosts), or a process where devices have no slices.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from haliax_ext.errors import MeshError, UnknownAxisError
+from haliax_ext.errors import MeshError, UnknownAxisError, nearest
 
 MeshAxes = str | tuple[str, ...]
+
+
+class Device(Protocol):
+    """What a mesh needs of a JAX device; TPU devices also have a `slice_index`."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    def memory_stats(self) -> dict[str, int] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +91,9 @@ class MeshSpec:
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
         shape = self.shape
         if unknown := [name for name in names if name not in shape]:
-            raise UnknownAxisError(f"mesh axis {', '.join(unknown)} is not an axis of mesh {self}")
+            close = nearest(unknown[0], shape)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise UnknownAxisError(f"mesh axis {', '.join(unknown)} is not an axis of mesh {self}{hint}")
         return math.prod(shape[name] for name in names)
 
     def __str__(self) -> str:
@@ -91,7 +106,7 @@ class MeshSpec:
             tuple(size for _, size in self.axes), self.names, axis_types=(AxisType.Auto,) * len(self.axes)
         )
 
-    def build(self, devices: Sequence[jax.Device]) -> Mesh:
+    def build(self, devices: Sequence[Device]) -> Mesh:
         """Places `devices` on this mesh: DCN axes outermost on the wire, ICI order from JAX's mesh utilities.
 
         Raises:
@@ -106,10 +121,13 @@ class MeshSpec:
         if self.num_granules > 1:
             found = granules(devices, self.granule)
             if len(found) != self.num_granules:
+                sizes = ", ".join(map(str, sorted(set(found.values()))))
                 raise MeshError(
-                    f"mesh {self} spans {self.num_granules} {self.granule} granules, "
-                    f"but these devices form {len(found)} (sizes {sorted(set(found.values()))})"
+                    f"mesh {self} spans {self.num_granules} granules ({self.granule}), "
+                    f"but these devices form {len(found)} (of {sizes} devices)"
                 )
+            if len(set(found.values())) > 1:
+                raise MeshError(f"mesh {self}: its {self.granule} granules differ in size: {dict(found)}")
             by_process = self.granule == "process"
             array = mesh_utils.create_hybrid_device_mesh(
                 ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
@@ -121,7 +139,7 @@ class MeshSpec:
         return Mesh(array, self.names, axis_types=axis_types)
 
 
-def granules(devices: Sequence[jax.Device], kind: Literal["slice", "process"]) -> Mapping[int, int]:
+def granules(devices: Sequence[Device], kind: Literal["slice", "process"]) -> Mapping[int, int]:
     """Counts devices per granule. Devices without a `slice_index` form one slice."""
     counts: dict[int, int] = {}
     for device in devices:

@@ -2,11 +2,12 @@
 
 It shares nothing with the framework's model, so what the preflight reads out of its compilation (memory, cycles,
 collectives) can be held against hand arithmetic and published tokens per second. Weights and both Adam moments are
-f32; matmuls are bf16; every layer is rematerialized whole; attention is JAX's Pallas splash kernel under `shard_map`;
-the loss is computed in chunks of positions. Parameters are cut over `data` along `embed` (FSDP) and over `model`
-along heads and `mlp`; the residual stream may be cut over `model` along one of its axes.
+f32; matmuls are bf16; every layer is rematerialized, except for what `offload` names; attention is JAX's Pallas splash
+kernel under `shard_map`; the loss is computed in chunks of positions. Parameters are cut over `data` along `embed`
+(FSDP) and over `model` along heads and `mlp`; the residual stream may be cut over `model` along one of its axes.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,14 +15,21 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from haliax_ext.meshspec import MeshSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlainLlama:
-    """Sizes of one run, and how its residual stream is cut over the mesh axis `model`."""
+    """Sizes of one run, and how its residual stream is cut over the mesh axis `model`.
+
+    `offload` names activations kept in host memory for the backward pass: `layer_input`, `q`, `k`, `v`,
+    `attention_out`.
+    """
 
     layers: int
     embed: int
@@ -34,6 +42,8 @@ class PlainLlama:
     head_size: int = 128
     loss_chunk: int = 512
     block: int = 512
+    fused_backward: bool = False
+    offload: tuple[str, ...] = ()
     residual: Literal["whole", "embed", "position"] = "whole"
 
     @property
@@ -42,21 +52,11 @@ class PlainLlama:
         return self.layers * per_layer + self.vocab * self.embed
 
 
-LLAMA2_7B = PlainLlama(
-    layers=32, embed=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000, batch=256, seq=1024
-)
-LLAMA2_70B = PlainLlama(
-    layers=80, embed=8192, heads=64, kv_heads=8, mlp=28672, vocab=32000, batch=512, seq=1024
-)
-LLAMA31_8B = PlainLlama(
-    layers=32, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256, batch=512, seq=8192
-)
-LLAMA31_70B = PlainLlama(
-    layers=80, embed=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256, batch=512, seq=8192
-)
-LLAMA31_405B = PlainLlama(
-    layers=126, embed=16384, heads=128, kv_heads=8, mlp=53248, vocab=128256, batch=512, seq=8192
-)
+LLAMA2_7B = PlainLlama(layers=32, embed=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000, batch=256, seq=1024)
+LLAMA2_70B = PlainLlama(layers=80, embed=8192, heads=64, kv_heads=8, mlp=28672, vocab=32000, batch=512, seq=1024)
+LLAMA31_8B = PlainLlama(layers=32, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256, batch=512, seq=8192)
+LLAMA31_70B = PlainLlama(layers=80, embed=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256, batch=512, seq=8192)
+LLAMA31_405B = PlainLlama(layers=126, embed=16384, heads=128, kv_heads=8, mlp=53248, vocab=128256, batch=512, seq=8192)
 
 
 def parameter_shapes(c: PlainLlama) -> dict[str, tuple[tuple[int, ...], P]]:
@@ -99,9 +99,10 @@ def _rotate(x: jax.Array) -> jax.Array:
 def _attention(c: PlainLlama, mesh: Mesh, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     local_heads = c.heads // mesh.shape["model"]
     block = min(c.block, c.seq)
+    dq = None if c.fused_backward else block
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        block_kv_dkv_compute=block, block_q_dq=dq, block_kv_dq=dq, use_fused_bwd_kernel=c.fused_backward,
     )  # fmt: skip
     mask = splash.MultiHeadMask([splash.CausalMask((c.seq, c.seq))] * local_heads)
     kernel = splash.make_splash_mha(mask=mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
@@ -123,11 +124,13 @@ def train_step(c: PlainLlama, mesh: Mesh):
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         w = {name: value.astype(jnp.bfloat16) for name, value in w.items()}
+        x = checkpoint_name(x, "layer_input")
         with jax.named_scope("self_attn"):
             h = _norm(x, w["norm1"].astype(jnp.float32))
             q, k, v = (jnp.einsum("bse,ehd->bshd", h, w[name]) for name in ("wq", "wk", "wv"))
-            attended = _attention(c, mesh, _rotate(q), _rotate(k), v)
-            x = shard(x + jnp.einsum("bshd,hde->bse", attended, w["wo"]), residual)
+            q, k, v = (checkpoint_name(a, name) for a, name in ((_rotate(q), "q"), (_rotate(k), "k"), (v, "v")))
+            out = jnp.einsum("bshd,hde->bse", _attention(c, mesh, q, k, v), w["wo"])
+            x = shard(x + checkpoint_name(out, "attention_out"), residual)
         with jax.named_scope("mlp"):
             h = _norm(x, w["norm2"].astype(jnp.float32))
             gated = jax.nn.silu(jnp.einsum("bse,em->bsm", h, w["gate"])) * jnp.einsum("bse,em->bsm", h, w["up"])
@@ -138,7 +141,13 @@ def train_step(c: PlainLlama, mesh: Mesh):
         with jax.named_scope("embeddings"):
             x = shard(params["embedding"].astype(jnp.bfloat16)[tokens], residual)
         with jax.named_scope("layers"):
-            body = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=list(c.offload),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+            body = jax.checkpoint(layer, policy=policy if c.offload else jax.checkpoint_policies.nothing_saveable)
             x, _ = jax.lax.scan(body, x, {name: params[name] for name in LAYER_NAMES})
         with jax.named_scope("lm_head"):
             x = shard(_norm(x, params["norm"]), P("data"))
@@ -176,10 +185,37 @@ def lower(c: PlainLlama, mesh: Mesh) -> Any:
     shapes = parameter_shapes(c)
     shardings = {name: NamedSharding(mesh, spec) for name, (_, spec) in shapes.items()}
     params = {
-        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=shardings[name])
-        for name, (shape, _) in shapes.items()
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=shardings[name]) for name, (shape, _) in shapes.items()
     }
     tokens = jax.ShapeDtypeStruct((c.batch, c.seq), np.int32, sharding=NamedSharding(mesh, P("data")))
     outputs = (shardings, shardings, shardings, NamedSharding(mesh, P()))
     jitted = jax.jit(train_step(c, mesh), out_shardings=outputs, donate_argnums=(0, 1, 2))
     return jitted.lower(params, params, params, tokens)
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The train step as the compile worker wants it."""
+
+    sizes: PlainLlama
+    name: str = "train_step"
+
+    def lower(self, mesh: Mesh) -> Any:
+        return lower(self.sizes, mesh)
+
+
+@dataclass(frozen=True)
+class Described:
+    mesh: MeshSpec
+    programs: tuple[TrainStep, ...]
+
+
+def sizes_of(payload: dict[str, Any]) -> PlainLlama:
+    """`{"model": "LLAMA2_7B", "changes": {"batch": 128}}` as sizes."""
+    return dataclasses.replace(globals()[payload["model"]], **payload["changes"])
+
+
+def described(payload: dict[str, Any], target: Any) -> Described:
+    """What the compile worker calls: payload `model`, `changes`, and `data` × `model_ways` of the mesh."""
+    mesh = MeshSpec.of(data=payload["data"], model=payload["model_ways"])
+    return Described(mesh, (TrainStep(sizes_of(payload)),))

@@ -13,7 +13,8 @@ def test_values_are_unwrapped_and_nulls_dropped():
     mapping = AxisMapping({"embed": ["data"], "mlp": ["model", "group"], "heads": None, "vocab": []})
     assert dict(mapping) == {"embed": "data", "mlp": ("model", "group")}
     assert mapping.spec(("mlp", "embed", "head_size")) == P(("model", "group"), "data", None)
-    assert str(mapping) == "{embed: data, mlp: [model, group]}"
+    assert mapping.unmapped == {"heads", "vocab"}
+    assert str(mapping) == "{embed: data, mlp: [model, group], heads: null, vocab: null}"
 
 
 def test_merging_with_null_removes_a_rule():
@@ -79,6 +80,27 @@ def test_overrides_apply_by_path():
         "head_size": "data",
     }
     assert dict(mappings.params_at("layers.mlp.up_proj.weight")) == {"embed": "data", "mlp": "model"}
+
+
+def test_a_null_in_an_override_or_residual_mapping_takes_a_rule_away():
+    mappings = Mappings(
+        params=AxisMapping({"embed": "data", "mlp": "model"}),
+        compute=AxisMapping({"batch": "data", "embed": "model"}),
+        residual=AxisMapping({"embed": None, "position": "model"}),
+        overrides=(("**.norm", AxisMapping({"embed": None})),),
+    )
+    assert dict(mappings.params_at("layers.norm.weight")) == {"mlp": "model"}
+    assert dict(mappings.params_at("layers.mlp.up")) == {"embed": "data", "mlp": "model"}
+    assert dict(mappings.residual_stream) == {"batch": "data", "position": "model"}
+    assert mappings.overrides_at("layers.norm.weight") == mappings.overrides
+
+
+def test_what_is_unmapped_is_part_of_the_value():
+    null, nothing = AxisMapping({"embed": None}), AxisMapping()
+    assert null != nothing
+    assert nothing == {}
+    assert null == AxisMapping(null) == AxisMapping({"embed": []})
+    assert len({null, nothing, AxisMapping({"embed": None})}) == 2
 
 
 def test_haliax_and_our_residual_see_the_scope(devices):

@@ -1,13 +1,31 @@
 """Devices: the only place that looks for them, and what is printed about them at start."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 
-from haliax_ext.meshspec import MeshSpec, granules
+from haliax_ext.errors import gib
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import Device, MeshSpec, granules
 from levanter.mesh.config import MeshConfig
+
+
+class DeviceFacts(Protocol):
+    """What the report needs to know of devices, whether they are at hand (`DeviceSet`) or only named (a target)."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def hosts(self) -> int: ...
+    @property
+    def granules(self) -> int: ...
+    @property
+    def hbm_bytes(self) -> int | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +41,18 @@ class DeviceSet:
         hbm_bytes: memory of one device as its runtime states it; None on CPU.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     granules: int
     platform: str
     kind: str
     hosts: int
     hbm_bytes: int | None
+
+    @property
+    def chips(self) -> int:
+        """Chips; some TPU generations show two devices on each."""
+        places = {(getattr(d, "slice_index", None) or 0, tuple(getattr(d, "coords", (d.id,)))) for d in self.devices}
+        return len(places)
 
 
 def local_devices(config: MeshConfig) -> DeviceSet:
@@ -36,7 +60,7 @@ def local_devices(config: MeshConfig) -> DeviceSet:
     return describe_devices(jax.devices(), config)
 
 
-def describe_devices(devices: Sequence[jax.Device], config: MeshConfig) -> DeviceSet:
+def describe_devices(devices: Sequence[Device], config: MeshConfig) -> DeviceSet:
     """Counts hosts and granules of `devices`."""
     first = devices[0]
     stats = first.memory_stats() if first.platform != "cpu" else None
@@ -50,15 +74,55 @@ def describe_devices(devices: Sequence[jax.Device], config: MeshConfig) -> Devic
     )
 
 
-def mesh_report(spec: MeshSpec, found: DeviceSet) -> str:
-    """One line on chips, hosts, granules and the mesh, and which mesh axes cross the data-center network."""
+def mesh_report(
+    spec: MeshSpec,
+    found: DeviceFacts,
+    *,
+    mappings: Mappings | None = None,
+    bytes_per_device: Mapping[str, int] | None = None,
+) -> str:
+    """What is printed at start: chips, hosts, granules, the mesh, bytes on each device, and what crosses DCN.
+
+    Args:
+        spec: the mesh.
+        found: the devices it is for.
+        mappings: for the warning about parameters that are cut across granules.
+        bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
+    """
+    what = "chip" if found.platform == "tpu" else "device"
+    count = found.chips if isinstance(found, DeviceSet) and what == "chip" else spec.size
+    shown = f"{_plural(count, what)} ({found.kind})"
+    if count != spec.size:
+        shown += f" as {spec.size} devices"
+    lines = [f"{shown}, {_plural(found.hosts, 'host')}, {_plural(found.granules, spec.granule)}", f"mesh {spec}"]
+    if bytes_per_device:
+        total = sum(bytes_per_device.values())
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in bytes_per_device.items())
+        of = "" if found.hbm_bytes is None else f" of {gib(found.hbm_bytes)} ({total / found.hbm_bytes:.1%})"
+        lines.append(f"on each device: {parts}; together {gib(total)}{of}")
+    lines += _crossing(spec, mappings)
+    return "\n".join(lines)
+
+
+def _crossing(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
     crossing = [name for name in spec.dcn if spec.shape[name] > 1]
-    dcn = f"; {', '.join(crossing)} cross DCN" if crossing else ""
-    plural = lambda n, word: f"{n} {word}{'' if n == 1 else 's'}"  # noqa: E731
-    return (
-        f"{plural(len(found.devices), 'device')} ({found.kind}), {plural(found.hosts, 'host')}, "
-        f"{plural(found.granules, spec.granule)}; mesh {spec}{dcn}"
-    )
+    if not crossing:
+        return [f"no mesh axis crosses DCN: all devices are in one {spec.granule}"]
+    verb = "crosses" if len(crossing) == 1 else "cross"
+    lines = [f"{', '.join(crossing)} {verb} DCN"]
+    rules = [] if mappings is None else [mappings.params, *(override for _, override in mappings.overrides)]
+    cut = {f"{name} → {axis}" for rule in rules for name in rule for axis in rule.mesh_axes(name) if axis in crossing}
+    if cut:
+        lines.append(
+            f"warning: parameters are cut across {spec.granule}s ({', '.join(sorted(cut))}): each use of such a weight "
+            "gathers it over DCN, which is slower than ICI by an order of magnitude or more"
+        )
+    return lines
+
+
+def _plural(n: int, word: str) -> str:
+    ending = "es" if word.endswith("s") else "s"
+    return f"{n} {word}{'' if n == 1 else ending}"
 
 
 def require_accelerator(*, wanted: bool | None, found: DeviceSet) -> None:

@@ -52,3 +52,7 @@ class MeshConfig:
     allow_replicated: list[str] = field(default_factory=list)
     on_conflict: Literal["error", "first_wins"] = "error"
     hbm_gib: float | None = None
+
+    def hbm_bytes(self, device_bytes: int | None) -> int | None:
+        """The memory that replication is judged by: `hbm_gib`, else the device's own (None on CPU: not judged)."""
+        return device_bytes if self.hbm_gib is None else int(self.hbm_gib * 2**30)

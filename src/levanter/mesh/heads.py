@@ -7,6 +7,7 @@ is declared. A single mesh axis larger than `kv_head` can be *factored* into two
 can exceed them", without copying a weight.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from haliax_ext.divisibility import divisors
 from haliax_ext.errors import IndivisibleError
 from haliax_ext.mapping import DeclaredReplication
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import show_axes
 
 GROUP_AXIS = "group"
 KV_HEAD, Q_PER_GROUP = "kv_head", "q_heads_per_group"
@@ -33,25 +35,52 @@ class HeadsMapping:
 
     @property
     def declared(self) -> tuple[DeclaredReplication, ...]:
-        if not self.q_heads_per_group:
-            return ()
-        return (DeclaredReplication(has=KV_HEAD, lacks=Q_PER_GROUP, mesh_axes=self.q_heads_per_group),)
+        return declared_by_groups(self.q_heads_per_group)
 
 
-def expand_heads(mesh_axes: Sequence[str], *, kv_heads: int, q_per_group: int, mesh: MeshSpec) -> HeadsMapping:
+def declared_by_groups(mesh_axes: Sequence[str]) -> tuple[DeclaredReplication, ...]:
+    """K and V have no axis of query heads, so they stay whole over the mesh axes that cut it."""
+    if not mesh_axes:
+        return ()
+    reason = "query heads are cut over it further than K/V heads can be"
+    return (DeclaredReplication(has=KV_HEAD, lacks=Q_PER_GROUP, mesh_axes=tuple(mesh_axes), reason=reason),)
+
+
+def distribute(mesh_axes: Sequence[str], *, kv_heads: int, q_per_group: int, mesh: MeshSpec) -> HeadsMapping | None:
+    """`kv_head` takes the leading mesh axes while they divide it, `q_heads_per_group` the rest; None if it cannot."""
+    taken = 0
+    while taken < len(mesh_axes) and kv_heads % mesh.ways(tuple(mesh_axes[: taken + 1])) == 0:
+        taken += 1
+    mine, rest = tuple(mesh_axes[:taken]), tuple(mesh_axes[taken:])
+    if q_per_group % mesh.ways(rest):
+        return None
+    return HeadsMapping(kv_head=mine, q_heads_per_group=rest)
+
+
+def expand_heads(
+    mesh_axes: Sequence[str],
+    *,
+    kv_heads: int,
+    q_per_group: int,
+    mesh: MeshSpec,
+    sizes: Mapping[str, int] | None = None,
+) -> HeadsMapping:
     """Distributes `heads: mesh_axes` over the two head axes of a model.
+
+    Args:
+        mesh_axes: what `heads` is mapped to.
+        kv_heads: size of `kv_head`.
+        q_per_group: size of `q_heads_per_group`.
+        mesh: mesh axis sizes.
+        sizes: the model's other axis sizes; the suggestion then names only axes that divide.
 
     Raises:
         IndivisibleError: nothing divides; the message has the nearest factoring and a YAML fragment.
     """
-    sizes = mesh.shape
-    taken = 0
-    while taken < len(mesh_axes) and kv_heads % math.prod(sizes[a] for a in mesh_axes[: taken + 1]) == 0:
-        taken += 1
-    mine, rest = tuple(mesh_axes[:taken]), tuple(mesh_axes[taken:])
-    if q_per_group % math.prod(sizes[a] for a in rest):
-        raise _cannot(mesh_axes, kv_heads, q_per_group, mesh)
-    return HeadsMapping(kv_head=mine, q_heads_per_group=rest)
+    done = distribute(mesh_axes, kv_heads=kv_heads, q_per_group=q_per_group, mesh=mesh)
+    if done is None:
+        raise _cannot(mesh_axes, kv_heads, q_per_group, mesh, sizes or {})
+    return done
 
 
 def factor(ways: int, *, kv_heads: int, q_per_group: int) -> tuple[int, int] | None:
@@ -67,33 +96,51 @@ def legal_ways(kv_heads: int, q_per_group: int) -> tuple[int, ...]:
     return tuple(sorted({a * b for a in divisors(kv_heads) for b in divisors(q_per_group)}))
 
 
-def _cannot(mesh_axes: Sequence[str], kv_heads: int, q_per_group: int, mesh: MeshSpec) -> IndivisibleError:
+def _cannot(
+    mesh_axes: Sequence[str], kv_heads: int, q_per_group: int, mesh: MeshSpec, sizes: Mapping[str, int]
+) -> IndivisibleError:
     ways = mesh.ways(tuple(mesh_axes))
-    sizes = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in mesh_axes)
-    shown = mesh_axes[0] if len(mesh_axes) == 1 else f"[{', '.join(mesh_axes)}]"
+    product = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in mesh_axes)
     problem = (
-        f"heads → {shown}: {kv_heads * q_per_group} attention heads = {kv_heads} kv_head × {q_per_group} "
-        f"q_heads_per_group cannot be cut over {sizes} = {ways}"
+        f"heads → {show_axes(mesh_axes)}: {kv_heads * q_per_group} attention heads = {kv_heads} {KV_HEAD} × "
+        f"{q_per_group} {Q_PER_GROUP} cannot be cut over {product}" + (f" = {ways}" if len(mesh_axes) > 1 else "")
+    )
+    reordered = next(
+        (
+            order
+            for order in itertools.permutations(mesh_axes)
+            if distribute(order, kv_heads=kv_heads, q_per_group=q_per_group, mesh=mesh) is not None
+        ),
+        None,
     )
     both = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
-    if both is not None and len(mesh_axes) == 1 and 1 not in both:
+    if reordered is not None:
+        suggestion = f"{KV_HEAD} takes the leading mesh axes; in this order they divide: heads: {show_axes(reordered)}"
+    elif both is not None and len(mesh_axes) == 1 and GROUP_AXIS not in mesh.shape:
         name = mesh_axes[0]
+        pair = f"[{name}, {GROUP_AXIS}]"
         suggestion = (
-            f"factor the mesh axis, {both[0]} for kv_head and {both[1]} for q_heads_per_group:\n"
+            f"factor the mesh axis, {both[0]} for {KV_HEAD} and {both[1]} for {Q_PER_GROUP}:\n"
             f"      mesh:\n"
             f"        axes: {{{name}: {both[0]}, {GROUP_AXIS}: {both[1]}}}\n"
-            f"        shared_mapping: {{heads: [{name}, {GROUP_AXIS}], mlp: [{name}, {GROUP_AXIS}], "
-            f"vocab: [{name}, {GROUP_AXIS}]}}"
+            f"        shared_mapping: {{heads: {pair}, {_others(mesh_axes, pair, mesh, sizes)}}}"
         )
     else:
         legal = ", ".join(map(str, legal_ways(kv_heads, q_per_group)))
+        others = _others(mesh_axes, show_axes(mesh_axes), mesh, sizes)
         suggestion = (
-            f"the heads of this model can be cut {legal} ways; choose such a size, "
+            f"the heads of this model can be cut into {legal}; choose such a size, "
             f"or keep them whole and cut the rest:\n"
             f"      mesh:\n"
-            f"        shared_mapping: {{mlp: {shown}, vocab: {shown}, heads: null}}"
+            f"        shared_mapping: {{{others}, heads: null}}"
         )
     return IndivisibleError(problem, suggestion=suggestion)
+
+
+def _others(mesh_axes: Sequence[str], shown: str, mesh: MeshSpec, sizes: Mapping[str, int]) -> str:
+    """`mlp` and `vocab` mapped like the heads where they divide, else whole."""
+    ways = mesh.ways(tuple(mesh_axes))
+    return ", ".join(f"{name}: {shown if sizes.get(name, ways) % ways == 0 else 'null'}" for name in ("mlp", "vocab"))
 
 
 def split_axis(

@@ -4,14 +4,25 @@ It needs the model's logical axes and their sizes (from the abstract model) and 
 device. Everything it decided that the user did not write is a note, printed before a run starts.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from haliax_ext.errors import ShardingError, raise_all
-from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings
+from haliax_ext.abstract import Leaf
+from haliax_ext.errors import IndivisibleError, ShardingError, UnknownAxisError, raise_all
+from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings, unknown_mesh_axes
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import show_axes
 from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, MappingValue, MeshConfig
-from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, expand_heads, split_axis, with_group
+from levanter.mesh.heads import (
+    GROUP_AXIS,
+    KV_HEAD,
+    Q_PER_GROUP,
+    declared_by_groups,
+    expand_heads,
+    factor,
+    split_axis,
+    with_group,
+)
 from levanter.mesh.sizes import resolve_sizes
 
 HEADS = "heads"
@@ -20,7 +31,14 @@ Rules = dict[str, MappingValue]
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedMesh:
-    """The mesh and mappings of a run, and every decision the user did not write."""
+    """The mesh and mappings of a run, and every decision the user did not write.
+
+    Attributes:
+        spec: mesh axis names and sizes.
+        mappings: parameters, compute, residual and overrides, `heads` expanded.
+        notes: a line for each decision and for each rule without effect.
+        batch_axis: logical name of the batch axis.
+    """
 
     spec: MeshSpec
     mappings: Mappings
@@ -45,7 +63,20 @@ class ModelAxes:
 
     sizes: Mapping[str, int]
     known: Collection[str] = ()
-    aliases: Mapping[str, str] = ()  # type: ignore[assignment]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        leaves: Iterable[Leaf],
+        *,
+        known: Collection[str] = (),
+        aliases: Mapping[str, str] | None = None,
+        **activations: int,
+    ) -> "ModelAxes":
+        """The axes of a model's leaves and of its activations: `ModelAxes.of(leaves(model), position=2048)`."""
+        sizes = {name: size for leaf in leaves for name, size in leaf.axes if not name.startswith("_")}
+        return cls(sizes={**sizes, **activations}, known=known, aliases=aliases or {})
 
 
 def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int = 1) -> ResolvedMesh:
@@ -57,18 +88,17 @@ def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int
     spec = resolve_sizes(config, devices=devices, granules=granules)
     batch = config.batch_axis_name or "batch"
     notes: list[str] = []
-    aliases = dict(model.aliases or {})
-    shared = _spelled({**DEFAULT_SHARED, **config.shared_mapping}, aliases, notes, "shared_mapping")
-    params = {**shared, **_spelled(config.param_mapping, aliases, notes, "param_mapping")}
-    compute = {batch: [a for a in DEFAULT_BATCH_AXES if a in spec.names], **shared}
-    compute.update(_spelled(config.compute_mapping, aliases, notes, "compute_mapping"))
-    if config.batch_axis_name is None:
-        compute.pop(batch, None)
-    residual = _spelled(config.residual_mapping, aliases, notes, "residual_mapping")
-    overrides = {
-        pattern: _spelled(rules, aliases, notes, f"overrides[{pattern!r}]")
-        for pattern, rules in config.overrides.items()
-    }
+    problems: list[ShardingError] = []
+
+    def spelled(rules: Mapping[str, MappingValue], where: str) -> Rules:
+        return _spelled(rules, model.aliases, notes, problems, f"trainer.mesh.{where}")
+
+    shared = {**DEFAULT_SHARED, **spelled(config.shared_mapping, "shared_mapping")}
+    params = {**shared, **spelled(config.param_mapping, "param_mapping")}
+    default_batch = {batch: list(DEFAULT_BATCH_AXES)} if config.batch_axis_name is not None else {}
+    compute = {**default_batch, **shared, **spelled(config.compute_mapping, "compute_mapping")}
+    residual = spelled(config.residual_mapping, "residual_mapping")
+    overrides = {pattern: spelled(rules, f"overrides[{pattern!r}]") for pattern, rules in config.overrides.items()}
 
     every = [params, compute, residual, *overrides.values()]
     if config.split_heads == "auto":
@@ -76,42 +106,66 @@ def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int
         params, compute, residual = every[:3]
         overrides = dict(zip(overrides, every[3:], strict=True))
 
-    problems: list[ShardingError] = []
     declared: set[DeclaredReplication] = set()
+    used = {*model.sizes, batch}
 
     def finish(rules: Rules, where: str) -> AxisMapping:
+        expanded = rules
         try:
-            expanded, implied = _expanded(rules, model, spec, where)
+            expanded, implied = _expanded(rules, model, spec, notes, f"trainer.mesh: {where}")
             declared.update(implied)
-            mapping = AxisMapping(expanded)
-            used = {*model.sizes, batch}
-            notes.extend(mapping.check(known=model.known, used=used, mesh=spec, where=where))
-            return mapping
         except ShardingError as error:
             problems.append(error)
-            return AxisMapping()
+            expanded = {name: value for name, value in rules.items() if name != HEADS}
+        mapping = AxisMapping(expanded)
+        try:
+            for note in mapping.check(known=model.known, used=used, mesh=spec, where=f"trainer.mesh: {where}"):
+                # A shared rule is in both mappings; that it has no effect is said once.
+                text = note.removeprefix(f"trainer.mesh: {where}: ")
+                if not any(said.endswith(text) for said in notes):
+                    notes.append(note)
+        except ShardingError as error:
+            problems.append(error)
+        return mapping
 
     mappings = Mappings(
-        params=finish(params, "trainer.mesh: parameter mapping"),
-        compute=finish(compute, "trainer.mesh: compute mapping"),
-        residual=finish(residual, "trainer.mesh: residual_mapping"),
-        overrides=tuple(
-            (pattern, finish(rules, f"trainer.mesh: overrides[{pattern!r}]")) for pattern, rules in overrides.items()
-        ),
+        params=AxisMapping(dict(finish(params, "parameter mapping"))),
+        compute=AxisMapping(dict(finish(compute, "compute mapping"))),
+        residual=finish(residual, "residual_mapping"),
+        overrides=tuple((pattern, finish(rules, f"overrides[{pattern!r}]")) for pattern, rules in overrides.items()),
         declared=tuple(sorted(declared, key=lambda d: d.mesh_axes)),
         allow_replicated=tuple(config.allow_replicated),
+        on_conflict=config.on_conflict,
     )
     raise_all(_distinct(problems))
+    notes += _idle_mesh_axes(spec, mappings, batch)
     return ResolvedMesh(spec=spec, mappings=mappings, notes=tuple(dict.fromkeys(notes)), batch_axis=batch)
 
 
-def _spelled(rules: Mapping[str, MappingValue], aliases: Mapping[str, str], notes: list[str], where: str) -> Rules:
+def _spelled(
+    rules: Mapping[str, MappingValue],
+    aliases: Mapping[str, str],
+    notes: list[str],
+    problems: list[ShardingError],
+    where: str,
+) -> Rules:
+    """The rules under the glossary's names."""
     out: Rules = {}
+    written: dict[str, str] = {}
     for name, value in rules.items():
         target = aliases.get(name, name)
         if target != name:
             notes.append(f"{where}: {name!r} is the axis {target!r} here")
+        if target in out and _as_list(out[target]) != _as_list(value):
+            problems.append(
+                ShardingError(
+                    f"{where}: {written[target]!r} and {name!r} are the same axis, but are mapped differently "
+                    f"({_shown(out[target])} and {_shown(value)})",
+                    suggestion=f"keep one of them, spelled {target!r}",
+                )
+            )
         out[target] = value
+        written[target] = name
     return out
 
 
@@ -119,55 +173,109 @@ def _as_list(value: MappingValue) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
+def _shown(value: MappingValue) -> str:
+    return show_axes(_as_list(value)) if value else "null"
+
+
 def _expanded(
-    rules: Rules, model: ModelAxes, spec: MeshSpec, where: str
+    rules: Rules, model: ModelAxes, spec: MeshSpec, notes: list[str], where: str
 ) -> tuple[Rules, tuple[DeclaredReplication, ...]]:
     """Replaces `heads` by rules for the model's own head axes; rules written for those axes win over it."""
-    heads = [a for a in _as_list(rules.get(HEADS)) if a in spec.names]
-    unknown = [a for a in _as_list(rules.get(HEADS)) if a not in spec.names]
-    rest = {name: value for name, value in rules.items() if name != HEADS}
-    if unknown:
-        raise ShardingError(f"{where}: heads → {', '.join(unknown)}, but the mesh has only {list(spec.names)}")
     if HEADS in model.sizes:  # a model that has a plain `heads` axis (GPT-2)
         return rules, ()
-    if not heads or KV_HEAD not in model.sizes:
-        if HEADS in rules and rules[HEADS] is None:
-            # `heads: null` un-maps both head axes where an outer mapping had expanded it.
-            rest = {KV_HEAD: None, Q_PER_GROUP: None, **rest}
+    rest = {name: value for name, value in rules.items() if name != HEADS}
+    heads = _as_list(rules.get(HEADS))
+    if unknown := unknown_mesh_axes(where, HEADS, heads, spec):
+        raise UnknownAxisError("\n".join(unknown))
+    if KV_HEAD not in model.sizes:
         return rest, ()
-    done = expand_heads(heads, kv_heads=model.sizes[KV_HEAD], q_per_group=model.sizes.get(Q_PER_GROUP, 1), mesh=spec)
-    expanded: Rules = {**done.rules, **rest}
-    return expanded, done.declared if Q_PER_GROUP not in rest else ()
+    if HEADS in rules and not heads:
+        # `heads: null` un-maps both head axes where an outer mapping has expanded it.
+        rest = _in_place_of_heads(rules, {KV_HEAD: None, Q_PER_GROUP: None})
+    elif heads and not {KV_HEAD, Q_PER_GROUP} <= rest.keys():
+        kv_heads, q_per_group = model.sizes[KV_HEAD], model.sizes.get(Q_PER_GROUP, 1)
+        done = expand_heads(heads, kv_heads=kv_heads, q_per_group=q_per_group, mesh=spec, sizes=model.sizes)
+        rest = _in_place_of_heads(rules, done.rules)
+        notes += _better_factoring(heads, spec, kv_heads=kv_heads, q_per_group=q_per_group, mapped=rest)
+    whole = set(_as_list(rest.get(Q_PER_GROUP))) - set(_as_list(rest.get(KV_HEAD)))
+    return rest, declared_by_groups([axis for axis in _as_list(rest.get(Q_PER_GROUP)) if axis in whole])
+
+
+def _in_place_of_heads(rules: Rules, expansion: Mapping[str, MappingValue]) -> Rules:
+    """The rules with `heads` replaced, its place in their order kept; what was written for the parts wins."""
+    out: Rules = {}
+    for name, value in rules.items():
+        if name == HEADS:
+            out |= {part: rules.get(part, given) for part, given in expansion.items()}
+        elif name not in out:
+            out[name] = value
+    return out
+
+
+def _better_factoring(heads: list[str], spec: MeshSpec, *, kv_heads: int, q_per_group: int, mapped: Rules) -> list[str]:
+    """A note where one mesh axis went to the query groups alone although a part of it could cut K and V too."""
+    if len(heads) != 1 or _as_list(mapped.get(KV_HEAD)) or _as_list(mapped.get(Q_PER_GROUP)) != heads:
+        return []
+    axis = heads[0]
+    both = factor(spec.shape[axis], kv_heads=kv_heads, q_per_group=q_per_group)
+    if both is None or 1 in both or GROUP_AXIS in spec.shape:
+        return []
+    return [
+        f"heads → {axis}: K and V stay whole over {axis} {spec.shape[axis]}, which does not divide {kv_heads} "
+        f"{KV_HEAD}; axes {{{axis}: {both[0]}, {GROUP_AXIS}: {both[1]}}} with heads: [{axis}, {GROUP_AXIS}] "
+        f"would cut them {both[0]} ways"
+    ]
 
 
 def _split(model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str]) -> tuple[MeshSpec, list[Rules]]:
+    """Factors the mesh axis that `heads` is mapped to where it exceeds the KV heads, and adds `vocab` to it."""
+    params, compute = every[:2]
     kv_heads, q_per_group = model.sizes.get(KV_HEAD), model.sizes.get(Q_PER_GROUP, 1)
-    heads = _as_list(every[0].get(HEADS))
+    heads = _as_list(params.get(HEADS)) or _as_list(compute.get(HEADS))
     if kv_heads is None or len(heads) != 1 or heads[0] not in spec.names:
         return spec, every
     axis = heads[0]
-    if spec.shape[axis] > 1:
+    ways = spec.shape[axis]
+    vocab = model.sizes.get("vocab")
+    if ways > 1 and vocab is not None and "vocab" not in params and axis not in _as_list(params.get("embed")):
         # A translated old document cannot have mapped `vocab`; whole embeddings would be refused by the plan.
-        vocab, at = model.sizes.get("vocab"), spec.shape[axis]
-        if vocab is not None and "vocab" not in every[0] and vocab % at == 0:
-            every = [{**every[0], "vocab": axis}, {**every[1], "vocab": axis}, *every[2:]]
+        if vocab % ways == 0:
+            added = compute if "vocab" in compute else {**compute, "vocab": axis}
+            every = [{**params, "vocab": axis}, added, *every[2:]]
             notes.append(f"vocab → {axis} was added (split_heads: auto): else embedding and head stay whole over it")
-    if kv_heads % spec.shape[axis] == 0:
+        else:
+            notes.append(f"vocab {vocab} stays whole over {axis}: {vocab} % {ways} = {vocab % ways}")
+    if kv_heads % ways == 0:
         return spec, every
     done = split_axis(spec, axis, kv_heads=kv_heads, q_per_group=q_per_group)
     if done is None:
         return spec, every
     new, (a, b) = done
     notes.append(
-        f"mesh axis {axis} {spec.shape[axis]} was factored into {axis} {a} × {GROUP_AXIS} {b} (split_heads: auto): "
-        f"this model has {kv_heads} kv_head × {q_per_group} q_heads_per_group; K and V stay whole over {GROUP_AXIS}"
+        f"mesh axis {axis} {ways} was factored into {axis} {a} × {GROUP_AXIS} {b} (split_heads: auto): "
+        f"this model has {kv_heads} {KV_HEAD} × {q_per_group} {Q_PER_GROUP}; K and V stay whole over {GROUP_AXIS}"
     )
     return new, [with_group(rules, axis) for rules in every]
+
+
+def _idle_mesh_axes(spec: MeshSpec, mappings: Mappings, batch: str) -> list[str]:
+    """A note for each mesh axis along which every device computes the same."""
+    busy = mappings.compute.used_mesh_axes | mappings.residual.used_mesh_axes
+    batch_axes = mappings.compute.mesh_axes(batch)
+    return [
+        f"mesh axis {name} {size} cuts no activation: the devices along it repeat each other's work; to give it a part "
+        f"of the batch: compute_mapping: {{{batch}: [{', '.join((*batch_axes, name))}]}}"
+        for name, size in spec.axes
+        if size > 1 and name not in busy
+    ]
 
 
 def _distinct(problems: list[ShardingError]) -> list[ShardingError]:
     # `heads` is in parameter and compute mapping alike: the same problem once is enough.
     seen: dict[str, ShardingError] = {}
     for error in problems:
-        seen.setdefault(str(error).replace("compute mapping", "").replace("parameter mapping", ""), error)
+        key = str(error).replace("compute mapping", "").replace("parameter mapping", "")
+        if isinstance(error, IndivisibleError):
+            key = error.problem
+        seen.setdefault(key, error)
     return list(seen.values())

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from haliax_ext.errors import MeshError
+from haliax_ext.divisibility import nearest_divisors
+from haliax_ext.errors import MeshError, ShardingError, raise_all
 from haliax_ext.meshspec import MeshSpec
 from levanter.mesh.config import DEFAULT_AXES, DEFAULT_DCN_AXES, MeshConfig
 
@@ -17,18 +18,45 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
         MeshError: an axis in both groups, two absorbing axes, or products that do not match; every factor is listed.
     """
     if devices < 1 or granules < 1 or devices % granules:
-        raise MeshError(f"{devices} devices do not form {granules} equal {config.granule}s")
+        raise MeshError(f"{devices} devices do not form {_count(granules, config.granule)} of one size")
     axes = _merged(DEFAULT_AXES, config.axes)
     dcn_axes = _merged(DEFAULT_DCN_AXES, config.dcn_axes)
+    problems: list[ShardingError] = []
     if both := sorted(axes.keys() & dcn_axes.keys()):
-        raise MeshError(
-            f"mesh axis {', '.join(both)} is in both axes (inside a {config.granule}) and dcn_axes (across them)",
-            suggestion=f"give one of them another name, e.g. dcn_axes: {{{both[0]}_dcn: -1}}, "
-            f"and map logical axes to [{both[0]}_dcn, {both[0]}]",
+        first = both[0]
+        problems.append(
+            MeshError(
+                f"trainer.mesh: mesh axis {', '.join(both)} is in both axes (inside a {config.granule}) and dcn_axes "
+                f"(across {_plural(config.granule)})",
+                suggestion=f"give one of them another name, e.g. dcn_axes: {{{first}_dcn: -1}}, "
+                f"and map logical axes to [{first}_dcn, {first}]",
+            )
         )
-    inside = _absorb(axes, devices // granules, group="axes", what=f"devices in one {config.granule}")
-    across = _absorb(dcn_axes, granules, group="dcn_axes", what=f"{config.granule}s")
-    return MeshSpec(axes=(*inside.items(), *across.items()), dcn=tuple(across), granule=config.granule)
+    resolved: dict[str, int] = {}
+    one_slice = None
+    if granules == 1 and config.granule == "slice":
+        one_slice = (
+            "a slice may hold many hosts, and these devices form one; for a mesh axis across its hosts, name one in "
+            "axes, e.g. axes: {data: 4, host: -1}"
+        )
+    for group, sizes, total, what, hint in (
+        ("axes", axes, devices // granules, f"{_count(devices // granules, 'device')} in one {config.granule}", None),
+        ("dcn_axes", dcn_axes, granules, _count(granules, config.granule), one_slice),
+    ):
+        try:
+            resolved |= _absorb(sizes, total, group=f"trainer.mesh.{group}", what=what, hint=hint)
+        except MeshError as error:
+            problems.append(error)
+    raise_all(problems)
+    return MeshSpec(axes=tuple(resolved.items()), dcn=tuple(dcn_axes), granule=config.granule)
+
+
+def _plural(word: str) -> str:
+    return word + ("es" if word.endswith("s") else "s")
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word if n == 1 else _plural(word)}"
 
 
 def _merged(defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
@@ -41,24 +69,26 @@ def _merged(defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, 
     return merged
 
 
-def _absorb(sizes: Mapping[str, int], total: int, *, group: str, what: str) -> dict[str, int]:
+def _absorb(sizes: Mapping[str, int], total: int, *, group: str, what: str, hint: str | None) -> dict[str, int]:
     if wrong := {name: size for name, size in sizes.items() if size != -1 and size < 1}:
         raise MeshError(f"{group}: sizes are positive, or -1 for what is left; got {wrong}")
     absorbing = [name for name, size in sizes.items() if size == -1]
     if len(absorbing) > 1:
-        raise MeshError(f"{group}: only one axis can be -1, got {', '.join(absorbing)}")
+        raise MeshError(f"{group}: only one mesh axis can be -1, got {', '.join(absorbing)}")
     fixed = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(fixed.values())
     factors = " × ".join(f"{name} {size}" for name, size in sizes.items())
     if absorbing:
         if total % product:
+            near = " or ".join(map(str, nearest_divisors(total, product)))
             raise MeshError(
-                f"{group}: {factors}: the fixed sizes multiply to {product}, which does not divide {total} {what}"
+                f"{group}: {factors}: the fixed sizes multiply to {product}, which does not divide {what}",
+                suggestion=hint or f"nearest products that divide {total}: {near}",
             )
         return {name: total // product if size == -1 else size for name, size in sizes.items()}
     if product != total:
         raise MeshError(
-            f"{group}: {factors} = {product}, but there are {total} {what}",
-            suggestion="set one of them to -1 to absorb what is left",
+            f"{group}: {factors} = {product}, but there {'is' if total == 1 else 'are'} {what}",
+            suggestion=hint or "set one of them to -1 to absorb what is left",
         )
     return dict(sizes)

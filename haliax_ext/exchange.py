@@ -1,0 +1,399 @@
+"""Read once, then exchange: how a leaf gets from where it is cheap to read to where it belongs.
+
+Some leaves cannot be read straight into their final shards without reading bytes again and again: every host would
+need all of a replicated array, and a host whose shard is a range of an *inner* file axis needs a bit of every row.
+Such a leaf is first read into *slabs*: all mesh axes cut its outermost file axes, so each device holds long
+contiguous ranges and each byte is read by one host. Then the devices exchange. The moves are explicit collectives
+under `shard_map`, one mesh axis after another, innermost first:
+
+- `all_to_all`: the mesh axis stops cutting one axis of the leaf and starts cutting another;
+- `all_gather`: it stops cutting (several at once where they cut the same axis);
+- `trim`: padding that made the slabs even is dropped;
+- `slice`: it starts cutting an axis that is whole (no communication).
+
+So what lives on a device at every moment is known beforehand. Where it would be more than the limit, the leaf is cut
+into *pieces* along `layers` (or another axis that stays whole), which are exchanged one after another.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.program import Input, Placement, Program
+from haliax_ext.slices import Box, Span
+
+Cuts = tuple[tuple[str, ...], ...]
+"""For each axis of a leaf, the mesh axes that cut it, major first."""
+
+TRANSIENT_LIMIT = 512 << 20
+"""What one exchange may hold on a device, slab and result together."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of an exchange.
+
+    Attributes:
+        kind: what happens.
+        mesh_axes: the mesh axis that moves, or those that are gathered at once (major first); none for a trim.
+        axis: position of the axis it leaves (of the padded axis, for a trim; of the axis it cuts, for a slice).
+        to: position of the axis it cuts from now on, for an all_to_all.
+    """
+
+    kind: Literal["all_to_all", "all_gather", "trim", "slice"]
+    mesh_axes: tuple[str, ...]
+    axis: int
+    to: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How one leaf is exchanged.
+
+    Attributes:
+        leaf: path, axes and dtype (the dtype it is loaded in).
+        mesh: mesh axis names and sizes.
+        read: which mesh axes cut which axis of the slabs.
+        final: which cut the leaf.
+        padded: sizes of a piece's axes in the slabs, at least the axes' own.
+        moves: from `read` to `final`.
+        cut: position of the axis along which pieces are cut; None: the whole leaf at once.
+        piece: how long a piece is along it.
+        transient_device_bytes: the most that is on one device at a time beyond the leaf's other pieces.
+    """
+
+    leaf: Leaf
+    mesh: MeshSpec
+    read: Cuts
+    final: Cuts
+    padded: tuple[int, ...]
+    moves: tuple[Move, ...]
+    cut: int | None
+    piece: int
+    transient_device_bytes: int
+
+    @property
+    def pieces(self) -> tuple[Span, ...]:
+        """Where the pieces begin and end along the cut axis."""
+        if self.cut is None:
+            return ((0, 0),)
+        size = self.leaf.shape[self.cut]
+        return tuple((at, min(at + self.piece, size)) for at in range(0, size, self.piece))
+
+    def slab_shape(self, piece: Span) -> tuple[int, ...]:
+        """The (padded) shape of a piece's slabs, all devices together."""
+        shape = list(self.padded)
+        if self.cut is not None:
+            shape[self.cut] = piece[1] - piece[0]
+        return tuple(shape)
+
+    def slab_box(self, box: Box, piece: Span) -> Box:
+        """Where in the leaf a box of a piece's slabs lies."""
+        return tuple(
+            (start + piece[0], stop + piece[0]) if axis == self.cut else (start, stop)
+            for axis, (start, stop) in enumerate(box)
+        )
+
+    @property
+    def read_mapping(self) -> AxisMapping:
+        """`read` as a mapping from axis names."""
+        return AxisMapping(dict(zip(self.leaf.names, self.read, strict=True)))
+
+    def slab_value(self, piece: Span) -> Any:
+        """A piece's slabs as an abstract named array."""
+        sizes = zip(self.leaf.names, self.slab_shape(piece), strict=True)
+        axes = tuple(hax.Axis(name, size) for name, size in sizes)
+        return _abstract(axes, self.leaf.dtype)
+
+    @property
+    def final_value(self) -> Any:
+        """The leaf as an abstract named array."""
+        axes = tuple(hax.Axis(name, size) for name, size in self.leaf.axes)
+        return _abstract(axes, self.leaf.dtype)
+
+    def __str__(self) -> str:
+        moves = ", ".join(" ".join((move.kind, "×".join(move.mesh_axes))).strip() for move in self.moves)
+        pieces = f" in {len(self.pieces)} pieces along {self.leaf.names[self.cut]}" if self.cut is not None else ""
+        return (moves or "nothing to move") + pieces
+
+
+def _abstract(axes: tuple[hax.Axis, ...], dtype: np.dtype) -> hax.NamedArray:
+    array: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), dtype)
+    return hax.NamedArray(array, axes)
+
+
+def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: Sequence[int], mesh: MeshSpec) -> Cuts:
+    """Chooses the mesh axes that cut each axis of the slabs: all of them, on the outermost file axes that divide.
+
+    On each axis stand first the mesh axes that cut it in the end too, then those that cut nothing in the end, then
+    those that will cut another axis, so that the exchange can take them off one by one. An entry may be left out by
+    divisibility; then all mesh axes go to one axis, which is padded.
+
+    Args:
+        names: the leaf's axes.
+        shape: their sizes in a piece.
+        final: the mesh axes that cut them in the end.
+        order: positions of the leaf's axes from the outermost in the file inward; stacked axes left out.
+        mesh: mesh axis names and sizes.
+    """
+    waiting = [axis for axis, size in mesh.axes if size > 1]
+    cutting = [axis for axes in final for axis in axes]
+    read: list[list[str]] = [[] for _ in names]
+    for position in order:
+        left = shape[position]
+        mine = final[position]
+        dropped = [axis for axis in waiting if axis not in cutting]
+        moved = [axis for axis in reversed(cutting) if axis in waiting and axis not in mine]
+        prefix = True
+        for axis in (*mine, *dropped, *moved):
+            fits = axis in waiting and left % mesh.shape[axis] == 0
+            if axis in mine:
+                # Only a prefix may stay: what is inside another mesh axis cannot be left there when that one moves.
+                fits = prefix = fits and prefix
+            if fits:
+                left //= mesh.shape[axis]
+                waiting.remove(axis)
+                read[position].append(axis)
+    if not waiting:
+        return tuple(tuple(axes) for axes in read)
+    every = tuple(axis for axis, size in mesh.axes if size > 1)
+    big = [position for position in order if shape[position] >= mesh.size]
+    chosen = big[0] if big else max(order, key=lambda position: shape[position])
+    return tuple(every if position == chosen else () for position in range(len(names)))
+
+
+def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, ...]:
+    """The moves from `read` to `final`."""
+    now = [list(axes) for axes in read]
+    want = [list(axes) for axes in final]
+    moves: list[Move] = []
+
+    def is_settled(position: int) -> bool:
+        stays = now[position] == want[position][: len(now[position])]
+        return stays and not (padded[position] and now[position])
+
+    def innermost() -> list[tuple[int, str]]:
+        return [(p, axes[-1]) for p, axes in enumerate(now) if axes and not is_settled(p)]
+
+    while True:
+        loose = innermost()
+        if not loose:
+            break
+        for position, axis in loose:
+            to = next((p for p, axes in enumerate(want) if axis in axes), None)
+            # It can go where everything that stands outside it has arrived.
+            if to is not None and to != position and not padded[to] and now[to] == want[to][: want[to].index(axis)]:
+                moves.append(Move("all_to_all", (axis,), position, to))
+                now[position].pop()
+                now[to].append(axis)
+                break
+        else:
+            # Prefer to gather what cuts nothing in the end.
+            position, axis = min(loose, key=lambda pair: any(pair[1] in axes for axes in want))
+            inner: tuple[str, ...] = ()
+            if moves and moves[-1].kind == "all_gather" and moves[-1].axis == position:
+                inner = moves.pop().mesh_axes
+            moves.append(Move("all_gather", (axis, *inner), position))
+            now[position].pop()
+    moves += [Move("trim", (), position) for position, is_padded in enumerate(padded) if is_padded]
+    for position, axes in enumerate(want):
+        moves += [Move("slice", (axis,), position) for axis in axes[len(now[position]) :]]
+    return tuple(moves)
+
+
+def transient_elements(
+    shape: Sequence[int], padded: Sequence[int], read: Cuts, moves: Sequence[Move], mesh: MeshSpec
+) -> int:
+    """The most elements on one device during an exchange: what a move takes and gives, or slab and result."""
+    local = [size // mesh.ways(axes) for size, axes in zip(padded, read, strict=True)]
+    slab = most = math.prod(local)
+    for move in moves:
+        before = math.prod(local)
+        ways = mesh.ways(move.mesh_axes)
+        if move.kind == "all_to_all":
+            local[move.axis] *= ways
+            local[move.to] //= ways
+        elif move.kind == "all_gather":
+            local[move.axis] *= ways
+        elif move.kind == "trim":
+            local[move.axis] = shape[move.axis]
+        else:
+            local[move.axis] //= ways
+        # The operand of a collective lives beside its result.
+        most = max(most, before + math.prod(local))
+    return max(most, slab + math.prod(local))
+
+
+def plan_exchange(
+    leaf: Leaf,
+    final: Cuts,
+    mesh: MeshSpec,
+    *,
+    order: Sequence[int],
+    stacked: Sequence[int],
+    limit: int = TRANSIENT_LIMIT,
+) -> Exchange:
+    """Plans the exchange of one leaf.
+
+    Args:
+        leaf: path, axes and dtype it is loaded in.
+        final: the mesh axes that cut each axis in the end.
+        mesh: mesh axis names and sizes.
+        order: positions of its axes from the outermost in a source tensor inward.
+        stacked: positions of its stacked axes, preferred for cutting into pieces.
+        limit: bytes on one device that slab and result of a piece may have together.
+    """
+    assert order, f"{leaf.path}: an exchange needs an axis to cut into slabs"
+    # A mesh axis of size 1 cuts nothing.
+    final = tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in final)
+
+    def with_piece(cut: int | None, piece: int) -> Exchange:
+        shape = [piece if axis == cut else size for axis, size in enumerate(leaf.shape)]
+        read = choose_read(leaf.names, shape, final, order, mesh)
+        padded = [-(-size // mesh.ways(axes)) * mesh.ways(axes) for size, axes in zip(shape, read, strict=True)]
+        moves = plan_moves(read, final, [p != s for p, s in zip(padded, shape, strict=True)])
+        most = transient_elements(shape, padded, read, moves, mesh) * leaf.dtype.itemsize
+        return Exchange(
+            leaf=leaf,
+            mesh=mesh,
+            read=read,
+            final=final,
+            padded=tuple(padded),
+            moves=moves,
+            cut=cut,
+            piece=piece,
+            transient_device_bytes=most,
+        )
+
+    whole = with_piece(None, 0)
+    best = whole
+    for axis in (*stacked, *order):
+        if best.transient_device_bytes <= limit:
+            break
+        if mesh.ways(final[axis]) > 1:
+            continue
+        # A piece along an axis that also cuts slabs must stay divisible, and so must its last one.
+        unit = mesh.ways(whole.read[axis])
+        if leaf.shape[axis] % unit:
+            continue
+        smallest = with_piece(axis, unit)
+        times = max(limit // max(smallest.transient_device_bytes, 1), 1)
+        candidate = with_piece(axis, even_piece(leaf.shape[axis], unit, times))
+        is_even = candidate.padded[axis] == candidate.piece and leaf.shape[axis] % mesh.ways(candidate.read[axis]) == 0
+        if is_even and candidate.transient_device_bytes < best.transient_device_bytes:
+            best = candidate
+    return best
+
+
+def even_piece(size: int, unit: int, most_units: int) -> int:
+    """The longest piece of at most `most_units` units; equal pieces are preferred if not much shorter."""
+    units = size // unit
+    most = min(most_units, units)
+    divisor = next(n for n in range(most, 0, -1) if units % n == 0)
+    return (divisor if 2 * divisor > most else most) * unit
+
+
+def _exchange_local(exchange: Exchange, piece: Span, x: jax.Array) -> jax.Array:
+    """The moves, as one device sees them."""
+    for move in exchange.moves:
+        if move.kind == "all_to_all":
+            x = jax.lax.all_to_all(x, move.mesh_axes, split_axis=move.to, concat_axis=move.axis, tiled=True)
+        elif move.kind == "all_gather":
+            x = jax.lax.all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
+        elif move.kind == "trim":
+            size = piece[1] - piece[0] if move.axis == exchange.cut else exchange.leaf.shape[move.axis]
+            x = jax.lax.slice_in_dim(x, 0, size, axis=move.axis)
+        else:
+            size = x.shape[move.axis] // exchange.mesh.ways(move.mesh_axes)
+            start = jax.lax.axis_index(move.mesh_axes) * np.int32(size)
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=move.axis)
+    return x
+
+
+def _spec(cuts: Cuts) -> PartitionSpec:
+    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in cuts))
+
+
+def whole_program(name: str, exchanges: Sequence[Exchange], placement: Placement) -> Program:
+    """The Program that exchanges several leaves at once: one input of slabs for each, a dictionary by path out."""
+
+    def run(*slabs: Any) -> Mapping[str, Any]:
+        def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(_exchange_local(e, (0, 0), x) for e, x in zip(exchanges, arrays, strict=True))
+
+        out = jax.shard_map(
+            local,
+            in_specs=tuple(_spec(e.read) for e in exchanges),
+            out_specs=tuple(_spec(e.final) for e in exchanges),
+            check_vma=False,
+        )(*(slab.array for slab in slabs))
+        return {e.leaf.path: hax.NamedArray(x, e.final_value.axes) for e, x in zip(exchanges, out, strict=True)}
+
+    inputs = [Input(name=e.leaf.path, value=e.slab_value((0, 0)), placement=e.read_mapping) for e in exchanges]
+    return Program(name=name, function=run, inputs=tuple(inputs), out_placement=placement)
+
+
+def begin_program(name: str, exchange: Exchange, placement: Placement) -> Program:
+    """The Program that makes room for a leaf that arrives in pieces."""
+
+    def run() -> Mapping[str, Any]:
+        return {exchange.leaf.path: hax.zeros(exchange.final_value.axes, dtype=exchange.leaf.dtype)}
+
+    return Program(name=name, function=run, inputs=(), out_placement=placement)
+
+
+def piece_program(name: str, exchange: Exchange, piece: Span, placement: Placement) -> Program:
+    """The Program that exchanges one piece and puts it into the leaf, in place.
+
+    Its inputs: the leaf so far, the piece's slabs, and where the piece begins.
+    """
+    cut = exchange.cut
+    assert cut is not None
+
+    def run(so_far: Mapping[str, Any], slab: Any, start: jax.Array) -> Mapping[str, Any]:
+        def local(whole: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(whole, _exchange_local(exchange, piece, x), at, axis=cut)
+
+        leaf = so_far[exchange.leaf.path]
+        out = jax.shard_map(
+            local,
+            in_specs=(_spec(exchange.final), _spec(exchange.read), PartitionSpec()),
+            out_specs=_spec(exchange.final),
+            check_vma=False,
+        )(leaf.array, slab.array, start)
+        return {exchange.leaf.path: hax.NamedArray(out, leaf.axes)}
+
+    return Program(
+        name=name,
+        function=run,
+        inputs=(
+            Input(name="leaf", value={exchange.leaf.path: exchange.final_value}, placement=placement),
+            Input(name="slab", value=exchange.slab_value(piece), placement=exchange.read_mapping),
+            Input(name="start", value=jax.ShapeDtypeStruct((), np.int32), placement=AxisMapping()),
+        ),
+        out_placement=placement,
+        donate=("leaf",),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def seconds_program(mesh: MeshSpec) -> Program:
+    """The Program that tells every host how long each took: one number for each device in, all of them out."""
+    axis = hax.Axis("device", mesh.size)
+    value = _abstract((axis,), np.dtype(np.float32))
+    return Program(
+        name="load.seconds",
+        function=lambda seconds: seconds,
+        inputs=(Input(name="seconds", value=value, placement=AxisMapping({"device": mesh.names})),),
+        out_placement=AxisMapping(),
+    )

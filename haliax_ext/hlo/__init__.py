@@ -1,0 +1,22 @@
+"""What a compiled program will do: memory, collectives, cycles, read from the compiler's own text.
+
+`read_figures(compiled.as_text(), mesh_spec)` gives `CompiledFigures`, `memory_figures(compiled.memory_analysis())`
+gives `MemoryFigures`, `read_out_of_memory(message)` turns the compiler's refusal into an `OutOfMemory` value. No
+device is touched, and nothing is guessed: what cannot be told is listed in `CompiledFigures.unknown`.
+"""
+
+from haliax_ext.hlo.figures import Collective as Collective
+from haliax_ext.hlo.figures import CompiledFigures as CompiledFigures
+from haliax_ext.hlo.figures import Kernel as Kernel
+from haliax_ext.hlo.figures import read_figures as read_figures
+from haliax_ext.hlo.groups import Network as Network
+from haliax_ext.hlo.groups import Span as Span
+from haliax_ext.hlo.memory import MemoryFigures as MemoryFigures
+from haliax_ext.hlo.memory import memory_figures as memory_figures
+from haliax_ext.hlo.refusal import Allocation as Allocation
+from haliax_ext.hlo.refusal import OutOfMemory as OutOfMemory
+from haliax_ext.hlo.refusal import read_out_of_memory as read_out_of_memory
+from haliax_ext.hlo.scopes import Scope as Scope
+from haliax_ext.hlo.scopes import scope_of as scope_of
+from haliax_ext.hlo.text import HloTextError as HloTextError
+from haliax_ext.hlo.text import Shape as Shape

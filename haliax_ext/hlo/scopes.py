@@ -1,0 +1,83 @@
+"""From the compiler's `op_name` back to the module and the pass that an instruction belongs to.
+
+`jit(step)/transpose(jvp(layers))/while/body/closed_call/checkpoint/rematted_computation/mlp/bse,em->bsm/dot_general`
+is module `layers.mlp`, pass `remat`: what JAX wraps around the user's names (transformations, control flow, calls) is
+taken off, and so are the last part, which is the primitive, and einsum subscripts. Haliax names its scans
+(`scan(layers)`) and its matmuls by their axes (`contract embed -> batch, position, mlp`): the one is a module like
+any other, the other is kept as the scope's `contraction`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Pass = Literal["forward", "remat", "backward"]
+
+_WRAPPED = re.compile(r"(\w+)\((.*)\)")
+_TRANSFORMS = (
+    "scan",
+    "jvp",
+    "transpose",
+    "vmap",
+    "pmap",
+    "checkpoint",
+    "remat",
+    "rematted_computation",
+    "custom_jvp",
+    "custom_vjp",
+)
+_CONTROL = frozenset(
+    ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "remat", "remat2", "scan",
+     "core_call", "shard_map", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "pjit", "jit",
+     "branch_0_fun", "branch_1_fun", "pallas_call", "body_pred", "cond_pred")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, order=True)
+class Scope:
+    """A module's path in the source program, the pass of training that executes it, and the named matmul.
+
+    Attributes:
+        module: names joined by dots.
+        during: the forward pass, its recomputation, or the backward pass.
+        contraction: `embed -> batch, position, mlp` for a matmul of named arrays and what is fused with it.
+    """
+
+    module: str
+    during: Pass = "forward"
+    contraction: str = ""
+
+    def at_depth(self, depth: int) -> "Scope":
+        """The enclosing module of at most `depth` names."""
+        return Scope(".".join(self.module.split(".")[:depth]), self.during, self.contraction)
+
+
+_CONTRACT = "contract "
+UNNAMED = "(unnamed)"
+
+
+def scope_of(op_name: str) -> Scope:
+    """Module and pass of an instruction; module `(unnamed)` where the compiler kept no trace of it."""
+    parts = op_name.split("/")
+    if len(parts) < 2:
+        return Scope(UNNAMED)
+    backward = remat = False
+    names: list[str] = []
+    contraction = ""
+    for part in parts[:-1]:
+        inner = part
+        while found := _WRAPPED.fullmatch(inner):
+            wrapper, inside = found.groups()
+            backward |= wrapper == "transpose"
+            if wrapper not in _TRANSFORMS:
+                # jit(name) and the like: a function, not a module.
+                inner = ""
+                break
+            inner = inside
+        remat |= inner == "rematted_computation"
+        if inner.startswith(_CONTRACT):
+            contraction = inner.removeprefix(_CONTRACT)
+        elif inner and inner not in _CONTROL and "->" not in inner:
+            names.append(inner)
+    module = ".".join(names) or UNNAMED
+    return Scope(module, "remat" if remat else "backward" if backward else "forward", contraction)

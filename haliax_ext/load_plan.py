@@ -1,0 +1,286 @@
+"""`LoadPlan`: how every leaf gets from a source to its shards, known before a weight is read.
+
+For every leaf the plan holds one of two strategies. *direct*: each host reads what its own devices hold. *exchange*:
+each byte is read by one host, and the devices exchange (`exchange`). `load_strategy` chooses; `loading` carries it out.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.errors import gib, named_shape
+from haliax_ext.exchange import (
+    Exchange,
+    begin_program,
+    piece_program,
+    seconds_program,
+    whole_program,
+)
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Program
+from haliax_ext.reading import GAP_BYTES, Unit, distinct, flat_stack, reads, shard_boxes, units
+from haliax_ext.rules import WeightRule
+from haliax_ext.slices import Box, Layout, Span, to_slices
+from haliax_ext.sources import ByteRange, TensorSource
+
+TOGETHER_BYTES = 64 << 20
+"""Leaves are exchanged by one Program up to this transient on a device: small ones need not be compiled one by one."""
+CHUNK_BYTES = 8 << 20
+"""Bytes of one read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafLoad:
+    """How one leaf is loaded.
+
+    Attributes:
+        leaf: path, axes and the dtype it is loaded in.
+        rule: where it comes from.
+        layout: how it lies there.
+        sources: names of its source tensors.
+        source_dtype: the dtype they are read in.
+        bytes_per_element: storage bytes of a source element (not whole for quantized sources).
+        strategy: `direct` or `exchange`.
+        spec: how it is cut in the end.
+        exchange: for the strategy of that name.
+        bytes_by_host: bytes each host reads.
+        source_bytes: bytes the leaf has in storage.
+        direct_amplification: how many times its bytes direct reading would read.
+        amplification: how many times they are read.
+        transient_device_bytes: the most on a device beyond the leaf itself.
+        transient_host_bytes: the most on a host at a time, read buffers apart.
+        reason: why this strategy.
+    """
+
+    leaf: Leaf
+    rule: WeightRule
+    layout: Layout
+    sources: tuple[str, ...]
+    source_dtype: np.dtype
+    bytes_per_element: float
+    strategy: Literal["direct", "exchange"]
+    spec: PartitionSpec
+    exchange: Exchange | None
+    bytes_by_host: tuple[int, ...]
+    source_bytes: int
+    direct_amplification: float
+    amplification: float
+    transient_device_bytes: int
+    transient_host_bytes: int
+    reason: str
+
+    @property
+    def path(self) -> str:
+        return self.leaf.path
+
+    @property
+    def pieces(self) -> tuple[Span, ...]:
+        """The pieces it is loaded in; one for direct reading."""
+        return self.exchange.pieces if self.exchange is not None else ((0, 0),)
+
+    def device_boxes(self, mesh: MeshSpec, piece: Span) -> np.ndarray:
+        """The boxes `[devices, axes, 2]` of the leaf that devices are filled with for a piece."""
+        if self.exchange is None:
+            return shard_boxes(self.leaf.shape, self.spec, mesh)
+        spec = self.exchange.read_mapping.spec(self.leaf.names)
+        boxes = shard_boxes(self.exchange.slab_shape(piece), spec, mesh)
+        if self.exchange.cut is not None:
+            boxes[:, self.exchange.cut] += piece[0]
+        return boxes
+
+    def units(self, boxes: Sequence[Box]) -> tuple[Unit, ...]:
+        """How distinct blocks are read."""
+        # Slabs are cut so that bytes are read once; reading through gaps would undo that.
+        gap = GAP_BYTES if self.exchange is None else 0
+        return units(self.layout, boxes, itemsize=self.source_dtype.itemsize, gap_bytes=gap)
+
+    def chunk(self, nbytes: int = CHUNK_BYTES) -> int:
+        """Elements of one read of about `nbytes`."""
+        return max(nbytes // self.source_dtype.itemsize, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Leaves, or a piece of one, that arrive together.
+
+    Attributes:
+        loads: one leaf, or several small ones that are exchanged together.
+        piece: which piece of a leaf that arrives in several; None: all of it.
+    """
+
+    loads: tuple[LeafLoad, ...]
+    piece: Span | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """How every leaf is loaded.
+
+    Attributes:
+        sharding: where everything goes.
+        loads: one for each leaf, in the order of the sharding plan.
+        hosts: the host of each device, in the mesh's row-major order.
+        skipped: paths of optional leaves that the source lacks.
+    """
+
+    sharding: ShardingPlan
+    loads: tuple[LeafLoad, ...]
+    hosts: tuple[int, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[LeafLoad, ...]:
+        return self.loads
+
+    @cached_property
+    def by_path(self) -> dict[str, LeafLoad]:
+        return {load.path: load for load in self.loads}
+
+    @property
+    def num_hosts(self) -> int:
+        return max(self.hosts) + 1
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes in storage of all that is loaded."""
+        return sum(load.source_bytes for load in self.loads)
+
+    @property
+    def bytes_by_host(self) -> tuple[int, ...]:
+        """Bytes each host reads."""
+        return tuple(sum(load.bytes_by_host[host] for load in self.loads) for host in range(self.num_hosts))
+
+    @property
+    def amplification(self) -> float:
+        """How many times the job reads the checkpoint."""
+        return sum(self.bytes_by_host) / max(self.source_bytes, 1)
+
+    @property
+    def transient_device_bytes(self) -> int:
+        """The most that loading needs on a device beyond the arrays."""
+        return max((sum(load.transient_device_bytes for load in step.loads) for step in self.steps), default=0)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the loaded arrays on one device."""
+        mesh = self.sharding.mesh
+        return sum(
+            load.leaf.nbytes // math.prod(mesh.ways(entry) for entry in load.spec if entry is not None)
+            for load in self.loads
+        )
+
+    def local_bytes(self, host: int) -> int:
+        """Bytes of the loaded arrays on all devices of a host."""
+        return self.bytes_per_device * self.hosts.count(host)
+
+    def devices_of(self, host: int) -> np.ndarray:
+        """Numbers, in the mesh's row-major order, of a host's devices."""
+        return np.flatnonzero(np.asarray(self.hosts) == host)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What is loaded one after another; the same on all hosts."""
+        found: list[Step] = []
+        together: list[LeafLoad] = []
+        room = 0
+
+        def flush() -> None:
+            if together:
+                found.append(Step(loads=tuple(together)))
+                together.clear()
+
+        for load in self.loads:
+            if load.exchange is None:
+                found.append(Step(loads=(load,)))
+            elif load.exchange.cut is not None:
+                found += [Step(loads=(load,), piece=piece) for piece in load.pieces]
+            else:
+                room += load.transient_device_bytes
+                if room > TOGETHER_BYTES:
+                    flush()
+                    room = load.transient_device_bytes
+                together.append(load)
+        flush()
+        return tuple(found)
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Every Program that loading runs, in the order of first use."""
+        found: dict[str, Program] = {}
+        for step in self.steps:
+            for program in self.step_programs(step):
+                found.setdefault(program.name, program)
+        if self.num_hosts > 1:
+            program = seconds_program(self.sharding.mesh)
+            found[program.name] = program
+        return tuple(found.values())
+
+    def step_programs(self, step: Step) -> tuple[Program, ...]:
+        """The Programs of a step: none (direct), the exchange, or making room and the exchange of a piece."""
+        return self._step_programs[self.steps.index(step)]
+
+    @cached_property
+    def _step_programs(self) -> tuple[tuple[Program, ...], ...]:
+        made: dict[str, Program] = {}
+        found = []
+        for number, step in enumerate(self.steps):
+            programs: list[Program] = []
+            exchange = step.loads[0].exchange
+            if exchange is not None and step.piece is None:
+                name = f"load.exchange.{number}"
+                exchanges = [load.exchange for load in step.loads if load.exchange is not None]
+                programs.append(whole_program(name, exchanges, self.sharding))
+            elif exchange is not None and step.piece is not None:
+                path, length = step.loads[0].path, step.piece[1] - step.piece[0]
+                begin, put = f"load.begin.{path}", f"load.exchange.{path}.{length}"
+                if begin not in made:
+                    made[begin] = begin_program(begin, exchange, self.sharding)
+                if put not in made:
+                    made[put] = piece_program(put, exchange, step.piece, self.sharding)
+                programs += [made[begin], made[put]]
+            found.append(tuple(programs))
+        return tuple(found)
+
+    def byte_ranges(self, source: TensorSource, host: int) -> Iterator[ByteRange]:
+        """Every byte range that a host reads, lazily, in the order of reading."""
+        devices = self.devices_of(host)
+        for step in self.steps:
+            for load in step.loads:
+                boxes, _ = distinct(load.device_boxes(self.sharding.mesh, step.piece or (0, 0))[devices])
+                for unit in load.units(boxes):
+                    for read in reads(load.layout, boxes, unit, chunk=load.chunk()):
+                        name = load.sources[flat_stack(load.layout, read.stack)]
+                        yield from source.byte_ranges(name, to_slices(read.box))
+
+    def __str__(self) -> str:
+        rows = [("leaf", "from", "strategy", "bytes", "read", "transient", "why")]
+        rows += [
+            (
+                f"{load.path} {load.leaf.dtype.name}{named_shape(load.leaf.axes)}",
+                f"{len(load.sources)} × {load.source_dtype.name}",
+                load.strategy,
+                gib(load.source_bytes),
+                f"{load.amplification:.2f}×",
+                gib(load.transient_device_bytes),
+                load.reason,
+            )
+            for load in self.loads
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        most = max(self.bytes_by_host, default=0)
+        lines.append(
+            f"{gib(self.source_bytes)} in storage, read {self.amplification:.3f}× by {self.num_hosts} hosts, at most "
+            f"{gib(most)} by one; {gib(self.bytes_per_device)} on each device, {gib(self.transient_device_bytes)} "
+            f"beyond that while loading"
+        )
+        if self.skipped:
+            lines.append(f"not in the source: {', '.join(self.skipped)}")
+        return "\n".join(lines)

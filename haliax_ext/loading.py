@@ -1,0 +1,286 @@
+"""`load`: a `LoadPlan` and a source → arrays in their final shards.
+
+`HostReader`'s threads fill blocks; the calling thread hands full blocks to the devices, in the order of the plan's
+steps, and runs the plan's exchange Programs, on all hosts in the same order. Blocks that were begun and are not yet on
+a device stay within a budget, except that one *unit* (blocks that are read together) is always admitted.
+"""
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from haliax_ext.exchange import seconds_program
+from haliax_ext.host_reader import READ_BYTES, Arrival, HostReader
+from haliax_ext.load_plan import LoadPlan, Step
+from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
+from haliax_ext.load_strategy import plan_loading as plan_loading
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.reading import distinct
+from haliax_ext.sources import TensorSource
+
+PROGRESS_SECONDS = 0.2
+"""How often progress is told."""
+
+
+@dataclass(frozen=True)
+class Loaded(Mapping[str, jax.Array]):
+    """The loaded arrays by path, and how it went."""
+
+    arrays: Mapping[str, jax.Array]
+    report: LoadReport
+
+    def __getitem__(self, path: str) -> jax.Array:
+        return self.arrays[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+def default_memory_bytes(local_device_bytes: int) -> int:
+    """The host-memory budget beyond the arrays: a tenth of them, at least 256 MiB, at most 4 GiB."""
+    return min(4 << 30, max(256 << 20, local_device_bytes // 10))
+
+
+def hosts_of(mesh: Mesh) -> np.ndarray:
+    """The host of each device of a mesh, of the mesh's shape: its processes, numbered from 0 without gaps."""
+    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
+    return np.unique(processes, return_inverse=True)[1].reshape(mesh.devices.shape)
+
+
+def load(
+    load_plan: LoadPlan,
+    sharding_plan: ShardingPlan,
+    source: TensorSource,
+    mesh: Mesh,
+    *,
+    memory_bytes: int | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+    threads: int | None = None,
+    read_bytes: int = READ_BYTES,
+) -> Loaded:
+    """Reads every leaf of a plan into its final shards on `mesh`.
+
+    Args:
+        load_plan: how; made for the hosts of `mesh` (`hosts_of`).
+        sharding_plan: where; the one that `load_plan` was made from.
+        source: what the plan was made for.
+        mesh: the devices.
+        memory_bytes: host memory beyond the arrays; by default a tenth of this host's arrays, at least 256 MiB and at
+            most 4 GiB.
+        progress: called from the calling thread, a few times a second and at the end.
+        threads: reading threads; by default one for each core, at least 2 and at most 16.
+        read_bytes: bytes of one read. Remote sources want more than the default.
+
+    Returns:
+        The arrays by path (a mapping), with the report.
+
+    Raises:
+        ValueError: the plan is for other hosts than `mesh` has.
+    """
+    assert load_plan.sharding.leaves == sharding_plan.leaves, "the load plan was made from another sharding plan"
+    host = _this_host(load_plan, mesh)
+    budget = default_memory_bytes(load_plan.local_bytes(host)) if memory_bytes is None else memory_bytes
+    workers = threads or min(16, max(2, os.cpu_count() or 2))
+    began = time.perf_counter()
+    with MemoryWatch() as memory, HostReader(source, threads=workers, read_bytes=read_bytes) as reader:
+        job = _Job(plan=load_plan, mesh=mesh, host=host, reader=reader, progress=progress, began=began)
+        arrays = job.run(budget)
+        read = reader.bytes_done
+    seconds = time.perf_counter() - began
+    report = LoadReport(
+        bytes_read=read,
+        seconds=seconds,
+        peak_rss_bytes=memory.peak_bytes,
+        bytes_per_device=load_plan.bytes_per_device,
+        seconds_by_host=_seconds_by_host(load_plan, mesh, seconds),
+    )
+    return Loaded(arrays, report)
+
+
+def _this_host(plan: LoadPlan, mesh: Mesh) -> int:
+    if MeshSpec.from_mesh(mesh).axes != plan.sharding.mesh.axes:
+        raise ValueError(f"the load plan is for mesh {plan.sharding.mesh}, not for {MeshSpec.from_mesh(mesh)}")
+    found = hosts_of(mesh).reshape(-1).tolist()
+    if found != list(plan.hosts):
+        raise ValueError(
+            f"the load plan is for {plan.num_hosts} hosts, or for another order of them: this mesh has "
+            f"{max(found) + 1}; make it with plan_loading(…, hosts=hosts_of(mesh))"
+        )
+    here = jax.process_index()
+    mine = {n for n, device in zip(found, mesh.devices.flat, strict=True) if device.process_index == here}
+    if len(mine) != 1:
+        raise ValueError(f"process {here} has no device in mesh {MeshSpec.from_mesh(mesh)}")
+    return mine.pop()
+
+
+def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float) -> tuple[float, ...]:
+    if plan.num_hosts == 1:
+        return (seconds,)
+    program = seconds_program(plan.sharding.mesh)
+    one_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    value = jax.make_array_from_callback((mesh.size,), one_each, lambda _: np.full(1, seconds, np.float32))
+    everyone = program.jit(mesh)(hax.NamedArray(value, (hax.Axis("device", mesh.size),)))
+    by_device = np.asarray(everyone.array.addressable_data(0))
+    return tuple(float(by_device[plan.devices_of(host)[0]]) for host in range(plan.num_hosts))
+
+
+@dataclass(kw_only=True)
+class _Admission:
+    """What is admitted at once: a unit of a leaf that is read directly, or all slabs of an exchange.
+
+    Attributes:
+        step: the step it belongs to.
+        arrivals: what is read.
+        completes: whether the step can be finished once it is there.
+    """
+
+    step: Step
+    arrivals: list[Arrival]
+    completes: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arrival.nbytes for arrival in self.arrivals)
+
+
+class _Job:
+    """The calling thread's part of a load."""
+
+    def __init__(
+        self,
+        *,
+        plan: LoadPlan,
+        mesh: Mesh,
+        host: int,
+        reader: HostReader,
+        progress: Callable[[LoadProgress], None] | None,
+        began: float,
+    ):
+        self._plan, self._mesh, self._reader = plan, mesh, reader
+        self._progress, self._began, self._told = progress, began, -math.inf
+        self._bytes_total, self._job_bytes = plan.bytes_by_host[host], sum(plan.bytes_by_host)
+        self._local = plan.devices_of(host)
+        self._devices = [mesh.devices.reshape(-1)[n] for n in self._local]
+        self._arrays: dict[str, jax.Array] = {}
+        self._shards: dict[int, jax.Array] = {}
+        self._arriving: Mapping[str, hax.NamedArray] | None = None
+
+    def run(self, budget: int) -> dict[str, jax.Array]:
+        waiting: deque[_Admission] = deque()
+        held = 0
+        for admission in self._admissions():
+            while waiting and held + admission.nbytes > budget:
+                held -= self._finish(waiting.popleft())
+            for arrival in admission.arrivals:
+                self._reader.start(arrival)
+            waiting.append(admission)
+            held += admission.nbytes
+        while waiting:
+            self._finish(waiting.popleft())
+        self._tell()
+        return {load.path: self._arrays[load.path] for load in self._plan.loads}
+
+    def _admissions(self) -> Iterator[_Admission]:
+        for step in self._plan.steps:
+            arrivals = []
+            for load in step.loads:
+                boxes, which = distinct(load.device_boxes(self._plan.sharding.mesh, step.piece or (0, 0))[self._local])
+                arrivals += [Arrival(load=load, boxes=boxes, which=which, unit=unit) for unit in load.units(boxes)]
+            if step.loads[0].exchange is not None:
+                yield _Admission(step=step, arrivals=arrivals, completes=True)
+            else:
+                for arrival in arrivals:
+                    yield _Admission(step=step, arrivals=[arrival], completes=arrival is arrivals[-1])
+
+    def _finish(self, admission: _Admission) -> int:
+        """Waits for an admission, places it, and returns the bytes of host memory that are free again."""
+        while not self._reader.wait(admission.arrivals, PROGRESS_SECONDS):
+            self._tell_now_and_then()
+        self._tell_now_and_then()
+        nbytes = admission.nbytes
+        if admission.step.loads[0].exchange is None:
+            self._place(admission)
+        else:
+            self._exchange(admission.step, admission.arrivals)
+        return nbytes
+
+    def _put(self, arrivals: list[Arrival]) -> dict[int, jax.Array]:
+        """Blocks → single-device arrays, by position among this host's devices."""
+        found = {}
+        for arrival in arrivals:
+            for position, number in enumerate(arrival.which.tolist()):
+                if number in arrival.blocks:
+                    found[position] = jax.device_put(arrival.blocks[number], self._devices[position])
+            arrival.blocks.clear()
+            arrival.futures.clear()
+        jax.block_until_ready(list(found.values()))
+        return found
+
+    def _assemble(self, shape: tuple[int, ...], spec: PartitionSpec, shards: dict[int, jax.Array]) -> jax.Array:
+        in_order = [shards[position] for position in range(len(self._devices))]
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), in_order)
+
+    def _place(self, admission: _Admission) -> None:
+        (leaf_load,) = admission.step.loads
+        self._shards |= self._put(admission.arrivals)
+        if admission.completes:
+            self._arrays[leaf_load.path] = self._assemble(leaf_load.leaf.shape, leaf_load.spec, self._shards)
+            self._shards = {}
+
+    def _exchange(self, step: Step, arrivals: list[Arrival]) -> None:
+        piece = step.piece or (0, 0)
+        slabs = []
+        for leaf_load in step.loads:
+            exchange = leaf_load.exchange
+            assert exchange is not None
+            shards = self._put([arrival for arrival in arrivals if arrival.load is leaf_load])
+            spec = exchange.read_mapping.spec(leaf_load.leaf.names)
+            array = self._assemble(exchange.slab_shape(piece), spec, shards)
+            slabs.append(hax.NamedArray(array, exchange.slab_value(piece).axes))
+            del shards, array
+        programs = self._plan.step_programs(step)
+        if step.piece is None:
+            (whole,) = programs
+            found = whole.jit(self._mesh)(*slabs)
+        else:
+            begin, put = programs
+            so_far = self._arriving or begin.jit(self._mesh)()
+            self._arriving = None
+            everywhere = NamedSharding(self._mesh, PartitionSpec())
+            at = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(piece[0], np.int32))
+            found = put.jit(self._mesh)(so_far, slabs[0], at)
+            if step.piece != step.loads[0].pieces[-1]:
+                self._arriving = found
+        # One exchange at a time, so that no more than one transient is on the devices.
+        self._arrays |= {path: jax.block_until_ready(named.array) for path, named in found.items()}
+
+    def _tell_now_and_then(self) -> None:
+        if time.perf_counter() - self._told >= PROGRESS_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.perf_counter()
+        if self._progress is not None:
+            path, layer = self._reader.at
+            self._progress(
+                LoadProgress(
+                    bytes_done=self._reader.bytes_done,
+                    bytes_total=self._bytes_total,
+                    job_bytes=self._job_bytes,
+                    seconds=self._told - self._began,
+                    path=path,
+                    layer=layer,
+                )
+            )

@@ -1,0 +1,386 @@
+"""How a model's leaves come from a checkpoint's tensors, said once for loading and for export.
+
+A `WeightRule` names one leaf, the source tensors it is made of, and how its axes lie in them:
+
+    WeightRule(
+        target="transformer.layers.stacked.self_attn.q_proj.weight",
+        source="model.layers.{layers}.self_attn.q_proj.weight",
+        axes=(("kv_head", "q_heads_per_group", "head_size"), ("embed",)),
+    )
+
+`{layers}` is a *stacked* axis: one source tensor for each index. Each entry of `axes` is an axis of the source tensor
+and names the leaf's axes flattened into it, major first. Every axis of the leaf stands in exactly one of the two
+places. Transpositions, splits and stacks need nothing else; a leaf that is a piece of a fused tensor has a `Part`.
+
+`WeightRules.match` sets a table against the leaves of a model and the tensors of a source, and refuses what does not
+fit, all of it at once, before a weight is read.
+"""
+
+import fnmatch
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.errors import named_shape, nearest
+from haliax_ext.slices import Box, Layout
+from haliax_ext.sources import TensorInfo
+
+SHOWN = 20
+"""How many problems of one kind a message spells out before it only counts them."""
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+class WeightRuleError(ValueError):
+    """A rule does not go with the leaf it names; the table is wrong, not the checkpoint."""
+
+
+class WeightMismatchError(ValueError):
+    """A checkpoint's tensors are not the ones a model needs.
+
+    Attributes:
+        missing: names of tensors the model needs and the source lacks.
+        unexpected: names of tensors the source has and no rule mentions.
+        misshaped: names of tensors whose shape or kind of number differs.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str], unexpected: Sequence[str], misshaped: Sequence[str]):
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.misshaped = tuple(misshaped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The piece `[start, start + size)` of an axis of a fused source tensor that is `of` long.
+
+    Attributes:
+        axis: which axis of the source tensor.
+        start: first element.
+        size: how many elements.
+        of: the whole axis.
+    """
+
+    axis: int
+    start: int
+    size: int
+    of: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRule:
+    """Where one leaf comes from, and where it goes on export.
+
+    Attributes:
+        target: the leaf's path.
+        source: the source tensor's name; `{axis}` stands for an index along that axis of the leaf.
+        axes: for each axis of a source tensor, the leaf's axes flattened into it, major first.
+        part: which piece of a fused source tensor the leaf is.
+        padded: axes of the leaf that may be longer than in the source; zeros fill the rest.
+        optional: a source may lack all of the rule's tensors; the leaf is then not loaded.
+    """
+
+    target: str
+    source: str
+    axes: tuple[tuple[str, ...], ...]
+    part: Part | None = None
+    padded: tuple[str, ...] = ()
+    optional: bool = False
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The leaf's axes along which each index is a source tensor of its own."""
+        return tuple(_BRACES.findall(self.source))
+
+    def check(self, leaf: Leaf) -> list[str]:
+        """What is wrong with this rule for `leaf`, as sentences; empty if nothing."""
+        named = [*self.stacked, *itertools.chain(*self.axes)]
+        problems = []
+        for name in sorted(set(named) - set(leaf.names)):
+            close = nearest(name, leaf.names)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            problems.append(f"the rule names {name!r}, which is no axis of {leaf}{hint}")
+        absent = [n for n in leaf.names if n not in named]
+        problems += [f"axis {n!r} of {leaf} is in neither {self.source!r} nor axes" for n in absent]
+        problems += [f"the rule uses axis {n!r} more than once" for n in sorted(set(named)) if named.count(n) > 1]
+        problems += [f"padded axis {n!r} is no axis of {leaf}" for n in self.padded if n not in leaf.names]
+        problems += [
+            f"padded axis {n!r} must come first in its source axis"
+            for n in self.padded
+            if n in self.stacked or any(n in group[1:] for group in self.axes)
+        ]
+        if self.part is not None:
+            part = self.part
+            if not 0 <= part.axis < len(self.axes):
+                problems.append(f"part is on source axis {part.axis}, but the rule has {len(self.axes)}")
+            if not 0 <= part.start <= part.start + part.size <= part.of:
+                problems.append(f"part [{part.start}, {part.start + part.size}) is not inside an axis of {part.of}")
+            if any(n in group for n in self.padded for group in self.axes[part.axis : part.axis + 1]):
+                problems.append("an axis that is part of a fused tensor cannot be padded")
+        return [f"rule for {self.target}: {problem}" for problem in problems]
+
+    def source_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape each source tensor has if nothing is padded."""
+        shape = [math.prod(leaf.axis_size(name) for name in group) for group in self.axes]
+        if self.part is not None:
+            shape[self.part.axis] = self.part.of
+        return tuple(shape)
+
+    def source_names(self, leaf: Leaf) -> list[str]:
+        """The names of all source tensors, in the order of the stacked indices (row-major)."""
+        ranges = [range(leaf.axis_size(name)) for name in self.stacked]
+        return [self.source_name(index) for index in itertools.product(*ranges)]
+
+    def source_name(self, index: Sequence[int]) -> str:
+        """The name of the source tensor at these stacked indices, given in the order of `stacked`."""
+        numbers = iter(index)
+        return _BRACES.sub(lambda _: str(next(numbers)), self.source)
+
+    def layout(self, leaf: Leaf, source_shape: tuple[int, ...] | None = None) -> Layout:
+        """The index algebra between `leaf` and source tensors of this shape."""
+        shape = self.source_shape(leaf) if source_shape is None else source_shape
+        sizes = dict(leaf.axes)
+        extents = dict(sizes)
+        for name in self.padded:
+            for group, length in zip(self.axes, shape, strict=True):
+                if name in group:
+                    extents[name] = length // math.prod(sizes[other] for other in group if other != name)
+        offsets = [0] * len(self.axes)
+        if self.part is not None:
+            offsets[self.part.axis] = self.part.start
+        return Layout(
+            axes=leaf.axes,
+            stacked=self.stacked,
+            groups=self.axes,
+            source_shape=shape,
+            offsets=tuple(offsets),
+            extents=tuple(extents[name] for name in leaf.names),
+        )
+
+    def expects(self, leaf: Leaf, shape: tuple[int, ...]) -> str | None:
+        """Says what shape was expected if `shape` is not it."""
+        wanted = self.source_shape(leaf)
+        sizes = dict(leaf.axes)
+        fits = len(shape) == len(wanted)
+        words = []
+        for axis, group in enumerate(self.axes):
+            fused = self.part is not None and self.part.axis == axis
+            inner = " × ".join(f"{name} {sizes[name]}" for name in group) or "1"
+            words.append(f"{wanted[axis]} fused" if fused else inner)
+            if not fits:
+                continue
+            if self.padded and group and group[0] in self.padded and not fused:
+                unit = math.prod(sizes[name] for name in group[1:])
+                fits = 0 < shape[axis] <= wanted[axis] and shape[axis] % unit == 0
+                words[-1] = f"at most {inner}"
+            else:
+                fits = shape[axis] == wanted[axis]
+        return None if fits else f"expected {list(wanted)} = [{', '.join(words)}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePiece:
+    """One leaf's share of a source tensor, for export.
+
+    Attributes:
+        target: the leaf's path.
+        box: which elements of the leaf.
+        region: where they lie in the source tensor.
+        layout: how they lie there.
+        stack: the source tensor's stacked indices.
+    """
+
+    target: str
+    box: Box
+    region: Box
+    layout: Layout
+    stack: tuple[int, ...]
+
+    def write(self, block: np.ndarray, tensor: np.ndarray) -> None:
+        """Copies the leaf's share (`block`, the elements of `box`) into the whole source tensor."""
+        digits = [tuple((0, size) for size in sizes) for sizes in self.layout.group_sizes]
+        copy = self.layout.copy(self.stack, digits, self.box)
+        assert copy is not None
+        piece = tensor[tuple(slice(a, b) for a, b in self.region)]
+        buffer = np.empty(piece.shape, tensor.dtype)
+        copy.gather(block, buffer)
+        piece[...] = buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A leaf, its rule, and the source tensors that were found for it (in stacked order)."""
+
+    leaf: Leaf
+    rule: WeightRule
+    layout: Layout
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRules:
+    """The table of one model family and configuration.
+
+    Attributes:
+        rules: one for each leaf.
+        aliases: pairs (name, other name) under which a source may hold a tensor instead; one `*` may stand for the
+            same text in both (`("model.*", "*")`: a checkpoint of the bare transformer).
+        ignored: patterns of source tensors that are known and not needed (`*.rotary_emb.inv_freq`).
+    """
+
+    rules: tuple[WeightRule, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def by_target(self) -> dict[str, WeightRule]:
+        """The rules by leaf path."""
+        return {rule.target: rule for rule in self.rules}
+
+    def check(self, leaves: Iterable[Leaf]) -> None:
+        """Raises a `WeightRuleError` that lists every leaf without a rule and every rule that misnames axes."""
+        table, problems = self.by_target(), []
+        problems += [f"two rules for {r.target}" for r in self.rules if table[r.target] is not r]
+        for leaf in leaves:
+            if leaf.path in table:
+                problems += table[leaf.path].check(leaf)
+            else:
+                close = nearest(leaf.path, table)
+                problems.append(f"no rule for {leaf}" + (f" (nearest: {close[0]})" if close else ""))
+        if problems:
+            raise WeightRuleError("\n".join(problems))
+
+    def spellings(self, name: str) -> Iterator[str]:
+        """`name`, then its aliases."""
+        yield name
+        for pattern, other in self.aliases:
+            head, star, tail = pattern.partition("*")
+            if not star:
+                if pattern == name:
+                    yield other
+            elif len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
+                yield other.replace("*", name[len(head) : len(name) - len(tail)], 1)
+
+    def match(self, leaves: Iterable[Leaf], tensors: Mapping[str, TensorInfo]) -> tuple[Match, ...]:
+        """Finds every leaf's source tensors by name and shape, reading nothing.
+
+        Raises:
+            WeightRuleError: the table does not go with the model.
+            WeightMismatchError: the source does not go with the model; lists all of it with nearest names.
+        """
+        leaves = tuple(leaves)
+        self.check(leaves)
+        table = self.by_target()
+        matches: list[Match] = []
+        used: set[str] = set()
+        missing: list[tuple[str, str]] = []
+        misshaped: dict[str, str] = {}
+        for leaf in leaves:
+            rule = table[leaf.path]
+            found = []
+            for name in rule.source_names(leaf):
+                held = next((other for other in self.spellings(name) if other in tensors), None)
+                found.append((name, held))
+            if rule.optional and all(held is None for _, held in found):
+                continue
+            missing += [(name, leaf.path) for name, held in found if held is None]
+            present = [held for _, held in found if held is not None]
+            used.update(present)
+            problems = {held: _misfit(rule, leaf, tensors[held]) for held in present}
+            misshaped |= {held: problem for held, problem in problems.items() if problem}
+            shapes = {tensors[held].shape for held in present if not problems[held]}
+            if len(shapes) > 1:
+                misshaped |= {held: f"{held}: shapes differ along the stack: {sorted(shapes)}" for held in present}
+            if len(present) == len(found) and len(shapes) == 1 and not any(problems.values()):
+                layout = rule.layout(leaf, shapes.pop())
+                matches.append(Match(leaf=leaf, rule=rule, layout=layout, names=tuple(present)))
+        unexpected = [name for name in tensors if name not in used and not self._is_ignored(name)]
+        if missing or unexpected or misshaped:
+            raise _mismatch(missing, unexpected, misshaped, tensors)
+        return tuple(matches)
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
+
+    def sources(self, leaves: Iterable[Leaf]) -> dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]]:
+        """The inverse direction: every source tensor's name, shape and the pieces of leaves it is made of."""
+        leaves = tuple(leaves)
+        self.check(leaves)
+        table = self.by_target()
+        found: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
+        for leaf in leaves:
+            rule = table[leaf.path]
+            layout = rule.layout(leaf)
+            digits = [tuple((0, size) for size in sizes) for sizes in layout.group_sizes]
+            for stack in itertools.product(*(range(leaf.axis_size(name)) for name in rule.stacked)):
+                box = list(layout.whole)
+                for position, index in zip(layout.stack_positions, stack, strict=True):
+                    box[position] = (index, index + 1)
+                piece = SourcePiece(
+                    target=leaf.path,
+                    box=tuple(box),
+                    region=layout.source_box(digits),
+                    layout=layout,
+                    stack=stack,
+                )
+                shape, pieces = found.get(rule.source_name(stack), (layout.source_shape, ()))
+                found[rule.source_name(stack)] = (shape, (*pieces, piece))
+        return found
+
+
+def _misfit(rule: WeightRule, leaf: Leaf, info: TensorInfo) -> str | None:
+    expected = rule.expects(leaf, info.shape)
+    if expected is not None:
+        return f"{info.name} {list(info.shape)}: {expected} for {leaf.path} {named_shape(leaf.axes)}"
+    if _kind(info.dtype) != _kind(leaf.dtype):
+        return f"{info.name} is {info.dtype.name}, but {leaf.path} holds {leaf.dtype.name}"
+    return None
+
+
+def _kind(dtype: np.dtype) -> str:
+    # The ml_dtypes types (bfloat16, float8…) are of NumPy kind "V".
+    return {"f": "floating", "V": "floating", "i": "integer", "u": "integer"}.get(dtype.kind, dtype.kind)
+
+
+def _mismatch(
+    missing: Sequence[tuple[str, str]],
+    unexpected: Sequence[str],
+    misshaped: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+) -> WeightMismatchError:
+    lines = [
+        f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(unexpected)} unexpected, "
+        f"{len(misshaped)} of the wrong shape or dtype"
+    ]
+    # A missing tensor is most often one of the unexpected ones under another name.
+    candidates = unexpected or list(tensors)
+    if missing:
+        lines.append("missing:")
+        shown = []
+        for name, path in missing[:SHOWN]:
+            close = nearest(name, candidates)
+            shown.append(f"  {name} (for {path})" + (f"; nearest: {', '.join(close)}" if close else ""))
+        lines += [*shown, *_more(len(missing))]
+    if unexpected:
+        lines.append("unexpected:")
+        names = [name for name, _ in missing]
+        shown = []
+        for name in unexpected[:SHOWN]:
+            close = nearest(name, names)
+            shown.append(f"  {name} {list(tensors[name].shape)}" + (f"; nearest: {', '.join(close)}" if close else ""))
+        lines += [*shown, *_more(len(unexpected))]
+    if misshaped:
+        lines.append("wrong shape or dtype:")
+        lines += [f"  {problem}" for problem in list(misshaped.values())[:SHOWN]]
+        lines += _more(len(misshaped))
+    return WeightMismatchError(
+        "\n".join(lines), missing=[name for name, _ in missing], unexpected=unexpected, misshaped=list(misshaped)
+    )
+
+
+def _more(count: int) -> list[str]:
+    return [f"  … and {count - SHOWN} more"] if count > SHOWN else []

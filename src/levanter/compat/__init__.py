@@ -1,0 +1,5 @@
+"""Other projects' checkpoint formats, read into and written from ours.
+
+`compat.hf` is the Hugging Face layout (config.json, safetensors, tokenizer.json); `compat.gguf` is the llama.cpp
+file. Both end in the same nouns: a model config, a `TensorSource` with Hugging Face tensor names, a `Tokenizer`.
+"""

@@ -1,0 +1,172 @@
+"""GGUF metadata as the fields of a config.json, so that one bridge reads both.
+
+llama.cpp writes the scaling of Llama 3's rotary embeddings not as parameters but as a tensor, `rope_freqs.weight`: by
+how much each pair's frequency is divided. The parameters are found by computing that tensor from known ones; if none
+fits, that is an error rather than a guess. Metadata keys that are not known here go into the document under their own
+name, where the bridge reports them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from levanter.compat.gguf.file import GgufFile
+from levanter.compat.hf.errors import CheckpointError, UnknownModelError, raise_if
+from levanter.compat.hf.families import FAMILIES
+from levanter.layers.rotary import Llama3RotaryConfig
+
+_SIZES = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
+_HARMLESS = ("vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count", "attention.causal")
+_MUST_BE_ABSENT = {
+    "expert_count": "mixture-of-experts models",
+    "attention.clamp_kqv": "clamped attention inputs",
+    "attention.max_alibi_bias": "ALiBi",
+    "attention.sliding_window": "sliding windows",
+    "attn_logit_softcapping": "soft-capped attention",
+    "final_logit_softcapping": "soft-capped logits",
+    "logit_scale": "scaled logits",
+    "residual_scale": "scaled residuals",
+    "embedding_scale": "scaled embeddings",
+    "attention.scale": "attention scaled in another way",
+}
+_YARN = {
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+
+LLAMA3_CANDIDATES = tuple(
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
+    for original in (8192, 4096, 2048, 16384, 32768)
+)
+"""Scalings to look for behind `rope_freqs.weight`; Llama 3.1, 3.2 and 3.3 use the first."""
+
+
+def hf_document(file: GgufFile) -> dict[str, Any]:
+    """The config.json that describes the model of a GGUF file.
+
+    Raises:
+        UnknownModelError: an architecture that is not llama.
+        CheckpointError: with everything in the metadata that is missing or has no place in this family.
+    """
+    architecture = file.get("general.architecture")
+    if architecture not in FAMILIES:
+        raise UnknownModelError(
+            file.path, f"unknown architecture {architecture!r}; known architectures: {', '.join(sorted(FAMILIES))}"
+        )
+    keys = {
+        key.removeprefix(f"{architecture}."): _plain(value)
+        for key, value in file.metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    problems: list[str] = []
+    document: dict[str, Any] = {"model_type": architecture}
+    for key, field in _SIZES.items():
+        document[field] = _one_value(keys, key, problems)
+    heads = document["num_attention_heads"]
+    document["num_key_value_heads"] = _one_value(keys, "attention.head_count_kv", problems, default=heads)
+    document["rms_norm_eps"] = keys.pop("attention.layer_norm_rms_epsilon", None)
+    if document["rms_norm_eps"] is None:
+        problems.append("metadata key 'attention.layer_norm_rms_epsilon' is missing")
+    for key, what in _MUST_BE_ABSENT.items():
+        if keys.pop(key, 0):
+            problems.append(f"metadata key {key!r} is set: {what} are not read")
+    if "token_embd.weight" in file.tensors:
+        document["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    else:
+        problems.append("there is no tensor 'token_embd.weight'")
+    document["tie_word_embeddings"] = "output.weight" not in file.tensors
+    document["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    document["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if not problems:
+        head_size = keys.get("attention.key_length", document["hidden_size"] // heads)
+        document["head_dim"] = head_size
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if keys.get(key, head_size) != head_size:
+                problems.append(f"metadata key {key!r} is {keys[key]}, but heads have {head_size} features")
+        document["rope_parameters"] = _rope(file, keys, head_size, document["max_position_embeddings"], problems)
+    raise_if(CheckpointError, file.path, problems)
+    for role in ("bos", "eos"):
+        document[f"{role}_token_id"] = file.get(f"tokenizer.ggml.{role}_token_id")
+    document |= {f"{architecture}.{key}": value for key, value in keys.items() if key not in _HARMLESS}
+    return document
+
+
+def _plain(value: Any) -> Any:
+    """Metadata floats are float32: 1e-05 comes as 9.999999747378752e-06. Gives the number that was meant."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _one_value(keys: dict[str, Any], key: str, problems: list[str], *, default: Any = None) -> Any:
+    """A number, or one number for all layers."""
+    value = keys.pop(key, default)
+    if isinstance(value, list) and len(set(value)) == 1:
+        value = value[0]
+    if value is None:
+        problems.append(f"metadata key {key!r} is missing")
+    elif not isinstance(value, int):
+        problems.append(f"metadata key {key!r} is {value!r:.60}, expected one number for all layers")
+        value = None
+    return value
+
+
+def _rope(
+    file: GgufFile, keys: dict[str, Any], head_size: int, context: int, problems: list[str]
+) -> Mapping[str, Any] | None:
+    theta = keys.pop("rope.freq_base", 10000.0)
+    kind = keys.pop("rope.scaling.type", None)
+    factor = keys.pop("rope.scaling.factor", None)
+    original = keys.pop("rope.scaling.original_context_length", None)
+    keys.pop("rope.scaling.finetuned", None)
+    if (linear := keys.pop("rope.scale_linear", None)) is not None:  # the key of 2023
+        kind, factor = "linear", linear
+    if "rope_freqs.weight" in file.tensors:
+        if kind not in (None, "none"):
+            problems.append(f"rope.scaling.type is {kind!r}, and there is rope_freqs.weight besides")
+        return _llama3(file, float(theta), head_size, original, problems)
+    if kind in (None, "none") or (kind == "linear" and factor in (None, 1.0)):
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        problems.append(f"rope.scaling.type {kind!r} is not one of none, linear, yarn")
+        return None
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = original or context
+        attention = keys.pop("rope.scaling.attn_factor", None)
+        if attention not in (None, 1.0):
+            # llama.cpp multiplies it with the paper's factor.
+            found["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1.0)
+        found |= {name: keys.pop(key) for key, name in _YARN.items() if key in keys}
+    return found
+
+
+def _llama3(
+    file: GgufFile, theta: float, head_size: int, original: int | None, problems: list[str]
+) -> Mapping[str, Any] | None:
+    stored = file.tensors["rope_freqs.weight"]
+    divisors = np.fromfile(file.path, np.float32, count=stored.nbytes // 4, offset=stored.start)
+    if stored.kind != "F32" or divisors.shape != (head_size // 2,):
+        problems.append(f"rope_freqs.weight is {stored.kind}{list(stored.shape)}, expected F32[{head_size // 2}]")
+        return None
+    factor = _plain(float(divisors.max()))
+    if np.all(divisors == 1.0):
+        return {"rope_type": "default", "rope_theta": theta}
+    plain = 1.0 / theta ** (np.arange(0, head_size, 2) / head_size)
+    candidates = list(LLAMA3_CANDIDATES)
+    if original is not None:
+        candidates.insert(0, {**candidates[0], "original_max_position_embeddings": original})
+    for parameters in candidates:
+        rope = Llama3RotaryConfig(theta=theta, factor=factor, **parameters)
+        if np.allclose(plain / rope.frequencies(head_size, 1), divisors, rtol=1e-4):
+            return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **parameters}
+    problems.append(
+        "rope_freqs.weight is not the scaling of Llama 3.1 with factor "
+        f"{factor:g} over an original context of {original or 8192} (or another usual one)"
+    )
+    return None

@@ -1,0 +1,222 @@
+"""A GGUF file as a `TensorSource` under Hugging Face names: a slice is dequantized when it is read.
+
+Two things differ from a Hugging Face checkpoint besides the names. Quantized blocks lie along the last axis, so a slice
+of columns reads the whole blocks that it touches. And llama.cpp stores the rows of q and k in another order: a head's
+row pairs `(i, i + size/2)`, which Hugging Face rotates together, lie side by side as `(2i, 2i + 1)` (`permute` in
+llama.cpp's convert_hf_to_gguf.py). Rows are put back in place as they are read.
+"""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import ml_dtypes
+import numpy as np
+
+from haliax_ext.errors import nearest
+from haliax_ext.sources import ByteRange, Index, TensorInfo
+from levanter.compat.gguf.file import GgufFile, StoredTensor
+from levanter.compat.hf.blocks import block_grid
+from levanter.compat.hf.errors import CheckpointError, raise_if
+from levanter.compat.hf.readers import LocalFile
+from levanter.compat.hf.regions import read_region
+
+CHUNK_NUMBERS = 1 << 20
+"""Numbers dequantized at a time."""
+
+_PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TENSOR = re.compile(r"^(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)\.(?P<kind>weight|bias)$")
+_IN_CONFIG = ("rope_freqs.weight",)
+
+
+def hf_name(name: str) -> str | None:
+    """The Hugging Face name of a llama tensor; None for one that is not known."""
+    found = _TENSOR.match(name)
+    if found is None or found["part"] not in _NAMES:
+        return None
+    prefix = "" if found["layer"] is None else f"model.layers.{int(found['layer'])}."
+    return f"{prefix}{_NAMES[found['part']]}.{found['kind']}"
+
+
+class GgufSource:
+    """The weights of a llama GGUF file, dequantized, under Hugging Face names.
+
+    Unquantized tensors keep their dtype; quantized ones are float32.
+    """
+
+    def __init__(self, file: GgufFile, *, heads: int, kv_heads: int):
+        """Takes a parsed file.
+
+        Args:
+            file: the file.
+            heads: query heads.
+            kv_heads: key/value heads.
+
+        Raises:
+            CheckpointError: it holds tensors with unknown names or in types that cannot be dequantized.
+        """
+        self.file = file
+        self._reader = LocalFile(file.path)
+        self._stored: dict[str, StoredTensor] = {}
+        self._heads: dict[str, int] = {}
+        problems: list[str] = []
+        readable: dict[str, bool] = {}
+        for stored in file.tensors.values():
+            if stored.name in _IN_CONFIG:
+                continue
+            name = hf_name(stored.name)
+            if name is None:
+                close = nearest(stored.name.split(".")[-2] if "." in stored.name else stored.name, _NAMES)
+                hint = f" (nearest known part: {close[0]})" if close else ""
+                problems.append(f"tensor {stored.name!r} has no place in a llama model{hint}")
+                continue
+            if stored.kind not in readable:
+                readable[stored.kind] = stored.kind in _PLAIN or _can_dequantize(stored)
+            if not readable[stored.kind]:
+                problems.append(f"tensor {stored.name!r} is stored as {stored.kind}, which cannot be dequantized")
+            self._stored[name] = stored
+            for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+                if f".{part}." in name:
+                    self._heads[name] = count
+                    if stored.shape[0] % (2 * count):
+                        problems.append(f"tensor {stored.name!r} has {stored.shape[0]} rows for {count} heads")
+        raise_if(CheckpointError, file.path, problems)
+        self._tensors = MappingProxyType(
+            {
+                name: TensorInfo(name, stored.shape, np.dtype(_PLAIN.get(stored.kind, np.float32)), stored.nbytes)
+                for name, stored in self._stored.items()
+            }
+        )
+        self._lock = threading.Lock()
+        self._bytes_read = 0
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, by position in the file."""
+        return self._tensors
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data read from the file so far."""
+        return self._bytes_read
+
+    def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
+        """The bytes that reading `index` of `name` touches."""
+        stored = self._stored[name]
+        ranges: list[ByteRange] = []
+        for _, rows in self._pieces(name, index):
+            shape, region = _byte_region(stored, rows)
+            grid = block_grid(shape, 1, region, max_gap=self._reader.max_gap, page=self._reader.page)
+            if grid is None:
+                continue
+            for offset in grid.offsets().tolist():
+                begin = stored.start + offset
+                if ranges and ranges[-1].stop == begin:
+                    ranges[-1] = ByteRange(ranges[-1].file, ranges[-1].start, begin + grid.span)
+                else:
+                    ranges.append(ByteRange(str(self.file.path), begin, begin + grid.span))
+        return ranges
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """The slice, dequantized, written into `out` (same shape and dtype) if given."""
+        stored, dtype = self._stored[name], self._tensors[name].dtype
+        shape = tuple(piece.stop - piece.start for piece in index)
+        if out is None:
+            out = np.empty(shape, dtype)
+        assert out.shape == shape and out.dtype == dtype, (out.shape, shape, out.dtype, dtype)
+        if 0 in shape:
+            return out
+        heads, first = self._heads.get(name), index[0].start
+        for wanted, stored_index in self._pieces(name, index):
+            numbers = self._dequantized(stored, stored_index)
+            if heads is not None:
+                rows = _stored_rows(np.arange(wanted.start, wanted.stop), stored.shape[0] // heads)
+                numbers = numbers[rows - stored_index[0].start]
+            out[wanted.start - first : wanted.stop - first] = numbers
+        return out
+
+    def _pieces(self, name: str, index: Index) -> Iterator[tuple[slice, Index]]:
+        """Splits a slice into pieces of rows that are read together: wanted rows, and where they are stored."""
+        stored = self._stored[name]
+        first, rest = index[0], index[1:]
+        width = 1
+        for size in stored.shape[1:]:
+            width *= size
+        rows_at_once = max(1, CHUNK_NUMBERS // width)
+        if len(stored.shape) == 1:
+            rows_at_once = -(-rows_at_once // stored.block) * stored.block
+        if name not in self._heads:
+            for start in range(first.start, first.stop, rows_at_once):
+                rows = slice(start, min(first.stop, start + rows_at_once))
+                yield rows, (rows, *rest)
+            return
+        head_size = stored.shape[0] // self._heads[name]
+        step = max(1, rows_at_once // head_size) * head_size
+        start = first.start
+        while start < first.stop:
+            # Whole heads together; a slice that begins or ends inside a head takes the rows it needs of that head.
+            stop = min(first.stop, (start // head_size) * head_size + (step if start % head_size == 0 else head_size))
+            if stop % head_size and stop - start > head_size:
+                stop = (stop // head_size) * head_size
+            rows = _stored_rows(np.arange(start, stop), head_size)
+            yield slice(start, stop), (slice(int(rows.min()), int(rows.max()) + 1), *rest)
+            start = stop
+
+    def _dequantized(self, stored: StoredTensor, index: Index) -> np.ndarray:
+        shape, region = _byte_region(stored, index)
+        raw = np.empty([piece.stop - piece.start for piece in region], np.uint8)
+        taken = read_region(self._reader, stored.start, shape, region, raw)
+        with self._lock:
+            self._bytes_read += taken
+        if stored.kind in _PLAIN:
+            return raw.view(_PLAIN[stored.kind])
+        from gguf import GGMLQuantizationType, quants
+
+        numbers = quants.dequantize(raw, GGMLQuantizationType[stored.kind])
+        offset = index[-1].start % stored.block
+        return numbers[..., offset : offset + index[-1].stop - index[-1].start]
+
+
+def _can_dequantize(stored: StoredTensor) -> bool:
+    """Whether the library can turn blocks of this kind into numbers, by trying it on one."""
+    from gguf import GGMLQuantizationType, quants
+
+    try:
+        quants.dequantize(np.zeros((1, stored.block_bytes), np.uint8), GGMLQuantizationType[stored.kind])
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _stored_rows(rows: np.ndarray, head_size: int) -> np.ndarray:
+    """Where llama.cpp stores Hugging Face's rows of q or k."""
+    head, row = np.divmod(rows, head_size)
+    half, pair = np.divmod(row, head_size // 2)
+    return head * head_size + 2 * pair + half
+
+
+def _byte_region(stored: StoredTensor, index: Index) -> tuple[tuple[int, ...], Index]:
+    """A slice of numbers as a slice of an array of bytes, widened to whole blocks along the last axis."""
+    block, block_bytes = stored.block, stored.block_bytes
+    shape = (*stored.shape[:-1], stored.shape[-1] // block * block_bytes)
+    last = index[-1]
+    if last.stop <= last.start:
+        return shape, (*index[:-1], slice(0, 0))
+    columns = slice(last.start // block * block_bytes, -(-last.stop // block) * block_bytes)
+    return shape, (*index[:-1], columns)

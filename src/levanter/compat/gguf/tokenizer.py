@@ -1,0 +1,118 @@
+"""A tokenizer rebuilt from `tokenizer.ggml.*`: the vocabulary, merges and rules of a GGUF file as a tokenizer.json.
+
+Two kinds are known. `gpt2` is byte-level BPE: tokens, merges, and a pre-tokenizer by name. `llama` is SentencePiece
+BPE: tokens with scores, from which the merges follow (two tokens merge if together they are one; better scores first).
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from levanter.compat.gguf.file import GgufFile
+from levanter.compat.gguf.pretokenizers import pre_tokenizer
+from levanter.compat.hf.errors import CheckpointError, CorruptFileError
+from levanter.compat.hf.tokenizer import FastTokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""llama.cpp's token types."""
+
+_SPACE = "▁"
+
+
+def tokenizer(file: GgufFile) -> FastTokenizer:
+    """The tokenizer of a GGUF file.
+
+    Raises:
+        CheckpointError: it has none, or one of an unknown kind, or one that contradicts itself.
+    """
+    kind = file.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(file.path, f"tokenizer.ggml.model {kind!r} is not one of gpt2, llama")
+    tokens = file.get("tokenizer.ggml.tokens") or []
+    types = file.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if not tokens or len(types) != len(tokens):
+        raise CorruptFileError(file.path, f"its tokenizer has {len(tokens)} tokens and {len(types)} token types")
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
+        raise CorruptFileError(file.path, f"its tokenizer has the token {twice!r} twice")
+    try:
+        built = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
+    except ValueError as error:
+        raise CheckpointError(file.path, str(error)) from error
+    _add(built, tokens, types, byte_level=kind == "gpt2")
+    definition = json.loads(built.to_str())
+    roles = {f"{role}_id": file.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
+    return FastTokenizer(definition, name=str(file.path), **roles)
+
+
+_ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    rules = pre_tokenizer(file.get("tokenizer.ggml.pre"))
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges") or []]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    wrong = [pair for pair in merges if len(pair) != 2 or not all(t in vocabulary for t in (*pair, "".join(pair)))]
+    if wrong:
+        raise ValueError(f"{len(wrong)} of its {len(merges)} merges are of tokens it does not have, as {wrong[0]}")
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rules.whole_words))
+    built.pre_tokenizer = rules.build()
+    steps = [step for step in (rules.normalizer(), _prefix(file)) if step is not None]
+    if steps:
+        built.normalizer = normalizers.Sequence(steps)
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _prefix(file: GgufFile) -> normalizers.Normalizer | None:
+    return normalizers.Prepend(" ") if file.get("tokenizer.ggml.add_space_prefix") else None
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    scores = file.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ValueError(f"its tokenizer has {len(tokens)} tokens and {len(scores or [])} scores")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    unknown = file.get("tokenizer.ggml.unknown_token_id")
+    built = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges_from_scores(vocabulary, scores),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    spaces: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
+    built.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    built.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return built
+
+
+def merges_from_scores(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece makes, best first.
+
+    SentencePiece merges the neighbouring pair whose concatenation has the best score. As a ranked list: every way to
+    cut a token into two tokens, ordered by the token's score; equal scores in the order of ids.
+    """
+    ranked = sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1]))
+    return [
+        (token[:cut], token[cut:])
+        for token, _ in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+
+
+def _add(built: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, byte_level: bool) -> None:
+    """Marks the tokens that are found in text as a whole: control tokens, and those that the user defined."""
+    special = [t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    if not byte_level:
+        special += [t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
+    own = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    built.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])

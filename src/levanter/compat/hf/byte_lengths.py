@@ -1,0 +1,108 @@
+"""How many bytes of UTF-8 each token of a vocabulary stands for, from the tokenizer's definition.
+
+Bits per byte needs true counts. They cannot be had by decoding tokens one at a time: a token may hold part of a
+character (decoded alone, it becomes U+FFFD), and decoders treat a first token differently. So the vocabulary's own
+writing is read. *Byte-level* vocabularies (GPT-2) write every byte as one character of a fixed alphabet of 256.
+*Metaspace* vocabularies (SentencePiece) write a space as `▁`, and bytes without a token of their own as `<0x0A>`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+_BYTE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: character → byte.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from U+0100 on.
+    Source: `bytes_to_unicode` of the GPT-2 release (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    other = [byte for byte in range(256) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable]
+    pairs += [(chr(256 + n), byte) for n, byte in enumerate(other)]
+    return dict(pairs)
+
+
+def vocabulary(definition: Mapping[str, Any]) -> dict[str, int]:
+    """Token → id of a tokenizer.json's model, without added tokens."""
+    vocab = definition["model"].get("vocab", {})
+    if isinstance(vocab, list):  # Unigram: [[token, score], …]
+        return {token: n for n, (token, _) in enumerate(vocab)}
+    return dict(vocab)
+
+
+def count_ids(definition: Mapping[str, Any]) -> int:
+    """One more than the largest id, added tokens included."""
+    ids = [*vocabulary(definition).values(), *(token["id"] for token in definition.get("added_tokens") or ())]
+    return max(ids, default=-1) + 1
+
+
+def byte_lengths(definition: Mapping[str, Any]) -> np.ndarray:
+    """UTF-8 bytes of each id, int32; 0 for special tokens and for ids without a token.
+
+    Args:
+        definition: a parsed tokenizer.json.
+
+    Raises:
+        ValueError: the tokenizer writes its tokens in a way that is not known here.
+    """
+    lengths = np.zeros(count_ids(definition), np.int32)
+    measure = _measure(definition)
+    for token, i in vocabulary(definition).items():
+        lengths[i] = measure(token)
+    for added in definition.get("added_tokens") or ():
+        lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return lengths
+
+
+def _parts(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
+    """The parts of a component, sequences flattened."""
+    inner = {"decoder": "decoders", "pre_tokenizer": "pretokenizers", "normalizer": "normalizers"}[name]
+
+    def walk(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+        if part is None:
+            return
+        if part["type"] == "Sequence":
+            for each in part[inner]:
+                yield from walk(each)
+        else:
+            yield part
+
+    yield from walk(definition.get(name))
+
+
+def _measure(definition: Mapping[str, Any]):
+    decoders = list(_parts(definition, "decoder"))
+    kinds = {part["type"] for part in decoders}
+    splits = {part["type"] for part in _parts(definition, "pre_tokenizer")}
+    if "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits):
+        alphabet = byte_alphabet().keys()
+
+        def of_bytes(token: str) -> int:
+            # A character outside the alphabet can only be text that was put into the vocabulary as it is.
+            return len(token) if all(sign in alphabet for sign in token) else len(token.encode())
+
+        return of_bytes
+    spaces = [part["replacement"] for part in decoders if part["type"] == "Metaspace"]
+    spaces += [
+        part["pattern"]["String"]
+        for part in decoders
+        if part["type"] == "Replace" and part.get("content") == " " and "String" in part["pattern"]
+    ]
+    if unknown := kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise ValueError(f"tokens decoded by {', '.join(sorted(unknown))} cannot be counted in bytes")
+    falls_back = "ByteFallback" in kinds or bool(definition["model"].get("byte_fallback"))
+
+    def of_text(token: str) -> int:
+        if falls_back and _BYTE.match(token):
+            return 1
+        for space in spaces:
+            token = token.replace(space, " ")
+        return len(token.encode())
+
+    return of_text

@@ -1,0 +1,224 @@
+"""config.json ↔ our model configs, and the checks that they describe the weights at hand.
+
+`read_config` is strict where numbers are at stake: an unknown model type or RoPE type, a contradiction, a field known
+to change the arithmetic are errors; a field nobody knows is a finding. `check_tensors` holds the config against the
+tensors' shapes and dtypes, `check_model_block` against what the user's YAML says of the model. Each names everything
+that disagrees, together, and reads no weight.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from haliax_ext.errors import nearest
+from haliax_ext.sources import TensorInfo
+from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError, raise_if
+from levanter.compat.hf.families import FAMILIES, ExpectedTensor, Family, Fields, Finding
+from levanter.compat.hf.families.base import HARMLESS
+from levanter.compat.hf.rope import Spelling, write_rope
+from levanter.models.registry import LmConfig
+
+_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BridgedConfig:
+    """A config.json that was understood.
+
+    Attributes:
+        config: ours.
+        family: how it crossed.
+        findings: fields that were not understood, to be shown to the user.
+    """
+
+    config: LmConfig
+    family: Family
+    findings: tuple[Finding, ...]
+
+
+def family_of(document: Mapping[str, Any], *, where: object) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        UnknownModelError: its model type is not one this project implements; names the nearest one.
+    """
+    model_type = document.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    known = ", ".join(sorted(FAMILIES))
+    if model_type is None:
+        raise UnknownModelError(where, f"model_type is missing; known model types: {known}")
+    close = nearest(str(model_type), FAMILIES)
+    raise UnknownModelError(
+        where,
+        f"unknown model type {model_type!r}; known model types: {known}",
+        suggestion=f"the nearest known one is {close[0]!r}" if close else None,
+    )
+
+
+def read_config(document: Mapping[str, Any], *, where: object = "config.json") -> BridgedConfig:
+    """Our config of the model that a config.json describes, in the transformers-4 or -5 spelling.
+
+    Raises:
+        UnknownModelError: unknown model type.
+        CheckpointError: with everything in it that is missing, contradicts itself or cannot be computed here.
+    """
+    family = family_of(document, where=where)
+    fields = Fields(document)
+    config = family.read(fields)
+    fields.leftovers(HARMLESS)
+    raise_if(CheckpointError, where, fields.problems)
+    assert config is not None
+    return BridgedConfig(config=config, family=family, findings=tuple(fields.findings))
+
+
+def family_for(config: LmConfig) -> Family:
+    """The family whose config class `config` is an instance of."""
+    for family in FAMILIES.values():
+        if type(config) is family.config_class:
+            return family
+    raise ValueError(f"{type(config).__name__} has no Hugging Face form; those that have: {', '.join(FAMILIES)}")
+
+
+def write_config(
+    config: LmConfig, *, vocab_size: int | None = None, dtype: str | None = None, spelling: Spelling = "transformers5"
+) -> dict[str, Any]:
+    """The config.json of a model, the inverse of `read_config`.
+
+    Args:
+        config: ours.
+        vocab_size: rows of the embedding table, where the config leaves it open.
+        dtype: of the weights beside it, as `bfloat16`.
+        spelling: which version of transformers the field names are for. transformers 5 reads both.
+
+    Raises:
+        ValueError: the model has a part that a Hugging Face config cannot describe.
+    """
+    family = family_for(config)
+    if config.vocab_size is None and vocab_size is not None:
+        config = dataclasses.replace(config, vocab_size=vocab_size)
+    rope = write_rope(config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling)  # type: ignore[attr-defined]
+    document = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config) | rope
+    if dtype is not None:
+        document["dtype" if spelling == "transformers5" else "torch_dtype"] = dtype
+    return document
+
+
+def check_tensors(
+    document: Mapping[str, Any], bridged: BridgedConfig, tensors: Mapping[str, TensorInfo], *, where: object
+) -> None:
+    """Holds config.json against the shapes and dtypes of the tensors beside it.
+
+    Tensors that are missing or unexpected are the loader's business (it knows the nearest names).
+
+    Raises:
+        ConfigMismatchError: with every shape and dtype that disagrees; layers that disagree alike share a line.
+    """
+    problems: list[str] = []
+    for expected in bridged.family.shapes(bridged.config):
+        problems += _shape_problems(expected, tensors)
+    problems += _dtype_problems(document, tensors)
+    raise_if(ConfigMismatchError, where, problems, suggestion="config.json and the weights are not of one model")
+
+
+def _shape_problems(expected: ExpectedTensor, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    wrong: dict[tuple[int, ...], list[str]] = {}
+    for name in expected.names():
+        if name in tensors and tensors[name].shape != expected.shape:
+            wrong.setdefault(tensors[name].shape, []).append(name)
+    return [
+        f"tensor {_some(names)} has shape {list(shape)}, config.json says {list(expected.shape)} ({expected.reason})"
+        for shape, names in wrong.items()
+    ]
+
+
+def _dtype_problems(document: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    key = "dtype" if document.get("dtype") is not None else "torch_dtype"
+    stated = document.get(key)
+    integers = [name for name, info in tensors.items() if info.dtype.kind in "iub" and info.shape]
+    problems = []
+    if integers:
+        found = ", ".join(sorted({tensors[name].dtype.name for name in integers}))
+        problems.append(f"tensor {_some(integers)} has dtype {found}: quantized or packed weights are not read")
+    if not isinstance(stated, str) or stated.removeprefix("torch.") not in _DTYPES:
+        return problems
+    expected = _DTYPES[stated.removeprefix("torch.")]
+    wrong: dict[str, list[str]] = {}
+    for name, info in tensors.items():
+        # Vectors kept in float32 beside 16-bit matrices are what mixed-precision training saves.
+        kept_exact = len(info.shape) < 2 and info.dtype == np.float32
+        if info.dtype.kind not in "iub" and info.dtype.name != expected and not kept_exact:
+            wrong.setdefault(info.dtype.name, []).append(name)
+    problems += [
+        f"tensor {_some(names)} has dtype {dtype}, config.json says {key} {expected}" for dtype, names in wrong.items()
+    ]
+    return problems
+
+
+def _some(names: Sequence[str]) -> str:
+    return repr(names[0]) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def check_model_block(
+    block: Mapping[str, Any], bridged: BridgedConfig, *, block_name: str = "model", where: object = "config.json"
+) -> None:
+    """Holds what the user's YAML says of the model against the checkpoint's own config.
+
+    Only keys that are written in the block count, and only those that change what the model computes; a shorter
+    `max_seq_len` or another attention backend is the user's choice.
+
+    Args:
+        block: the keys of the YAML block, as written.
+        bridged: the checkpoint's config.
+        block_name: how messages call the block.
+        where: how messages call the checkpoint's config.
+
+    Raises:
+        ConfigMismatchError: with every key that disagrees, and both values.
+    """
+    problems = []
+    kind = block.get("type", bridged.family.config_class.get_choice_name(bridged.family.config_class))
+    own_kind = type(bridged.config).get_choice_name(type(bridged.config))
+    if kind != own_kind:
+        problems.append(f"{block_name}.type is {kind!r}, the checkpoint's model is {own_kind!r}")
+    for name in bridged.family.architecture_fields:
+        if name not in block:
+            continue
+        problems += _compare(f"{block_name}.{name}", block[name], _effective(bridged.config, name), where)
+    raise_if(
+        ConfigMismatchError,
+        f"{block_name}: against {where}",
+        problems,
+        suggestion="remove these keys to take the checkpoint's own",
+    )
+
+
+def _effective(config: LmConfig, name: str) -> Any:
+    if name == "head_dim":
+        return config.axes["head_size"].size
+    if name == "use_bias":
+        return config.has_attention_bias and config.has_mlp_bias  # type: ignore[attr-defined]
+    return getattr(config, name)
+
+
+def _compare(key: str, said: Any, own: Any, where: object) -> list[str]:
+    if isinstance(said, Mapping) and dataclasses.is_dataclass(own):
+        values = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
+        values["type"] = type(own).get_choice_name(type(own))  # type: ignore[attr-defined]
+        return [
+            problem
+            for name, value in said.items()
+            for problem in _compare(f"{key}.{name}", value, values.get(name), where)
+        ]
+    if said is None or said == own or _close(said, own):
+        return []
+    return [f"{key} is {said!r}, {where} says {own!r}"]
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Whether two numbers are the same up to how float32 metadata was written in decimal."""
+    numbers = isinstance(a, int | float) and isinstance(b, int | float)
+    return numbers and not isinstance(a, bool) and not isinstance(b, bool) and abs(a - b) <= 1e-6 * max(abs(a), abs(b))

@@ -1,0 +1,58 @@
+"""What can be wrong with somebody else's checkpoint, each as a `ValueError` a user can act on.
+
+A check collects everything it finds and raises once: a checkpoint with three broken shards is one error with three
+lines. Nothing here is raised after a weight byte was read, except when a file changes or breaks during reading.
+"""
+
+from collections.abc import Iterable
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used as it is.
+
+    Attributes:
+        where: the checkpoint, or the file of it, that is meant.
+        problems: everything that is wrong, one sentence each.
+    """
+
+    def __init__(self, where: object, problems: str | Iterable[str], *, suggestion: str | None = None):
+        self.where = str(where)
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.suggestion = suggestion
+        if len(self.problems) == 1:
+            message = f"{self.where}: {self.problems[0]}"
+        else:
+            lines = [f"{self.where}: {len(self.problems)} problems:"]
+            lines += [f"  [{i}] {problem}" for i, problem in enumerate(self.problems, 1)]
+            message = "\n".join(lines)
+        super().__init__(message + (f"\n  → {suggestion}" if suggestion else ""))
+
+
+class MissingFileError(CheckpointError):
+    """A file that the checkpoint must have is not there."""
+
+
+class UnreachableError(CheckpointError):
+    """A place that cannot be asked, and of which no local copy is kept."""
+
+
+class CorruptFileError(CheckpointError):
+    """A file is damaged, truncated, or not in the format its name says."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """Reading the checkpoint could run code or leave its folder."""
+
+
+class UnknownModelError(CheckpointError):
+    """The model type, or a part of its arithmetic, is not one this project implements."""
+
+
+class ConfigMismatchError(CheckpointError):
+    """Two descriptions of the same model (config.json, tensor shapes, YAML, tokenizer) disagree."""
+
+
+def raise_if(error: type[CheckpointError], where: object, problems: Iterable[str], *, suggestion: str | None = None):
+    """Raises `error` with all `problems`, or nothing when there are none."""
+    if collected := tuple(problems):
+        raise error(where, collected, suggestion=suggestion)

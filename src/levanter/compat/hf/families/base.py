@@ -1,0 +1,150 @@
+"""What a model family must know to cross between config.json and our config: a `Family`.
+
+A *field* is a key of config.json. Each is read through `Fields`, which remembers what was asked for; what nobody asked
+for, is not known to be harmless and is not null, is a `Finding` at the end. So a new field that changes the numbers is
+never passed over in silence.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from levanter.models.registry import LmConfig
+
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures
+    attn_implementation bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    initializer_range is_decoder keys_to_ignore_at_inference label2id length_penalty max_length min_length
+    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
+    """.split()  # noqa: SIM905
+)
+"""Fields of any model that name files, steer generation or the library, and leave log-probabilities alone."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A field that was not understood, or is understood and left out: to be shown to the user."""
+
+    field: str
+    value: Any
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.value!r:.60}: {self.message}"
+
+
+@dataclass
+class Fields:
+    """A config.json that is being read: values, what was asked for, and what is wrong."""
+
+    document: Mapping[str, Any]
+    seen: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def get(self, name: str, kind: type | tuple[type, ...], default: Any = None, *, required: bool = False) -> Any:
+        """The value of a field, or `default` where it is absent or null; a wrong type is a problem."""
+        self.seen.add(name)
+        value = self.document.get(name)
+        if value is None:
+            if required:
+                self.problems.append(f"field {name!r} is missing")
+            return default
+        return self.check(name, value, kind, default)
+
+    def check(self, name: str, value: Any, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """`value` if it is of the kind; else a problem and `default`."""
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if not fits and float in kinds and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not fits:
+            expected = " or ".join(k.__name__ for k in kinds)
+            self.problems.append(f"field {name!r} is {value!r:.60}, expected {expected}")
+            return default
+        return value
+
+    def size(self, name: str, default: int | None = None, *, required: bool = False) -> int:
+        """A positive integer field. After a problem it answers 1, so that reading can go on."""
+        value = self.get(name, int, default, required=required)
+        if value is None:
+            return 1
+        if value < 1:
+            self.problems.append(f"field {name!r} is {value}, expected a positive number")
+            return 1
+        return value
+
+    def forbid(self, name: str, allowed: Sequence[Any], why: str) -> None:
+        """A field that may only have one of `allowed` values (or be absent or null)."""
+        self.seen.add(name)
+        value = self.document.get(name)
+        if value is not None and value not in allowed:
+            self.problems.append(f"field {name!r} is {value!r:.60}: {why}")
+
+    def note(self, name: str, harmless: Sequence[Any], message: str) -> None:
+        """A field that is understood, and left out: a finding unless it has one of the `harmless` values."""
+        self.seen.add(name)
+        value = self.document.get(name)
+        if value is not None and value not in harmless:
+            self.findings.append(Finding(name, value, message))
+
+    def leftovers(self, harmless: frozenset[str]) -> None:
+        """Turns every field that nobody asked for, and that could matter, into a finding."""
+        for name, value in self.document.items():
+            if name in self.seen or name in harmless or name.startswith("_") or value is None:
+                continue
+            self.findings.append(
+                Finding(name, value, "not understood; it is ignored, and the numbers differ if it matters")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How one `model_type` crosses over.
+
+    Attributes:
+        model_type: as in config.json.
+        architecture: the class that transformers builds, for `architectures`.
+        config_class: our config.
+        read: config.json fields → our config.
+        write: our config → config.json fields, rotary embeddings left to the caller.
+        shapes: our config → name template and shape of every source tensor, with the reason of each size.
+        architecture_fields: fields of our config that change what the model computes, or its weights.
+    """
+
+    model_type: str
+    architecture: str
+    config_class: type[LmConfig]
+    read: Callable[[Fields], LmConfig | None]
+    write: Callable[[Any], dict[str, Any]]
+    shapes: Callable[[Any], "tuple[ExpectedTensor, ...]"]
+    architecture_fields: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """A tensor that a config implies.
+
+    Attributes:
+        template: its name; `{}` stands for a layer.
+        shape: its shape.
+        reason: the shape in the words of config.json.
+        optional: whether a checkpoint may lack it.
+        layers: how many tensors the template stands for (0: it has no `{}`).
+    """
+
+    template: str
+    shape: tuple[int, ...]
+    reason: str
+    optional: bool = False
+    layers: int = 0
+
+    def names(self) -> list[str]:
+        return [self.template.format(n) for n in range(self.layers)] if self.layers else [self.template]

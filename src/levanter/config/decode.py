@@ -1,0 +1,337 @@
+"""From nodes to frozen dataclasses, by the types of their fields, collecting every problem with its line.
+
+`Decoder.decode` returns the value, or `INVALID` after it has noted at least one problem. It goes on after a problem, so
+one pass finds all of them: unknown keys, missing keys, wrong types, and what the classes themselves refuse
+(`ValueError` in `__post_init__`). A dataclass is only built when all its fields are valid.
+"""
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
+
+import draccus
+
+from levanter.config.durations import parse_duration
+from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
+from levanter.config.nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
+from levanter.config.schema import (
+    TYPE_KEY,
+    config_fields,
+    describe,
+    is_choice,
+    is_mapping,
+    is_text_value,
+    key_paths,
+    list_origin,
+    registered_name,
+    strip,
+    union_members,
+)
+from levanter.config.written import remember_written
+
+Keys = tuple[str, ...]
+
+
+class _Invalid:
+    def __repr__(self) -> str:
+        return "INVALID"
+
+
+INVALID: Final = _Invalid()
+"""What a decoder returns for a node it has noted a problem with."""
+
+# YAML 1.1 has more words for true and false; they count only where a bool is asked for.
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+class Decoder:
+    """Decodes one document into a configuration class.
+
+    Args:
+        root: the class of the whole document, for hints about misplaced keys.
+        old_keys: the old spellings that are accepted in the mapping at a path, for hints about misspelt ones.
+    """
+
+    def __init__(self, root: type, old_keys: Callable[[Keys], Iterable[str]]):
+        self.root, self.old_keys = root, old_keys
+        self.problems: list[Problem] = []
+
+    def decode(self, node: Node, annotation: Any, path: Keys = ()) -> Any:
+        """The value of `node` as the annotation wants it, or `INVALID`."""
+        annotation = strip(annotation)
+        members = union_members(annotation)
+        if len(members) > 1:
+            return self._union(node, annotation, members, path)
+        if annotation is Any or annotation is object:
+            return to_plain(node)
+        if is_choice(annotation):
+            return self._choice(node, annotation, path)
+        if is_text_value(annotation) and isinstance(node, Scalar):
+            return self._text_value(node, annotation, path)
+        if is_dataclass(annotation):
+            return self._dataclass(node, annotation, path)  # type: ignore[arg-type]
+        if list_origin(annotation) is not None:
+            return self._list(node, annotation, path)
+        if is_mapping(annotation):
+            return self._mapping(node, annotation, path)
+        return self._scalar(node, annotation, path)
+
+    def wrong(self, message: str, mark: Mark | None, path: Keys) -> _Invalid:
+        self.problems.append(Problem(message=message, mark=mark, key=".".join(path)))
+        return INVALID
+
+    def expected(self, annotation: Any, node: Node, path: Keys, hint: str = "") -> _Invalid:
+        return self.wrong(f"expected {describe(annotation)}, got {shown(node)}{hint}", node.mark, path)
+
+    # --- mappings -----------------------------------------------------------------------------------------------
+
+    def _dataclass(self, node: Node, cls: type, path: Keys, skip: Keys = ()) -> Any:
+        node = _unfolded(node)
+        if not isinstance(node, MapNode):
+            hint = "; write {} for the defaults" if isinstance(node, Scalar) and node.value is None else ""
+            return self.expected(cls, node, path, hint)
+        known = config_fields(cls)
+        if TYPE_KEY in node and TYPE_KEY not in known and not skip and (own := registered_name(cls)) is not None:
+            skip = (TYPE_KEY,)
+            self._literal_type(node, own, path)
+        before = len(self.problems)
+        arguments: dict[str, Any] = {}
+        for entry in node:
+            if entry.key in known:
+                arguments[entry.key] = self.decode(entry.node, known[entry.key].type, (*path, entry.key))
+            elif entry.key not in skip:
+                self._unknown_key(entry, tuple(known), path)
+        for name, one in known.items():
+            if one.required and name not in arguments:
+                self.wrong(f"required key is missing ({describe(one.type)})", node.mark, (*path, name))
+        if len(self.problems) > before:
+            return INVALID
+        try:
+            made = cls(**arguments)
+        except ValueError as error:
+            return self.wrong(str(error), node.mark, path)
+        remember_written(made, arguments)
+        return made
+
+    def _unknown_key(self, entry: Entry, known: Keys, path: Keys) -> None:
+        vocabulary = {*known, *self.old_keys(path)} - {entry.key}
+        hint = did_you_mean(entry.key, vocabulary)
+        elsewhere = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
+        if not hint and elsewhere:
+            hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
+        if not hint:
+            hint = f"; the keys here are {', '.join(known)}" if known else "; no key is taken here"
+        self.wrong(f"unknown key{hint}", entry.mark, (*path, entry.key))
+
+    def _choice(self, node: Node, base: Any, path: Keys) -> Any:
+        node = _unfolded(node)
+        choices = base.get_known_choices()
+        names = ", ".join(sorted(choices))
+        if not isinstance(node, MapNode):
+            known = isinstance(node, Scalar) and node.text in choices
+            hint = f"; write {{{TYPE_KEY}: {node.text}}}" if known else f" ({TYPE_KEY}: {names})"  # type: ignore[union-attr]
+            return self.expected(base, node, path, hint)
+        given = node.entry(TYPE_KEY)
+        if given is None:
+            name = base.default_choice_name()
+            if name is None:
+                message = f"needs `{TYPE_KEY}:`, one of {names}"
+                if node.entries and all(entry.mark.source == COMMAND_LINE for entry in node):
+                    message += f"; add --{'.'.join(path)}.{TYPE_KEY}"
+                return self.wrong(message, node.mark, path)
+        elif not isinstance(given.node, Scalar) or given.node.value is None:
+            return self.wrong(f"expected one of {names}, got {shown(given.node)}", given.mark, (*path, TYPE_KEY))
+        else:
+            name = given.node.text
+        if name not in choices:
+            assert given is not None, f"{base.__name__} has a default choice {name!r} that is not registered"
+            message = f"unknown {TYPE_KEY} `{name}`{did_you_mean(name, choices)} (known: {names})"
+            return self.wrong(message, given.node.mark, (*path, TYPE_KEY))
+        return self._dataclass(node, choices[name], path, skip=(TYPE_KEY,))
+
+    def _literal_type(self, node: MapNode, own: str, path: Keys) -> None:
+        given = node.get(TYPE_KEY)
+        if not isinstance(given, Scalar) or given.text != own:
+            assert given is not None
+            self.wrong(f"expected `{own}` here, got {shown(given)}", given.mark, (*path, TYPE_KEY))
+
+    def _mapping(self, node: Node, annotation: Any, path: Keys) -> Any:
+        node = _unfolded(node)
+        if not isinstance(node, MapNode):
+            return self.expected(annotation, node, path)
+        key_type, value_type = get_args(annotation) or (Any, Any)
+        before = len(self.problems)
+        result = {}
+        for entry in node:
+            at = (*path, entry.key)
+            word = Scalar(text=entry.key, mark=entry.mark)
+            key = entry.key if key_type in (str, Any) else self.decode(word, key_type, at)
+            value = self.decode(entry.node, value_type, at)
+            if key is not INVALID:
+                result[key] = value
+        return INVALID if len(self.problems) > before else result
+
+    # --- lists --------------------------------------------------------------------------------------------------
+
+    def _list(self, node: Node, annotation: Any, path: Keys) -> Any:
+        node = _unfolded(node)
+        if not isinstance(node, ListNode):
+            return self.expected(annotation, node, path)
+        make = list_origin(annotation)
+        assert make is not None
+        args = get_args(annotation)
+        if make is tuple and args and Ellipsis not in args and get_origin(annotation) is tuple:
+            types: tuple[Any, ...] = args
+            if len(types) != len(node.items):
+                message = f"expected {len(types)} items ({', '.join(map(describe, types))}), got {len(node.items)}"
+                return self.wrong(message, node.mark, path)
+        else:
+            types = (args[0] if args else Any,) * len(node.items)
+        before = len(self.problems)
+        items = [
+            self.decode(item, t, (*path, str(i))) for i, (item, t) in enumerate(zip(node.items, types, strict=True))
+        ]
+        return INVALID if len(self.problems) > before else make(items)
+
+    # --- unions -------------------------------------------------------------------------------------------------
+
+    def _union(self, node: Node, annotation: Any, members: tuple[Any, ...], path: Keys) -> Any:
+        """The first member that fits, tried in the order of how well it suits what was written."""
+        if isinstance(node, Scalar) and node.value is None and type(None) in members:
+            return None
+        attempts: list[tuple[Any, list[Problem]]] = []
+        for member in sorted(members, key=lambda m: _suits(node, m)):
+            attempt = Decoder(self.root, self.old_keys)
+            value = attempt.decode(node, member, path)
+            if value is not INVALID:
+                return value
+            attempts.append((member, attempt.problems))
+        same_kind = [found for member, found in attempts if _kind(member) == _node_kind(node)]
+        if _node_kind(node) != "scalar" and same_kind:
+            self.problems += min(same_kind, key=len)
+            return INVALID
+        literals = [arg for m in members if get_origin(m) is Literal for arg in get_args(m) if isinstance(arg, str)]
+        hint = did_you_mean(node.text, literals) if isinstance(node, Scalar) else ""
+        return self.expected(annotation, node, path, hint)
+
+    # --- scalars ------------------------------------------------------------------------------------------------
+
+    def _text_value(self, node: Scalar, cls: Any, path: Keys) -> Any:
+        if node.value is None:
+            return self.expected(cls, node, path)
+        try:
+            return cls.parse(node.text)
+        except ValueError as error:
+            return self.wrong(str(error), node.mark, path)
+
+    def _scalar(self, node: Node, annotation: Any, path: Keys) -> Any:
+        if annotation in (str, Path) and not isinstance(node, Scalar) and node.text is not None:
+            return annotation(node.text)  # a value of the command line that happens to look like a list
+        value = _scalar_value(node, annotation)
+        if value is not INVALID:
+            return value
+        if isinstance(node, Scalar):
+            if get_origin(annotation) is Literal:
+                return self.expected(annotation, node, path, did_you_mean(node.text, map(str, get_args(annotation))))
+            if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+                names = [member.name for member in annotation]
+                return self.expected(annotation, node, path, did_you_mean(node.text, names))
+        codec = draccus.decode.dispatch(annotation) if isinstance(annotation, type) else None  # type: ignore[attr-defined]
+        if codec is None or annotation in (bool, int, float, str, Path, timedelta):
+            hint = "; quote it if text is meant" if annotation is str and isinstance(node, Scalar) else ""
+            return self.expected(annotation, node, path, hint)
+        try:
+            return draccus.decode(annotation, to_plain(node))
+        except (ValueError, draccus.ParsingError) as error:
+            return self.wrong(str(error), node.mark, path)
+
+
+def _scalar_value(node: Node, annotation: Any) -> Any:
+    """The value of a scalar as one of the simple types, or `INVALID`."""
+    if not isinstance(node, Scalar):
+        return INVALID
+    value, text = node.value, node.text
+    if annotation is type(None):
+        return None if value is None else INVALID
+    if get_origin(annotation) is Literal:
+        return next((a for a in get_args(annotation) if (a == value and type(a) is type(value)) or a == text), INVALID)
+    if annotation is str:
+        return INVALID if value is None or isinstance(value, bool) else text
+    if annotation is Path:
+        return INVALID if value is None or isinstance(value, bool) else Path(text)
+    if annotation is bool:
+        return _BOOLS.get(text.lower(), INVALID) if node.plain else INVALID
+    if annotation in (int, float, timedelta):
+        return _number(text, annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return next((m for m in annotation if m.name == text or m.value == value), INVALID)
+    return INVALID
+
+
+def _number(text: str, annotation: type) -> Any:
+    try:
+        if annotation is timedelta:
+            return parse_duration(text)
+        value = scalar_value(text)
+        if isinstance(value, (bool, str)) or value is None:
+            return INVALID
+        if annotation is float:
+            return float(value)
+        exact = isinstance(value, int) or (value.is_integer() and "." not in text)  # `1e6` is an integer too
+        return int(value) if exact else INVALID
+    except (ValueError, OverflowError):
+        return INVALID
+
+
+def _kind(annotation: Any) -> Literal["scalar", "list", "mapping"]:
+    if list_origin(annotation) is not None:
+        return "list"
+    if is_mapping(annotation) or is_choice(annotation) or is_dataclass(annotation):
+        return "mapping"
+    return "scalar"
+
+
+def _node_kind(node: Node) -> Literal["scalar", "list", "mapping"]:
+    return "scalar" if isinstance(node, Scalar) else "list" if isinstance(node, ListNode) else "mapping"
+
+
+def _suits(node: Node, annotation: Any) -> int:
+    """How late a member of a union is tried: exact kinds first, text last."""
+    if not isinstance(node, Scalar):
+        return 0 if _kind(annotation) == _node_kind(node) else 1
+    value = node.value
+    if get_origin(annotation) is Literal:
+        return 0
+    order: tuple[Any, ...]
+    if isinstance(value, str):
+        order = (timedelta, str, Path, int, float, bool)
+        if is_text_value(annotation) or (isinstance(annotation, type) and issubclass(annotation, enum.Enum)):
+            return 1
+    else:
+        order = (type(value), int, float, timedelta, str, Path)
+    return 2 + (order.index(annotation) if annotation in order else len(order))
+
+
+def _unfolded(node: Node) -> Node:
+    """A mapping or list given as one word of text on the command line (`model: 2`) as what it says."""
+    if isinstance(node, Scalar) and node.plain and node.mark.source == COMMAND_LINE:
+        found = compose(node.text, COMMAND_LINE, [], lambda *_: None)
+        if found is not None and not isinstance(found, Scalar):
+            return found
+    return node
+
+
+def shown(node: Node) -> str:
+    """A node in a message: the text of a scalar and what it is."""
+    if isinstance(node, ListNode):
+        return "a list"
+    if isinstance(node, MapNode):
+        return "a mapping"
+    value = node.value
+    if value is None:
+        return "null"
+    kinds = {bool: "true or false", int: "an integer", float: "a number"}
+    return f'"{node.text}"' if isinstance(value, str) else f"{node.text} ({kinds[type(value)]})"

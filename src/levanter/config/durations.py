@@ -1,0 +1,49 @@
+"""Durations as text: `15m`, `1h30m`, `2.5s`."""
+
+import re
+from datetime import timedelta
+
+_UNITS = {
+    "w": timedelta(weeks=1),
+    "d": timedelta(days=1),
+    "h": timedelta(hours=1),
+    "m": timedelta(minutes=1),
+    "s": timedelta(seconds=1),
+    "ms": timedelta(milliseconds=1),
+    "us": timedelta(microseconds=1),
+}
+_PART = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(us|ms|[wdhms])")
+
+
+def parse_duration(text: str) -> timedelta:
+    """Reads `15m`, `1h30m`, `-2.5s`; units are w, d, h, m, s, ms, us.
+
+    Raises:
+        ValueError: the text is not of that form; a number needs its unit.
+    """
+    body = text.strip()
+    sign = -1 if body.startswith("-") else 1
+    body = body.removeprefix("-")
+    total, at = timedelta(), 0
+    while at < len(body):
+        part = _PART.match(body, at)
+        if part is None:
+            raise ValueError(f"{text!r} is not a duration such as 15m, 1h30m or 2.5s")
+        total += float(part[1]) * _UNITS[part[2]] if "." in part[1] else int(part[1]) * _UNITS[part[2]]
+        at = part.end()
+    if not body:
+        raise ValueError("a duration such as 15m is needed, got nothing")
+    return sign * total
+
+
+def format_duration(value: timedelta) -> str:
+    """The shortest exact text of a duration: `15m`, `1h30m`, `0s`. `parse_duration` undoes it."""
+    if not value:
+        return "0s"
+    sign, rest = ("-", -value) if value < timedelta() else ("", value)
+    parts = []
+    for name in ("d", "h", "m", "s", "ms", "us"):
+        count, rest = divmod(rest, _UNITS[name])
+        if count:
+            parts.append(f"{count}{name}")
+    return sign + "".join(parts)

@@ -1,0 +1,141 @@
+"""`--help`: every key of a configuration class with its type, its default and what it means.
+
+The meaning of a key is the `help` of its field's metadata, or its entry in the `Attributes:` section of the class's
+docstring. A choice shows the keys of its default; with `--model.type llama --help model` those of that type.
+"""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, get_args
+
+import yaml
+
+from levanter.config.dump import plain
+from levanter.config.schema import (
+    TYPE_KEY,
+    ConfigField,
+    config_fields,
+    describe,
+    is_choice,
+    is_mapping,
+    is_text_value,
+    registered_name,
+    union_members,
+)
+
+WIDTH = 110
+_ENTRY = re.compile(r"^(\w[\w, ]*?)(?: \([^)]*\))?:\s+(.*)$")
+
+
+def explain(cls: type, prefix: str = "", chosen: Mapping[str, str] | None = None) -> str:
+    """The help text of a configuration class.
+
+    Args:
+        cls: the configuration class.
+        prefix: only keys below this dotted path (all for "").
+        chosen: for choices, by dotted path: the type whose keys are shown.
+    """
+    lines = [f"usage: python -m {_module(cls)} --config_path FILE [--key value …]", ""]
+    summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
+    if summary and not summary.startswith(cls.__name__ + "("):
+        lines += [*textwrap.wrap(summary, WIDTH), ""]
+    shown = [text for path, text in _Keys(chosen or {}).of(cls, (), ()) if _below(path, prefix)]
+    if not shown:
+        return "\n".join([*lines, f"No key begins with `{prefix}`."]) + "\n"
+    return "\n".join([*lines, *shown]) + "\n"
+
+
+def _below(path: str, prefix: str) -> bool:
+    return not prefix or path == prefix or path.startswith(prefix + ".")
+
+
+class _Keys:
+    """Walks a configuration class: pairs of dotted path and line."""
+
+    def __init__(self, chosen: Mapping[str, str]):
+        self.chosen = chosen
+
+    def of(self, cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+        meanings = attribute_docs(cls)
+        for name, one in config_fields(cls).items():
+            here = (*path, name)
+            yield ".".join(here), _line(here, one, meanings.get(name, ""))
+            for member in union_members(one.type):
+                default = None if one.required else one.default
+                if is_mapping(member) and len(get_args(member)) == 2:
+                    yield from self.below(get_args(member)[1], None, (*here, "<name>"), (*seen, cls))
+                else:
+                    yield from self.below(member, default, here, (*seen, cls))
+
+    def below(
+        self, annotation: Any, default: Any, path: tuple[str, ...], seen: tuple[type, ...]
+    ) -> Iterator[tuple[str, str]]:
+        """The keys inside one field, where it is a block or a choice."""
+        if is_choice(annotation):
+            choices = annotation.get_known_choices()
+            dotted = ".".join(path)
+            name = self.chosen.get(dotted)
+            if name not in choices:
+                name = registered_name(type(default)) if is_dataclass(default) else annotation.default_choice_name()
+            if name is not None and choices[name] not in seen:
+                yield dotted, f"{'  ' * len(path)}  (keys of {TYPE_KEY}: {name})"
+                yield from self.of(choices[name], path, seen)
+        elif isinstance(annotation, type) and is_dataclass(annotation) and annotation not in seen:
+            yield from self.of(annotation, path, seen)
+
+
+def _module(cls: type) -> str:
+    """The module to run, also where that is what is running."""
+    if cls.__module__ != "__main__":
+        return cls.__module__
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else "levanter.main.…"
+
+
+def _line(path: tuple[str, ...], one: ConfigField, meaning: str) -> str:
+    indent = "  " * len(path)
+    words = f"{indent}--{'.'.join(path)}  {_type(one.type)}"
+    if one.required:
+        words += "  (required)"
+    elif (default := _default(one)) is not None:
+        words += f"  = {default}"
+    meaning = str(one.field.metadata.get("help", meaning))
+    wrapped = textwrap.wrap(meaning, WIDTH, initial_indent=indent + "    ", subsequent_indent=indent + "    ")
+    return "\n".join([words, *wrapped])
+
+
+def _type(annotation: Any) -> str:
+    names = [choice for m in union_members(annotation) if is_choice(m) for choice in sorted(m.get_known_choices())]
+    return f"{describe(annotation)}" + (f": {' | '.join(names)}" if names else "")
+
+
+def _default(one: ConfigField) -> str | None:
+    value = one.default
+    if is_dataclass(value) and not is_text_value(type(value)):
+        name = registered_name(type(value))
+        return None if name is None else f"{{{TYPE_KEY}: {name}, …}}"
+    text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000).strip()
+    return text.removesuffix("...").strip()
+
+
+def attribute_docs(cls: type) -> Mapping[str, str]:
+    """The `Attributes:` of a class's docstring (and of its bases'): name → text."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        doc = base.__dict__.get("__doc__") or ""
+        _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
+        names: list[str] = []
+        for line in section.splitlines():
+            if line and not line.startswith(" "):
+                break
+            entry = _ENTRY.match(line[4:]) if line.startswith("    ") and not line.startswith("     ") else None
+            if entry is not None:
+                names = [name.strip() for name in entry[1].split(",")]
+                found.update(dict.fromkeys(names, entry[2]))
+            elif line.strip():
+                found.update({name: f"{found[name]} {line.strip()}" for name in names})
+    return found

@@ -1,0 +1,68 @@
+"""Old documents in, new documents out: the one place that knows how earlier generations spelled things.
+
+`translate(document)` returns a document in the new spelling and a list of changes, one for each old key (and for each
+old default that differs from the new one). Nothing is translated silently, nothing is overwritten: an old key that
+contradicts a new one is a problem that names both.
+
+A document is *old-style* when its `trainer:` holds any key of `TRAINER_KEYS` (`wandb`, which both generations accept,
+aside). An old-style document means what it meant to the generation it was written for: the old defaults of the mesh
+are spelled out too. With a `mesh:` block in it the new defaults hold and only the old keys that are there are
+translated. Without old keys everything has the new meaning. `model:` and `data:` are judged by their own keys, so
+documents may mix.
+
+To accept another old key, add a row to a table and a line to the function beside it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from levanter.config.errors import Mark, Problem
+from levanter.config.legacy.changes import Change, Draft, OldKey
+from levanter.config.legacy.data import DATA_KEYS, FORMAT_KEYS, translate_data
+from levanter.config.legacy.model import MODEL_KEYS, translate_model
+from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
+from levanter.config.nodes import MapNode, from_plain, to_plain
+
+TABLE: tuple[OldKey, ...] = (*TRAINER_KEYS, *MODEL_KEYS, *DATA_KEYS, *FORMAT_KEYS)
+"""Every old key that is accepted, for the documentation and for hints about misspelt ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A document in the new spelling, what was changed, and what contradicts."""
+
+    document: MapNode
+    changes: tuple[Change, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def translate(document: MapNode) -> Translation:
+    """Translates every old key of a document."""
+    draft = Draft(document)
+    translate_trainer(draft)
+    translate_model(draft)
+    translate_data(draft)
+    return Translation(
+        document=draft.document, changes=tuple(draft.changes), problems=tuple(dict.fromkeys(draft.problems))
+    )
+
+
+def translate_plain(document: dict[str, Any], source: str = "document") -> tuple[dict[str, Any], Translation]:
+    """`translate` for a document that is already dicts and lists (its marks name `source`, without lines)."""
+    node = from_plain(document, Mark(source=source))
+    assert isinstance(node, MapNode)
+    translation = translate(node)
+    return to_plain(translation.document), translation
+
+
+def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The old keys that are accepted in the mapping at `path`."""
+    return tuple(row.name for row in TABLE if _matches(row.block, path))
+
+
+def _matches(block: str, path: tuple[str, ...]) -> bool:
+    parts = block.split(".")
+    return len(parts) == len(path) and all(a in ("*", b) for a, b in zip(parts, path, strict=True))
+
+
+__all__ = ["TABLE", "Change", "OldKey", "Translation", "old_keys", "translate", "translate_plain"]

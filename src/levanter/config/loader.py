@@ -1,0 +1,182 @@
+"""From files and a command line to a configuration: read, merge, translate, decode.
+
+    files ─► one document ─► overrides merged over it ─► old spellings translated ─► frozen dataclasses
+
+Each step collects what is wrong and goes on where it can, so that one `ConfigError` lists it all.
+"""
+
+import functools
+import inspect
+import logging
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from levanter.config.command_line import overrides_document, parse_argv
+from levanter.config.decode import INVALID, Decoder
+from levanter.config.errors import COMMAND_LINE, ConfigError, Mark, Problem
+from levanter.config.explain import explain
+from levanter.config.files import EXTENDS, read_documents
+from levanter.config.legacy import Change, old_keys, translate
+from levanter.config.nodes import Entry, MapNode, Node, compose, from_plain, merged
+from levanter.config.schema import TYPE_KEY
+
+
+class HelpRequested(Exception):
+    """`--help` was asked for; the message is the help text. Entry points print it and exit with code 0."""
+
+
+C = TypeVar("C")
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
+
+TYPE_SUFFIX = f".{TYPE_KEY}"
+BAD_CONFIG = 2
+"""The exit code of an entry point whose configuration cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Generic[C]):
+    """A configuration and how it came about.
+
+    Attributes:
+        config: the configuration.
+        changes: what was translated from old spellings.
+        document: the merged and translated document it was decoded from.
+    """
+
+    config: C
+    changes: tuple[Change, ...]
+    document: MapNode
+
+
+def load(config_class: type[C], argv: Sequence[str] | None = None) -> C:
+    """Loads the configuration a command line asks for; each translated key is logged as one warning.
+
+
+    Args:
+        config_class: the entry point's dataclass.
+        argv: the words after the program's name; `sys.argv[1:]` where None.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+        HelpRequested: with the help text, where `--help` is on the command line.
+    """
+    asked = parse_argv(sys.argv[1:] if argv is None else argv)
+    if asked.help is not None:
+        chosen = {key.removesuffix(TYPE_SUFFIX): name for key, name in asked.overrides if key.endswith(TYPE_SUFFIX)}
+        raise HelpRequested(explain(config_class, asked.help, chosen))
+    loaded = read(config_class, paths=asked.paths, overrides=asked.overrides)
+    for change in loaded.changes:
+        logger.warning("%s", change)
+    return loaded.config
+
+
+def parse(
+    config_class: type[C],
+    *,
+    paths: Sequence[str] = (),
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+) -> C:
+    """The configuration of some files with overrides; `read` also tells what was translated.
+
+    Args:
+        config_class: the entry point's dataclass.
+        paths: files, merged in order.
+        overrides: dotted keys with values; text is read as on the command line.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    return read(config_class, paths=paths, overrides=overrides).config
+
+
+def read(
+    config_class: type[C],
+    *,
+    paths: Sequence[str] = (),
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+) -> Loaded[C]:
+    """As `parse`, with the changes and the document."""
+    problems: list[Problem] = []
+    document = read_documents(paths, problems)
+    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+    return _decoded(config_class, merged(document, _overrides(pairs)), problems)
+
+
+def parse_text(config_class: type[C], text: str, *, source: str = "<text>") -> C:
+    """The configuration of a YAML text that extends and includes nothing, such as a canonical dump.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    problems: list[Problem] = []
+
+    def refuse(name: str, mark: Mark) -> None:
+        problems.append(Problem(message=f"!include {name} is for files, not for text", mark=mark))
+
+    node = compose(text, source, problems, refuse)
+    document = node if node is not None else MapNode(entries=(), mark=Mark(source=source))
+    if isinstance(document, MapNode) and (entry := document.entry(EXTENDS)) is not None:
+        problems.append(Problem(message="is for files, not for text", mark=entry.mark, key=EXTENDS))
+        document = document.without(EXTENDS)
+    return _decoded(config_class, document, problems).config
+
+
+def _overrides(pairs: Any) -> MapNode:
+    texts = [(key, value) for key, value in pairs if isinstance(value, str)]
+    result: Node = overrides_document(texts)
+    here = Mark(source=COMMAND_LINE)
+    for key, value in pairs:
+        if not isinstance(value, str):
+            node = from_plain(value, here)
+            for part in reversed(key.split(".")):
+                node = MapNode(entries=(Entry(key=part, node=node, mark=here),), mark=here)
+            result = merged(result, node)
+    assert isinstance(result, MapNode)
+    return result
+
+
+def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> Loaded[C]:
+    changes: tuple[Change, ...] = ()
+    if isinstance(document, MapNode):
+        translation = translate(document)
+        document, changes = translation.document, translation.changes
+        problems += translation.problems
+    decoder = Decoder(config_class, old_keys)
+    value = decoder.decode(document, config_class)
+    problems += decoder.problems
+    if problems:
+        raise ConfigError(problems)
+    assert value is not INVALID and isinstance(document, MapNode)
+    return Loaded(config=value, changes=changes, document=document)
+
+
+def main(
+    function: Callable[[Any], R] | None = None, *, args: Sequence[str] | None = None
+) -> Callable[[], R] | Callable[[Callable[[Any], R]], Callable[[], R]]:
+    """Turns a function of a configuration into a program: `main(run)()`, or `@main(args=[…])`.
+
+    The configuration class is the annotation of the function's first argument. A `ConfigError` becomes its message
+    on standard error and exit code 2.
+    """
+    if function is None:
+        return functools.partial(main, args=args)  # type: ignore[return-value]
+
+    @functools.wraps(function)
+    def program() -> R:
+        first = next(iter(inspect.signature(function).parameters))
+        config_class = typing.get_type_hints(function)[first]
+        try:
+            config = load(config_class, args)
+        except HelpRequested as help_text:
+            sys.stdout.write(str(help_text))
+            raise SystemExit(0) from None
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
+            raise SystemExit(BAD_CONFIG) from None
+        return function(config)
+
+    return program

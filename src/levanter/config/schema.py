@@ -1,0 +1,172 @@
+"""What a type annotation means to a reader of YAML.
+
+Configurations are frozen dataclasses. Besides them a field may be a bool, int, float, str, `Path`, `timedelta`, an
+enum, a `Literal`, a list, tuple, set or mapping of these, a union, `Any`, and two kinds of class:
+
+- a *choice*: a base class with draccus's registry (`draccus.ChoiceRegistry`, `draccus.PluginRegistry`), whose
+  `type:` key picks the registered dataclass. Families register themselves there; this room imports none of them.
+- a *text value*: any class with a classmethod `parse(text)` that undoes its `str()`, such as a repository reference.
+
+A type with a codec in `draccus.decode` is read by that codec.
+"""
+
+import enum
+import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.utils import is_choice_type
+
+TYPE_KEY = CHOICE_TYPE_KEY
+_SIMPLE = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    timedelta: "a duration such as 15m",
+    type(None): "null",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigField:
+    """A field of a configuration class, its annotation resolved."""
+
+    name: str
+    type: Any
+    required: bool
+    field: Field[Any]
+
+    @property
+    def default(self) -> Any:
+        """The default value; only for fields that are not required."""
+        if self.field.default is not MISSING:
+            return self.field.default
+        assert self.field.default_factory is not MISSING
+        return self.field.default_factory()
+
+
+@functools.cache
+def config_fields(cls: type) -> Mapping[str, ConfigField]:
+    """The fields of a dataclass that its constructor takes, by name, in order."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        f.name: ConfigField(
+            name=f.name,
+            type=hints[f.name],
+            required=f.default is MISSING and f.default_factory is MISSING,
+            field=f,
+        )
+        for f in fields(cls)
+        if f.init
+    }
+
+
+def strip(annotation: Any) -> Any:
+    """The annotation without `Annotated` and `NewType`."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        elif hasattr(annotation, "__supertype__"):
+            annotation = annotation.__supertype__
+        else:
+            return annotation
+
+
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, flattened; the annotation alone where it is none."""
+    annotation = strip(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(member for arg in get_args(annotation) for member in union_members(arg))
+    return (annotation,)
+
+
+def is_choice(annotation: Any) -> bool:
+    """Whether the annotation is the base class of a registry."""
+    return isinstance(annotation, type) and is_choice_type(annotation)
+
+
+def registered_name(cls: type) -> str | None:
+    """The name under which a class is registered with one of its base classes."""
+    for base in cls.__mro__[1:]:
+        if is_choice(base):
+            for name, choice in base.get_known_choices().items():  # type: ignore[attr-defined]
+                if choice is cls:
+                    return name
+    return None
+
+
+def is_text_value(annotation: Any) -> bool:
+    """Whether the annotation is a class with a `parse(text)` of its own."""
+    return isinstance(annotation, type) and callable(getattr(annotation, "parse", None))
+
+
+def list_origin(annotation: Any) -> type | None:
+    """`list`, `tuple`, `set` or `frozenset` where the annotation is one (a `Sequence` is read as a tuple)."""
+    origin = get_origin(annotation) or annotation
+    if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
+        return None
+    for concrete in (list, tuple, frozenset, set):
+        if issubclass(origin, concrete):
+            return concrete
+    if origin in (Sequence, Set):
+        return tuple if origin is Sequence else frozenset
+    return None
+
+
+def is_mapping(annotation: Any) -> bool:
+    """Whether the annotation is a `dict` or a `Mapping`."""
+    origin = get_origin(annotation) or annotation
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def describe(annotation: Any) -> str:
+    """What the annotation expects, in words: "an integer", "a list of text"."""
+    members = union_members(annotation)
+    if len(members) > 1:
+        words = list(dict.fromkeys(describe(member) for member in members))
+        return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    only = strip(annotation)
+    if only in _SIMPLE:
+        return _SIMPLE[only]
+    if get_origin(only) is Literal:
+        return "one of " + ", ".join(map(str, get_args(only)))
+    if isinstance(only, type) and issubclass(only, enum.Enum):
+        return "one of " + ", ".join(member.name for member in only)
+    if list_origin(only) is not None:
+        args = [arg for arg in get_args(only) if arg is not Ellipsis]
+        if not args or len(set(map(repr, args))) > 1 or args[0] is Any:
+            return "a list"
+        if get_origin(args[0]) is Literal:
+            return "a list of them: " + ", ".join(map(str, get_args(args[0])))
+        return f"a list of {describe(args[0])}"
+    if is_choice(only):
+        return f"a mapping with `{TYPE_KEY}:`"
+    if is_mapping(only) or is_dataclass(only):
+        return "a mapping" if not is_text_value(only) else "text or a mapping"
+    if is_text_value(only):
+        return f"text ({only.__name__})"
+    return "any value" if only is Any else getattr(only, "__name__", str(only))
+
+
+@functools.cache
+def key_paths(cls: type) -> Mapping[str, tuple[str, ...]]:
+    """Every key below a configuration class → the dotted paths at which it stands (choices are not entered)."""
+    found: dict[str, list[str]] = {}
+    for path in _walk(cls, (), ()):
+        found.setdefault(path[-1], []).append(".".join(path))
+    return {name: tuple(paths) for name, paths in found.items()}
+
+
+def _walk(cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[tuple[str, ...]]:
+    for name, one in config_fields(cls).items():
+        yield (*path, name)
+        for member in union_members(one.type):
+            if is_dataclass(member) and isinstance(member, type) and not is_choice(member) and member not in seen:
+                yield from _walk(member, (*path, name), (*seen, cls))

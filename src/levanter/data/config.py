@@ -1,0 +1,146 @@
+"""`LmDataConfig`: the `data:` block.
+
+A *component* is one named data set: a source (where) and a format (what), with tags. Components carry weights for
+training and are evaluated one by one. All keys of the block are listed here, those of training too, so that one file
+serves every entry point; a key that evaluation does not use is named in its notes (`evaluation.py`), never ignored in
+silence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import draccus
+
+from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
+from levanter.data.sources import DatasetSourceBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How a token cache is written."""
+
+    batch_size: int = 128
+    num_shard_groups: int | None = 128
+    target_size_per_flush: int | str = "512MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShuffleConfig:
+    """A shuffle that reads blocks in order: blocks are permuted, then examples within a window of blocks."""
+
+    io_block_size: int = 256
+    window_blocks: int = 512
+    perm_type: Literal["feistel", "linear"] = "feistel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetComponentBase(draccus.ChoiceRegistry):
+    """The base of all components (`cached` where no type is given)."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "cached"
+
+
+@DatasetComponentBase.register_subclass("cached")
+@dataclass(frozen=True, kw_only=True)
+class DatasetComponent(DatasetComponentBase):
+    """Documents of one source.
+
+    Attributes:
+        source: where they are.
+        format: what a record is.
+        cache_dir: the folder of the component's token cache; `<data.cache_dir>/<name>` where absent.
+        pack: how training packs short documents into one sequence.
+        tags: names under which the component's numbers are aggregated, besides its own.
+        split: the split of the source that evaluation reads.
+        flat_cache: whether the cache lies directly in `cache_dir` instead of a folder for each split.
+    """
+
+    source: DatasetSourceBase | None = None
+    cache_dir: str | None = None
+    format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
+    pack: bool | int | Literal["pad"] | None = None
+    tags: list[str] | None = None
+    split: str = "validation"
+    flat_cache: bool = False
+
+
+@DatasetComponentBase.register_subclass("concat")
+@dataclass(frozen=True, kw_only=True)
+class ConcatDatasetComponent(DatasetComponentBase):
+    """Several components read one after the other as if they were one."""
+
+    children: dict[str, DatasetComponent] = field(default_factory=dict)
+    tags: list[str] | None = None
+
+
+@DatasetComponentBase.register_subclass("direct")
+@dataclass(frozen=True, kw_only=True)
+class DirectDatasetComponent(DatasetComponentBase):
+    """Documents given in place: split → texts."""
+
+    datasets: dict[str, list[str]] = field(default_factory=dict)
+    tags: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmDataConfig:
+    """The `data:` block of every entry point.
+
+    Attributes:
+        tokenizer: a repository, a folder or a file; "passthrough" needs `vocab_size`.
+        vocab_size: the number of ids, where the tokenizer does not say.
+        cache_dir: the folder of the token caches.
+        enforce_bos: whether a document begins with BOS, where the tokenizer has one.
+        enforce_eos: whether a document ends with EOS, where the tokenizer has one.
+        chat_template: the template for chat formats without their own.
+        block_cross_document_attention: whether a token sees only its own document.
+        components: the data sets by name.
+        train_weights: the weight of each component in training, or a list of (first step, weights).
+    """
+
+    tokenizer: str = "gpt2"
+    vocab_size: int | None = None
+    cache_dir: str | None = "cache/"
+    cache_options: CacheOptions = field(default_factory=CacheOptions)
+    enforce_bos: bool = True
+    enforce_eos: bool = True
+    auto_build_caches: bool = True
+    chat_template: str | None = None
+    ignore_token_id: int | None = -100
+
+    shuffle: bool | int | BlockShuffleConfig = field(default_factory=BlockShuffleConfig)
+    permutation_type: Literal["feistel", "linear"] | None = "feistel"
+    block_cross_document_attention: bool = True
+
+    components: dict[str, DatasetComponentBase] = field(default_factory=dict)
+    train_weights: dict[str, float] | list[tuple[int, dict[str, float]]] | None = None
+    stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
+    target_budget: int | None = None
+    experiment_budget: int | None = None
+    mixture_block_size: int = 2048
+    max_train_batches: dict[str, int] | None = None
+    num_validation_sequences: dict[str, int] | None = None
+    shuffle_before_trainval_split: bool = True
+
+    def __post_init__(self) -> None:
+        problems = list(_weight_problems(self.train_weights, self.components))
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+def _weight_problems(weights: Any, components: dict[str, Any]) -> list[str]:
+    stages: Sequence[dict[str, float]]
+    if weights is None:
+        return []
+    stages = [weights] if isinstance(weights, dict) else [stage for _, stage in weights]
+    problems = []
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        if name not in components:
+            known = ", ".join(sorted(components)) or "none"
+            problems.append(f"data.train_weights: {name!r} is not a component (components: {known})")
+    for stage in stages:
+        problems += [f"data.train_weights.{name}: {w} is negative" for name, w in stage.items() if w < 0]
+    return problems

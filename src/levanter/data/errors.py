@@ -1,0 +1,24 @@
+"""What can be wrong with data, as a `ValueError` that names the file and the place in it."""
+
+from collections.abc import Sequence
+
+
+class DataError(ValueError):
+    """Data that cannot be used as configured: which file, where in it, what was expected."""
+
+
+class ManyDataErrors(DataError):
+    """Everything that is wrong, listed together."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        lines = [f"{len(problems)} problems with the data:"]
+        super().__init__("\n".join(lines + [f"[{i}] {problem}" for i, problem in enumerate(problems, 1)]))
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raises nothing, the one problem, or all of them together."""
+    if len(problems) == 1:
+        raise DataError(problems[0])
+    if problems:
+        raise ManyDataErrors(problems)

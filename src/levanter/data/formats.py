@@ -1,0 +1,89 @@
+"""Formats: what a record of a source holds, and which of its keys.
+
+A *source* says where the records are, a *format* what is in one. `TextLmDatasetFormat` is the one that plain
+evaluation reads; the others are accepted in a configuration and refused, by name, where they are first needed.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import draccus
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmDatasetFormatBase(draccus.ChoiceRegistry):
+    """The base of all formats (`format: {type: …}`; `text` where no type is given)."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "text"
+
+
+@LmDatasetFormatBase.register_subclass("text")
+@dataclass(frozen=True, kw_only=True)
+class TextLmDatasetFormat(LmDatasetFormatBase):
+    """Plain documents.
+
+    Attributes:
+        text_key: the key (JSON) or column (Parquet) that holds a document's text.
+        txt_documents: what one document is in a `.txt` file: the whole `file`, or each `line` that is not blank.
+    """
+
+    text_key: str = "text"
+    txt_documents: Literal["file", "line"] = "file"
+
+
+@LmDatasetFormatBase.register_subclass("chat")
+@dataclass(frozen=True, kw_only=True)
+class ChatLmDatasetFormat(LmDatasetFormatBase):
+    """Conversations, turned into text by a chat template."""
+
+    messages_field: str = "messages"
+    single_turn: bool = False
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: str | None = "chat_template_kwargs"
+    pack: bool | int | Literal["pad"] | None = None
+    mask_user_turns: bool = True
+
+
+@LmDatasetFormatBase.register_subclass("supervised")
+@dataclass(frozen=True, kw_only=True)
+class SupervisedLmDatasetFormat(LmDatasetFormatBase):
+    """A prompt and its completion; only the completion is scored."""
+
+    input_key: str = "input"
+    target_key: str = "target"
+    separate_with: str | int | None = None
+    pack: bool = True
+    mask_inputs: bool = True
+
+
+@LmDatasetFormatBase.register_subclass("prebuilt")
+@dataclass(frozen=True, kw_only=True)
+class PrebuiltLmDatasetFormat(LmDatasetFormatBase):
+    """Records that already hold token ids."""
+
+    input_ids_key: str = "input_ids"
+    loss_weights_key: str | None = None
+    loss_weight_transform: Any = None
+
+
+@LmDatasetFormatBase.register_subclass("preference_chat")
+@dataclass(frozen=True, kw_only=True)
+class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
+    """Pairs of conversations, one chosen and one rejected."""
+
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: str | None = "chat_template_kwargs"
+    pack: bool = False
+    mask_user_turns: bool = True
+    slice_strategy: Literal["left", "right", "raise", "drop"] = "left"
+
+
+def format_name(format: LmDatasetFormatBase) -> str:
+    """The name a format has in a configuration."""
+    return LmDatasetFormatBase.get_choice_name(type(format))

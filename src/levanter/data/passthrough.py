@@ -1,0 +1,60 @@
+"""`PassthroughTokenizer`: texts that already are token ids, written as decimal numbers between spaces.
+
+`data.tokenizer: passthrough` with `data.vocab_size`. The numbers stand for no text, so there are no bits per byte, and
+nothing is put before or behind a document.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from levanter.data.errors import DataError
+
+_NUMBER = re.compile(r"\S+")
+
+
+class PassthroughTokenizer:
+    """Implements `Tokenizer` for ids as text.
+
+    Args:
+        vocab_size: the number of ids.
+    """
+
+    name = "passthrough"
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+
+    def __init__(self, vocab_size: int):
+        if vocab_size < 1:
+            raise ValueError(f"data.vocab_size must be at least 1, got {vocab_size}")
+        self.vocab_size = vocab_size
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._ids(text) for text in texts]
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        spans = np.array([match.span() for match in _NUMBER.finditer(text)], np.int64).reshape(-1, 2)
+        return self._ids(text), spans
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.zeros(self.vocab_size, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(f"passthrough {self.vocab_size}".encode()).hexdigest()
+
+    def _ids(self, text: str) -> np.ndarray:
+        try:
+            ids = np.array(text.split(), np.int64)
+        except ValueError as error:
+            raise DataError(f"tokenizer passthrough: expected numbers between spaces, found {text[:40]!r}") from error
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(outside):
+            raise DataError(f"tokenizer passthrough: id {outside[0]} is outside data.vocab_size {self.vocab_size}")
+        return ids.astype(np.int32)

@@ -1,0 +1,259 @@
+"""Readers: a file → its documents.
+
+A *document* is a string with the place it came from. The file's name says how it is read:
+
+| name                       | one document is                                                                     |
+|----------------------------|-------------------------------------------------------------------------------------|
+| `.txt`, `.md`              | the file, or each line that is not blank (`format.txt_documents`)                   |
+| `.jsonl`, `.ndjson`        | the text key of the object on each line                                             |
+| `.json`                    | the text key of each object in a list, or of the one object; strings as they are    |
+| `.parquet`                 | the text column of each row                                                         |
+
+`.gz` and `.zst` behind any of them but Parquet (which compresses itself) is decompressed on the way. Text is UTF-8; a
+byte order mark at the beginning is dropped, nothing else is changed: not the line ends, not the Unicode form.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import IO, Any
+
+import zstandard
+
+from levanter.data.errors import DataError
+from levanter.data.formats import TextLmDatasetFormat
+from levanter.io.paths import base_name, filesystem, missing_file, open_read
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it came from (`file`, or `file:line`, `file:row`)."""
+
+    text: str
+    origin: str
+
+
+def read_documents(path: str, format: TextLmDatasetFormat) -> Iterator[Document]:
+    """Reads a file's documents one by one, in their order.
+
+    Raises:
+        MissingFileError: there is no such file.
+        DataError: the name's ending is unknown; the content is not what the name says; text is not UTF-8 (with the
+            byte offset); a record lacks the text key (with the line and the keys it has).
+    """
+    kind, compression = kind_of(path)
+    if kind == "parquet":
+        yield from _parquet(path, format.text_key)
+        return
+    with _decompressed(path, compression) as file:
+        if kind == "txt":
+            yield from (_lines_as_text(path, file) if format.txt_documents == "line" else _whole(path, file))
+        elif kind == "json":
+            yield from _json(path, file, format.text_key)
+        else:
+            yield from _json_lines(path, file, format.text_key)
+
+
+def kind_of(path: str) -> tuple[str, str | None]:
+    """How a file is read, by its name: (`txt` | `json` | `jsonl` | `parquet`, None | `gz` | `zst`).
+
+    Raises:
+        DataError: no reader knows the ending.
+    """
+    name = base_name(path).lower().split("?")[0]
+    compression = None
+    for ending, method in ((".gz", "gz"), (".zst", "zst"), (".zstd", "zst")):
+        if name.endswith(ending):
+            name, compression = name.removesuffix(ending), method
+            break
+    kinds = {".txt": "txt", ".md": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
+    for ending, kind in kinds.items():
+        if name.endswith(ending):
+            return kind, compression
+    if name.endswith(".parquet") and compression is None:
+        return "parquet", None
+    known = ", ".join(kinds)
+    raise DataError(f"{path}: no reader for this name; known: {known} (each also with .gz or .zst), .parquet")
+
+
+@contextlib.contextmanager
+def _decompressed(path: str, compression: str | None) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed; damage to the compressed stream becomes a `DataError`."""
+    with open_read(path) as raw:
+        try:
+            if compression == "gz":
+                with gzip.open(raw) as file:
+                    yield file  # type: ignore[misc]
+            elif compression == "zst":
+                with io.BufferedReader(_ZstdStream(raw), 1 << 20) as file:
+                    yield file
+            else:
+                yield raw
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            raise DataError(f"{path}: the .{compression} stream is damaged or cut off ({error})") from error
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of Zstandard frames, one after the other.
+
+    The library's own reader takes a stream that is cut off for one that ends; this one raises `EOFError`.
+    """
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._frame: Any = None
+        self._rest = b""  # compressed bytes behind the end of a frame
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block, self._rest = self._rest or self._raw.read(1 << 18), b""
+            if not block:
+                if self._frame is not None:
+                    raise EOFError("the last frame is incomplete")
+                return 0
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(block))
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def _decode(path: str, content: bytes, offset: int) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = offset + error.start
+        found = content[error.start : error.start + 4].hex(" ")
+        raise DataError(f"{path}: not UTF-8 at byte {place} ({found}: {error.reason})") from error
+
+
+def _without_mark(content: bytes) -> tuple[bytes, int]:
+    """The content without a byte order mark, and the offset at which it begins."""
+    return (content[3:], 3) if content.startswith(BYTE_ORDER_MARK) else (content, 0)
+
+
+def _whole(path: str, file: IO[bytes]) -> Iterator[Document]:
+    content, offset = _without_mark(file.read())
+    if content:
+        yield Document(_decode(path, content, offset), path)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Lines that are not blank: (number from 1, byte offset, content without the line end)."""
+    offset = 0
+    for number, line in enumerate(file, 1):
+        content, skipped = _without_mark(line) if number == 1 else (line, 0)
+        content = content.rstrip(b"\r\n")
+        if content.strip():
+            yield number, offset + skipped, content
+        offset += len(line)
+
+
+def _lines_as_text(path: str, file: IO[bytes]) -> Iterator[Document]:
+    for number, offset, line in _lines(file):
+        yield Document(_decode(path, line, offset), f"{path}:{number}")
+
+
+def _json_lines(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
+    for number, offset, line in _lines(file):
+        origin = f"{path}:{number}"
+        text = _decode(path, line, offset)
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            hint = "; the file looks like one JSON value: name it .json" if number == 1 and text.strip() in "[{" else ""
+            raise DataError(f"{origin}: not JSON at column {error.colno} ({error.msg}){hint}") from error
+        yield Document(_text_of(record, key, origin), origin)
+
+
+def _json(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
+    content, offset = _without_mark(file.read())
+    text = _decode(path, content, offset)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = "; one JSON value a line is called .jsonl" if error.msg == "Extra data" else ""
+        raise DataError(f"{path}:{error.lineno}: not JSON at column {error.colno} ({error.msg}){hint}") from error
+    records = value if isinstance(value, list) else [value]
+    for number, record in enumerate(records):
+        origin = f"{path}[{number}]" if isinstance(value, list) else path
+        text = _checked(record, origin) if isinstance(record, str) else _text_of(record, key, origin)
+        yield Document(text, origin)
+
+
+def _text_of(record: Any, key: str, origin: str) -> str:
+    if not isinstance(record, dict):
+        raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(record).__name__}")
+    if key not in record:
+        raise DataError(f"{origin}: {_missing_key('key', key, list(record))}")
+    text = record[key]
+    if not isinstance(text, str):
+        raise DataError(f"{origin}: {key!r} is {type(text).__name__}, expected a string")
+    return _checked(text, origin)
+
+
+def _checked(text: str, origin: str) -> str:
+    """The text, unless it has half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{origin}: not text: \\u{ord(text[error.start]):04x} at character {error.start} is half a pair"
+        ) from error
+    return text
+
+
+def _missing_key(what: str, key: str, known: list[str]) -> str:
+    close = get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"no {what} {key!r} (format.text_key); it has {', '.join(map(repr, known)) or 'none'}{hint}"
+
+
+def _parquet(path: str, key: str) -> Iterator[Document]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fs, name = filesystem(path)
+    if not fs.isfile(name):
+        raise missing_file(path)
+    with open_read(path) as raw:
+        try:
+            file = pq.ParquetFile(raw)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path}: not a Parquet file ({error})") from error
+        schema = file.schema_arrow
+        if key not in schema.names:
+            raise DataError(f"{path}: {_missing_key('column', key, schema.names)}")
+        kind = schema.field(key).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(f"{path}: column {key!r} is {kind}, expected string")
+        yield from _rows(path, file.iter_batches(columns=[key], batch_size=4096), key, pa.ArrowInvalid)
+
+
+def _rows(path: str, batches: Any, key: str, damage: type[Exception]) -> Iterator[Document]:
+    row = 0
+    try:
+        for batch in batches:
+            for text in batch.column(0).to_pylist():
+                if text is None:
+                    raise DataError(f"{path}: row {row} has no {key!r} (null)")
+                yield Document(text, f"{path}:{row}")
+                row += 1
+    except (damage, OSError) as error:
+        raise DataError(f"{path}: damaged behind row {row} ({error})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 in or behind row {row} ({error.reason})") from error

@@ -1,0 +1,79 @@
+"""Sources: where a component's records are.
+
+A source is configuration. `evaluation.py` resolves it, before any weight is read, into the files of one split;
+`readers.py` reads documents out of those.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import draccus
+
+from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSourceBase(draccus.ChoiceRegistry):
+    """The base of all sources (`url` where no type is given)."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "url"
+
+
+@DatasetSourceBase.register_subclass("url")
+@dataclass(frozen=True, kw_only=True)
+class UrlDatasetSource(DatasetSourceBase):
+    """Files: local paths or URLs, with `{1..128}` and `{a,b}` expanded and `*` matched.
+
+    Attributes:
+        train_urls: the files of the split `train`.
+        validation_urls: the files of the split `validation`.
+        tags, cache_dir, format: as on the component, which wins where both say something.
+    """
+
+    train_urls: list[str] = field(default_factory=list)
+    validation_urls: list[str] = field(default_factory=list)
+    tags: list[str] | None = None
+    cache_dir: str | None = None
+    format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
+
+    def urls(self, split: str) -> list[str]:
+        """The patterns of a split; none for a split this source does not know."""
+        return {"train": self.train_urls, "validation": self.validation_urls}.get(split, [])
+
+
+@DatasetSourceBase.register_subclass("hf")
+@dataclass(frozen=True, kw_only=True)
+class HfDatasetSource(DatasetSourceBase):
+    """A data set of the Hugging Face Hub."""
+
+    id: str
+    name: str | None = None
+    revision: str | None = None
+    stream: bool = True
+    splits: list[str] | None = None
+    tags: list[str] | None = None
+    cache_dir: str | None = None
+    format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
+
+
+@DatasetSourceBase.register_subclass("python_docs")
+@dataclass(frozen=True, kw_only=True)
+class PythonDocsSource(DatasetSourceBase):
+    """Text that every Python carries: the language reference topics behind `help("…")` (`pydoc_data.topics`).
+
+    The topics, sorted by name and joined by two newlines, are one document. It is the only one and belongs to the
+    split `validation`. The text differs between Python versions.
+
+    Attributes:
+        max_chars: how many characters to take from the beginning; all where absent.
+    """
+
+    max_chars: int | None = None
+    split: Literal["validation"] = "validation"
+    tags: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_chars is not None and self.max_chars < 1:
+            raise ValueError(f"max_chars must be at least 1, got {self.max_chars}")

@@ -1,0 +1,55 @@
+"""`Tokenizer`: what the rooms above need of a tokenizer, and nothing else.
+
+Evaluation and memorization see this protocol only; `compat/hf` implements it and `main` passes it in. Ids come without
+special tokens: whether a document begins with BOS or ends with EOS is decided by the data configuration, in one place.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back, with the spans and byte counts that scoring needs."""
+
+    @property
+    def name(self) -> str:
+        """Where the tokenizer came from, for tables and logs."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, added tokens included."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    @property
+    def pad_id(self) -> int | None: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The int32 ids of each text, without special tokens."""
+        ...
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The int32 ids `[n]` of a text and, for each, its `[n, 2]` span of characters (start, stop)."""
+        ...
+
+    def byte_lengths(self) -> np.ndarray:
+        """The UTF-8 bytes each id stands for, int32 `[vocab_size]`; 0 for special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of a sequence of ids."""
+        ...
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 of the tokenizer's definition."""
+        ...

@@ -1,0 +1,272 @@
+"""Perplexity: log-probabilities of tokens → loss, perplexity and bits per byte, per set and per tag.
+
+With n scored tokens that stand for b UTF-8 bytes, and N = −Σ log p in nats over them:
+
+    loss = N / n        perplexity = exp(loss)        bits per byte = N / (b · ln 2)
+
+A *micro* average treats several sets as one (N, n and b are added); a *macro* average is the mean of the sets' own
+numbers. *Tags* group sets; a tag `a/b` also belongs to `a`. Log-probabilities arrive as float32 in any pieces, from any
+process; sums are float64, each row's on its own and then over rows in order, so that neither the batch size nor the
+number of processes changes a result.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levanter.data.sequences import EvalRows, EvalSequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The sums of some scored tokens, and what follows from them.
+
+    Attributes:
+        nats: −Σ log p.
+        tokens: scored tokens.
+        bytes: the UTF-8 bytes these stand for.
+    """
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    def __add__(self, other: "Score") -> "Score":
+        return Score(nats=self.nats + other.nats, tokens=self.tokens + other.tokens, bytes=self.bytes + other.bytes)
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits a byte; not a number where no scored token stands for a byte."""
+        return self.nats / (self.bytes * math.log(2)) if self.bytes else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetScore:
+    """The score of one set, with the rows it was cut into and the documents it has."""
+
+    name: str
+    tags: tuple[str, ...]
+    score: Score
+    rows: int
+    documents: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """Micro and macro averages over some sets."""
+
+    sets: tuple[str, ...]
+    micro: Score
+    macro_loss: float
+    macro_bits_per_byte: float
+
+    @property
+    def macro_perplexity(self) -> float:
+        """The perplexity of the macro loss."""
+        return perplexity(self.macro_loss)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sets": list(self.sets),
+            "micro": self.micro.to_json(),
+            "macro": {
+                "loss": self.macro_loss,
+                "perplexity": self.macro_perplexity,
+                "bits_per_byte": self.macro_bits_per_byte,
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """The numbers of an evaluation."""
+
+    sets: tuple[SetScore, ...]
+
+    @property
+    def overall(self) -> Average:
+        """The average over all sets."""
+        return _average(self.sets)
+
+    @property
+    def tags(self) -> dict[str, Average]:
+        """The average of every tag that is not just a set's own name, and of the parents of tags."""
+        names = {one.name for one in self.sets}
+        found: dict[str, list[SetScore]] = {}
+        for one in self.sets:
+            for tag in dict.fromkeys(itertools.chain.from_iterable(map(with_parents, one.tags))):
+                found.setdefault(tag, []).append(one)
+        return {tag: _average(sets) for tag, sets in found.items() if tag not in names or len(sets) > 1}
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Sets whose loss is infinite or not a number: some token had probability 0, or the model overflowed."""
+        return tuple(one.name for one in self.sets if not math.isfinite(one.score.nats))
+
+    def metrics(self, prefix: str = "eval") -> dict[str, float]:
+        """The metrics for trackers, named as upstream names them.
+
+        `loss` and `bpb` are micro averages, `macro_loss` and `macro_bpb` macro averages (not given for a tag of one
+        set); a set is a tag of its own name. The micro loss of a tag that only exists as a parent (`a` of `a/b`) is
+        called `micro_loss`.
+        """
+        start = f"{prefix}/" if prefix else ""
+        overall = self.overall
+        metrics = {
+            f"{start}loss": overall.micro.loss,
+            f"{start}perplexity": overall.micro.perplexity,
+            f"{start}bpb": overall.micro.bits_per_byte,
+            f"{start}macro_loss": overall.macro_loss,
+            f"{start}macro_bpb": overall.macro_bits_per_byte,
+            f"{start}tokens": overall.micro.tokens,
+        }
+        for one in self.sets:
+            metrics[f"{start}{one.name}/loss"] = one.score.loss
+            metrics[f"{start}{one.name}/bpb"] = one.score.bits_per_byte
+        explicit = {tag for one in self.sets for tag in one.tags}
+        for tag, average in self.tags.items():
+            metrics[f"{start}{tag}/{'loss' if tag in explicit else 'micro_loss'}"] = average.micro.loss
+            metrics[f"{start}{tag}/bpb"] = average.micro.bits_per_byte
+            if tag not in explicit or len(average.sets) > 1:
+                metrics[f"{start}{tag}/macro_loss"] = average.macro_loss
+                metrics[f"{start}{tag}/macro_bpb"] = average.macro_bits_per_byte
+        return metrics
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers as mappings, lists and numbers (some of which may not be finite)."""
+        return {
+            "overall": self.overall.to_json(),
+            "sets": {
+                one.name: {
+                    **one.score.to_json(),
+                    "documents": one.documents,
+                    "rows": one.rows,
+                    "tags": list(one.tags),
+                }
+                for one in self.sets
+            },
+            "tags": {tag: average.to_json() for tag, average in self.tags.items()},
+        }
+
+
+class RowScores:
+    """Collects log-probabilities row by row, in any order and in any pieces.
+
+    Each scored position is added once in the whole job: where several devices hold copies of it, one of them adds it.
+
+    Args:
+        row_count: the rows of all sets (`EvalSequences.row_count`).
+    """
+
+    def __init__(self, row_count: int):
+        self.nats = np.zeros(row_count, np.float64)
+        self.tokens = np.zeros(row_count, np.int64)
+
+    def add(self, batch: EvalRows, logprobs: np.ndarray, *, index: tuple[slice, slice] | None = None) -> None:
+        """Adds the log-probabilities of a batch or of a block of it.
+
+        Args:
+            batch: the rows, whole.
+            logprobs: float `[batch, position]`: entry t is log p(token t+1 | tokens 0 … t). What stands where nothing
+                is scored does not matter.
+            index: which block of the batch `logprobs` is; the whole batch where absent.
+        """
+        block = (slice(None), slice(None)) if index is None else index
+        mask, rows = batch.loss_mask[block], batch.rows[block[0]]
+        assert logprobs.shape == mask.shape, f"log-probabilities {logprobs.shape} for a block of {mask.shape}"
+        real = rows >= 0
+        mask, rows, logprobs = mask[real], rows[real], logprobs[real]
+        self.nats[rows] -= np.where(mask, logprobs, 0).sum(axis=1, dtype=np.float64)
+        self.tokens[rows] += mask.sum(axis=1)
+
+    def to_words(self) -> np.ndarray:
+        """The state as uint32 words `[row, 4]`, to send to other processes without losing a bit.
+
+        (A collective on the devices would round float64 to float32.)
+        """
+        return np.stack([self.nats.view(np.int64), self.tokens], axis=1).view(np.uint32)
+
+    @staticmethod
+    def merged(words: Sequence[np.ndarray]) -> "RowScores":
+        """The scores of all processes together, from the `to_words` of each, in the order of the processes."""
+        merged = RowScores(len(words[0]))
+        for part in words:
+            state = np.ascontiguousarray(part, np.uint32).view(np.int64)
+            merged.nats += np.ascontiguousarray(state[:, 0]).view(np.float64)
+            merged.tokens += state[:, 1]
+        return merged
+
+
+def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: int | None = None) -> EvalResult:
+    """The result of an evaluation whose rows have all been scored.
+
+    Args:
+        sequences: the rows.
+        scores: their log-probabilities, merged over processes.
+        max_rows_per_set: how many rows of each set were to be scored; all where absent.
+    """
+    sets = []
+    for span in sequences.sets:
+        count = span.rows if max_rows_per_set is None else min(span.rows, max_rows_per_set)
+        rows = np.arange(span.first_row, span.first_row + count)
+        tokens = num_bytes = 0
+        for start in range(0, count, 1024):
+            taken = sequences.take(rows[start : start + 1024])
+            wrong = np.flatnonzero(scores.tokens[taken.rows] != taken.scored_tokens)
+            assert not len(wrong), (
+                f"set {span.name}: row {taken.rows[wrong[0]]} scores {taken.scored_tokens[wrong[0]]} tokens, but "
+                f"{scores.tokens[taken.rows[wrong[0]]]} were added"
+            )
+            tokens += int(taken.scored_tokens.sum())
+            num_bytes += int(taken.scored_bytes.sum())
+        score = Score(nats=float(scores.nats[rows].sum()), tokens=tokens, bytes=num_bytes)
+        sets.append(SetScore(name=span.name, tags=span.tags, score=score, rows=count, documents=span.documents))
+    return EvalResult(sets=tuple(sets))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 709 or math.isnan(loss) else math.inf
+
+
+def with_parents(tag: str) -> tuple[str, ...]:
+    """A tag and its parents: `a/b/c` → `a/b/c`, `a`, `a/b`."""
+    parts = tag.split("/")
+    return (tag, *("/".join(parts[:i]) for i in range(1, len(parts)) if parts[i - 1]))
+
+
+def _average(sets: Sequence[SetScore]) -> Average:
+    scored = [one.score for one in sets if one.score.tokens]
+    with_bytes = [score.bits_per_byte for score in scored if score.bytes]
+    return Average(
+        sets=tuple(one.name for one in sets),
+        micro=sum(scored, start=Score(nats=0.0, tokens=0, bytes=0)),
+        macro_loss=_mean([score.loss for score in scored]),
+        macro_bits_per_byte=_mean(with_bytes),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

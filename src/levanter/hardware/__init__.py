@@ -1,0 +1,19 @@
+"""What an accelerator's name stands for: chips, hosts, topology, memory, speeds. A pure table; no JAX.
+
+`parse_accelerator("v4-256")` is an `Accelerator`: a *generation* (what one chip can do) × a *topology* (how many
+chips, in which torus) × a number of slices. Names are those users already have: `v4-256` and `v5p-512` count
+TensorCores (two a chip), `v5litepod-16`, `v5e-16` and `v6e-256` count chips, `tpu7x-16` counts cores (two a chip, and
+each core is a device of its own), `2xv5p-128` is two slices joined by the data-center network, `v6e:4x8` names the
+torus itself, and `h100x16` is two hosts of eight GPUs, for arithmetic only (no GPU compiler runs without a GPU).
+
+Words. *chip*: what is sold. *device*: what JAX addresses; one a chip, except on tpu7x. *ICI*: the links between the
+chips of a slice. *DCN*: the data-center network between hosts, which joins slices.
+"""
+
+from levanter.hardware.accelerator import Accelerator as Accelerator
+from levanter.hardware.accelerator import AcceleratorError as AcceleratorError
+from levanter.hardware.accelerator import default_topologies as default_topologies
+from levanter.hardware.accelerator import parse_accelerator as parse_accelerator
+from levanter.hardware.generations import GENERATIONS as GENERATIONS
+from levanter.hardware.generations import Generation as Generation
+from levanter.hardware.generations import Precision as Precision

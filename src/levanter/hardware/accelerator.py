@@ -1,0 +1,265 @@
+"""From a user's name of an accelerator to chips, hosts and topology."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
+
+from levanter.hardware.generations import BF16_PASSES, GENERATIONS, Generation, Precision
+
+
+class AcceleratorError(ValueError):
+    """A name that stands for no accelerator, or a size it is not made in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """Some number of equal slices (for GPUs: hosts) of one generation.
+
+    Attributes:
+        name: canonical name.
+        generation: what each chip can do.
+        topology: chips along each torus axis of one slice; `(chips,)` for one host of GPUs.
+        slices: how many of them, joined by the data-center network.
+    """
+
+    name: str
+    generation: Generation
+    topology: tuple[int, ...]
+    slices: int = 1
+
+    @cached_property
+    def chips_per_slice(self) -> int:
+        return math.prod(self.topology)
+
+    @property
+    def chips(self) -> int:
+        return self.chips_per_slice * self.slices
+
+    @property
+    def devices(self) -> int:
+        """What the mesh is made of."""
+        return self.chips * self.generation.devices_per_chip
+
+    @cached_property
+    def chips_per_host(self) -> int:
+        """A single host holds 1, 4 or 8 chips of a 2D generation; a slice of many hosts has 4 on each."""
+        if self.generation.topology_axes == 2 and self.chips_per_slice <= 8:
+            return self.chips_per_slice
+        return min(self.generation.chips_per_host, self.chips_per_slice)
+
+    @property
+    def hosts(self) -> int:
+        return self.chips // self.chips_per_host
+
+    @property
+    def devices_per_host(self) -> int:
+        return self.chips_per_host * self.generation.devices_per_chip
+
+    @cached_property
+    def chips_per_host_bounds(self) -> tuple[int, int, int] | None:
+        """The block of chips that one host holds, as libtpu wants it; `None` for GPUs."""
+        if self.generation.platform == "gpu":
+            return None
+        return {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[self.chips_per_host]
+
+    @property
+    def topology_name(self) -> str:
+        """The string libtpu names this slice by, such as `v4:4x4x8`."""
+        return f"{self.generation.compiler_name}:{'x'.join(map(str, self.topology))}"
+
+    @cached_property
+    def wrap(self) -> tuple[bool, ...]:
+        """Which topology axes close to a ring."""
+        if self.generation.topology_axes == 3:
+            torus = all(side % 4 == 0 for side in self.topology)
+            return (torus,) * 3
+        if self.generation.topology_axes == 2:
+            return tuple(side == 16 for side in self.topology)
+        return (False,)
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether libtpu can compile for this target with no accelerator at hand."""
+        return self.generation.platform == "tpu"
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Usable bytes of one device."""
+        return self.generation.hbm_bytes
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Bytes/s of one device."""
+        return self.generation.hbm_bandwidth / self.generation.devices_per_chip
+
+    def peak_flops(self, precision: Precision = "bf16") -> float:
+        """Peak matmul FLOP/s of one device; `f32` is true f32 (six bf16 passes on a TPU)."""
+        native = self.generation.peak_f32_native
+        if precision == "f32" and native is not None:
+            return native
+        return self.generation.peak_bf16 / BF16_PASSES[precision] / self.generation.devices_per_chip
+
+    @property
+    def dcn_device_bandwidth(self) -> float | None:
+        """Bytes/s each way between slices that fall to one device; `None`: not published."""
+        host = self.generation.dcn_host_bandwidth
+        if host is None:
+            return None
+        # NIC speeds are stated for the generation's full host; smaller hosts have their share of it.
+        return host / self.generation.chips_per_host / self.generation.devices_per_chip
+
+    @property
+    def libtpu_accelerator_type(self) -> str:
+        """One slice's name as libtpu's environment spells it."""
+        return _canonical_name(self.generation, self.topology, 1)
+
+    def __str__(self) -> str:
+        shape = "×".join(map(str, self.topology))
+        what = f"{self.slices} slices of {shape}" if self.slices > 1 else shape
+        return f"{self.name} ({what}: {self.chips} chips, {self.hosts} hosts)"
+
+
+_NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<family>[a-z]\w*?)(?P<sep>[-:x])(?P<size>\d+(?:x\d+)*)")
+
+
+def parse_accelerator(name: str) -> Accelerator:
+    """Reads `v4-256`, `v5litepod-16`, `v5e-16`, `v6e-256`, `tpu7x-16`, `2xv5p-128`, `v6e:4x8` or `h100x8`.
+
+    Raises:
+        AcceleratorError: an unknown family (with the nearest ones), or a size that is not made (with the nearest).
+    """
+    text = name.strip().lower()
+    generation = None
+    if match := _NAME.fullmatch(text):
+        generation = _generation(match["family"])
+    if match is None or generation is None:
+        close = get_close_matches(text, _all_names(), n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        families = ", ".join(alias for g in GENERATIONS for alias in (g.name, *g.aliases))
+        raise AcceleratorError(
+            f"unknown accelerator {name!r}{hint} Known families: {families}; "
+            "examples: v4-256, v5p-512, v6e-64, 2xv5p-128, v6e:4x8, h100x8"
+        )
+    slices = int(match["slices"] or 1)
+    if slices < 1:
+        raise AcceleratorError(f"{name!r}: {slices} slices; at least one is needed")
+    sizes = tuple(int(part) for part in match["size"].split("x"))
+    if generation.platform == "gpu":
+        return _gpus(name, generation, sizes, slices, match["sep"])
+    if match["sep"] == "x":
+        raise AcceleratorError(f"{name!r}: write {generation.name}-{match['size']}")
+    topology = _explicit(name, generation, sizes) if match["sep"] == ":" else _sized(name, generation, sizes)
+    return Accelerator(
+        name=_canonical_name(generation, topology, slices), generation=generation, topology=topology, slices=slices
+    )
+
+
+def _generation(family: str) -> Generation | None:
+    return next((g for g in GENERATIONS if family in (g.name, *g.aliases)), None)
+
+
+def _canonical_name(generation: Generation, topology: tuple[int, ...], slices: int) -> str:
+    prefix = f"{slices}x" if slices > 1 else ""
+    chips = math.prod(topology)
+    if topology == default_topologies(generation).get(chips):
+        return f"{prefix}{generation.name}-{chips * generation.cores_per_chip}"
+    return f"{prefix}{generation.compiler_name}:{'x'.join(map(str, topology))}"
+
+
+def _gpus(name: str, generation: Generation, sizes: tuple[int, ...], slices: int, separator: str) -> Accelerator:
+    count = sizes[0]
+    if separator == ":" or len(sizes) > 1 or slices > 1:
+        raise AcceleratorError(f"{name!r}: GPUs are named by their number alone, e.g. {generation.name}x{count}")
+    host = generation.chips_per_host
+    if count < 1 or (count > host and count % host) or count > generation.max_chips:
+        lower, upper = max(host, count // host * host), (count // host + 1) * host
+        raise AcceleratorError(
+            f"{name!r}: {count} GPUs do not fill hosts of {host}; nearest: "
+            f"{generation.name}x{lower} or {generation.name}x{upper}"
+        )
+    hosts = max(1, count // host)
+    return Accelerator(
+        name=f"{generation.name}x{count}", generation=generation, topology=(count // hosts,), slices=hosts
+    )
+
+
+def _sized(name: str, generation: Generation, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sizes) != 1:
+        shape = "x".join(map(str, sizes))
+        raise AcceleratorError(f"{name!r}: to name a topology write {generation.compiler_name}:{shape}")
+    cores, per_chip = sizes[0], generation.cores_per_chip
+    known = default_topologies(generation)
+    if cores % per_chip == 0 and cores // per_chip in known:
+        return known[cores // per_chip]
+    chips = cores / per_chip
+    nearest = sorted(known, key=lambda c: abs(c - chips))[:2]
+    legal = " or ".join(f"{generation.name}-{c * per_chip}" for c in sorted(nearest))
+    counts = f"counts {per_chip} cores a chip" if per_chip > 1 else "counts chips"
+    raise AcceleratorError(f"{name!r}: {generation.name} ({counts}) is not made in size {cores}; nearest: {legal}")
+
+
+def _explicit(name: str, generation: Generation, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    axes, chips = generation.topology_axes, math.prod(sizes)
+    if len(sizes) != axes:
+        raise AcceleratorError(f"{name!r}: a {generation.name} topology has {axes} sides, this one has {len(sizes)}")
+    fits = all(side <= limit for side, limit in zip(sorted(sizes), generation.pod, strict=True))
+    if not fits or chips > generation.max_chips:
+        pod = "x".join(map(str, generation.pod))
+        raise AcceleratorError(
+            f"{name!r}: larger than a {generation.name} slice gets (at most {pod} and {generation.max_chips} chips)"
+        )
+    whole_host = sizes[0] % 2 == 0 and sizes[1] % 2 == 0
+    if chips < 1 or not (whole_host or (axes == 2 and chips == 1)):
+        raise AcceleratorError(
+            f"{name!r}: hosts hold 2x2 chips, so the first two sides must be even; nearest: "
+            + ", ".join(_nearest_topologies(generation, chips))
+        )
+    return sizes
+
+
+def _nearest_topologies(generation: Generation, chips: int) -> list[str]:
+    known = default_topologies(generation)
+    near = sorted(known, key=lambda c: abs(c - chips))[:2]
+    return [f"{generation.compiler_name}:{'x'.join(map(str, known[c]))}" for c in sorted(near)]
+
+
+@lru_cache(maxsize=32)
+def default_topologies(generation: Generation) -> dict[int, tuple[int, ...]]:
+    """The topology a bare size stands for, by chips, ascending: for many cubes the one nearest to a cube."""
+    if generation.topology_axes == 2:
+        return {
+            1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16),
+        }  # fmt: skip
+    if generation.topology_axes == 0:
+        return {}
+    found: dict[int, tuple[int, ...]] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+    for shape in _cubes(generation):
+        chips = math.prod(shape)
+        if chips not in found or _surface(shape) < _surface(found[chips]):
+            found[chips] = shape
+    return dict(sorted(found.items()))
+
+
+def _cubes(generation: Generation) -> Iterator[tuple[int, ...]]:
+    """Every ascending shape whose sides are multiples of 4 and that the pod holds."""
+    for shape in itertools.combinations_with_replacement(range(4, generation.pod[-1] + 1, 4), 3):
+        held = all(side <= limit for side, limit in zip(shape, generation.pod, strict=True))
+        if held and math.prod(shape) <= generation.max_chips:
+            yield shape
+
+
+def _surface(shape: tuple[int, ...]) -> int:
+    return sum(a * b for a, b in itertools.combinations(shape, 2))
+
+
+def _all_names() -> list[str]:
+    names = [f"{g.name}x8" for g in GENERATIONS if g.platform == "gpu"]
+    for generation in GENERATIONS:
+        for chips in default_topologies(generation):
+            for family in (generation.name, *generation.aliases):
+                names.append(f"{family}-{chips * generation.cores_per_chip}")
+    return names

@@ -1,0 +1,192 @@
+"""The generations of accelerators: what one chip of each can do.
+
+Sources, in words. Peak FLOP/s, HBM and ICI bandwidth, NIC speeds, pod sizes, topologies and chips per host: Google's
+Cloud TPU documentation, one page a generation ("System architecture" and "Configurations"). ICI is stated there a chip
+and both ways (v6e 800 GB/s over 4 ports, v5p and tpu7x 1,200 over 6, v5e 400 over 4; v4 is 50 GB/s a link each way in
+"TPU v4: An Optically Reconfigurable Supercomputer", ISCA 2023); what a collective reaches is about nine tenths of it,
+which is also the figure the "How to Scale Your Model" book works with, and the one kept here. Wrap-around: a 3D slice
+whose sides are all multiples of 4 is a torus; a 2D axis wraps only when it is 16 long. Usable HBM: what the TPU
+compiler itself states when a program asks for too much (libtpu 0.0.42.1). Clocks: peak FLOP/s over (MXUs × 128 × 128 ×
+2) for v4, v5e and v5p; v6e's MXU is 256 × 256 and reaches its peak at an effective 1.75 GHz in the compiler's cycle
+counts. GPU figures: NVIDIA's H100, H200 and A100 data sheets, dense (without sparsity).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1 << 30
+GB = 10**9
+TERA = 10**12
+
+Precision = Literal["bf16", "high", "f32"]
+# A matmul of f32 operands on an MXU is done in bf16 passes: one for "default", three for "high", six for "highest".
+BF16_PASSES: dict[str, int] = {"bf16": 1, "high": 3, "f32": 6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What one chip can do, and how chips are put together.
+
+    Attributes:
+        name: the family as users write it before the number.
+        aliases: other spellings of `name`.
+        platform: `tpu`, or `gpu` (arithmetic only).
+        cores_per_chip: how many the number in the name counts for one chip.
+        devices_per_chip: how many devices JAX sees for one chip.
+        topology_axes: 3 for a 3D torus, 2 for a 2D one, 0 where chips of a host are joined all to all.
+        pod: the largest slice, one size a topology axis, ascending.
+        max_chips: the most chips of one slice.
+        compiler_name: the family as libtpu's topology strings spell it.
+        device_kind: the vendor's name of a device, as JAX reports it.
+        chip_config_name: libtpu's chip configuration, where the default is not what runs.
+        hbm_bytes: usable bytes of one device; `None`: not known.
+        peak_bf16: FLOP/s of one chip.
+        peak_f32_native: FLOP/s of one chip's f32 units where there are such; `None`: f32 is done in bf16 passes.
+        hbm_bandwidth: bytes/s of one chip.
+        ici_link_bandwidth: bytes/s of one link in one direction, as collectives reach it. For GPUs: bytes/s in one
+            direction between one GPU and the others of its host.
+        dcn_host_bandwidth: bytes/s of one host's network in one direction; `None`: not published.
+        clock_hz: cycles a second in which the compiler counts; `None`: not known.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    platform: Literal["tpu", "gpu"] = "tpu"
+    cores_per_chip: int = 1
+    devices_per_chip: int = 1
+    topology_axes: Literal[0, 2, 3]
+    pod: tuple[int, ...] = ()
+    max_chips: int
+    compiler_name: str = ""
+    device_kind: str
+    chip_config_name: str | None = None
+    chips_per_host: int = 4
+    hbm_bytes: int
+    peak_bf16: float
+    peak_f32_native: float | None = None
+    hbm_bandwidth: float
+    ici_link_bandwidth: float
+    dcn_host_bandwidth: float | None
+    clock_hz: float | None = None
+
+
+GENERATIONS: tuple[Generation, ...] = (
+    Generation(
+        name="v4",
+        cores_per_chip=2,
+        topology_axes=3,
+        pod=(16, 16, 16),
+        max_chips=4096,
+        compiler_name="v4",
+        device_kind="TPU v4",
+        chip_config_name="megacore",
+        hbm_bytes=int(30.75 * GIB),
+        peak_bf16=275 * TERA,
+        hbm_bandwidth=1200 * GB,
+        ici_link_bandwidth=45 * GB,
+        dcn_host_bandwidth=None,
+        clock_hz=1.05e9,
+    ),
+    Generation(
+        name="v5litepod",
+        aliases=("v5e",),
+        topology_axes=2,
+        pod=(16, 16),
+        max_chips=256,
+        compiler_name="v5e",
+        device_kind="TPU v5 lite",
+        hbm_bytes=int(15.75 * GIB),
+        peak_bf16=197 * TERA,
+        hbm_bandwidth=819 * GB,
+        ici_link_bandwidth=45 * GB,
+        dcn_host_bandwidth=12.5 * GB,
+        clock_hz=1.5e9,
+    ),
+    Generation(
+        name="v5p",
+        cores_per_chip=2,
+        topology_axes=3,
+        pod=(16, 20, 28),
+        max_chips=6144,
+        compiler_name="v5p",
+        device_kind="TPU v5",
+        hbm_bytes=int(95.74 * GIB),
+        peak_bf16=459 * TERA,
+        hbm_bandwidth=2765 * GB,
+        ici_link_bandwidth=90 * GB,
+        dcn_host_bandwidth=25 * GB,
+        clock_hz=1.75e9,
+    ),
+    Generation(
+        name="v6e",
+        topology_axes=2,
+        pod=(16, 16),
+        max_chips=256,
+        compiler_name="v6e",
+        device_kind="TPU v6 lite",
+        hbm_bytes=int(31.25 * GIB),
+        peak_bf16=918 * TERA,
+        hbm_bandwidth=1638 * GB,
+        ici_link_bandwidth=90 * GB,
+        dcn_host_bandwidth=50 * GB,
+        clock_hz=1.75e9,
+    ),
+    Generation(
+        name="tpu7x",
+        cores_per_chip=2,
+        devices_per_chip=2,
+        topology_axes=3,
+        pod=(16, 24, 24),
+        max_chips=9216,
+        compiler_name="tpu7x",
+        device_kind="TPU7x",
+        hbm_bytes=int(94.75 * GIB),
+        peak_bf16=2307 * TERA,
+        hbm_bandwidth=7380 * GB,
+        ici_link_bandwidth=90 * GB,
+        dcn_host_bandwidth=50 * GB,
+    ),
+    Generation(
+        name="a100",
+        platform="gpu",
+        device_kind="NVIDIA A100 80GB",
+        topology_axes=0,
+        max_chips=4096,
+        chips_per_host=8,
+        hbm_bytes=80 * GIB,
+        peak_bf16=312 * TERA,
+        peak_f32_native=19.5 * TERA,
+        hbm_bandwidth=2039 * GB,
+        ici_link_bandwidth=300 * GB,
+        dcn_host_bandwidth=200 * GB,
+    ),
+    Generation(
+        name="h100",
+        platform="gpu",
+        device_kind="NVIDIA H100 80GB HBM3",
+        topology_axes=0,
+        max_chips=16384,
+        chips_per_host=8,
+        hbm_bytes=80 * GIB,
+        peak_bf16=989 * TERA,
+        peak_f32_native=67 * TERA,
+        hbm_bandwidth=3350 * GB,
+        ici_link_bandwidth=450 * GB,
+        dcn_host_bandwidth=400 * GB,
+    ),
+    Generation(
+        name="h200",
+        platform="gpu",
+        device_kind="NVIDIA H200",
+        topology_axes=0,
+        max_chips=16384,
+        chips_per_host=8,
+        # 141 GB as sold; what NVIDIA's tools show as the device's memory.
+        hbm_bytes=int(139.8 * GIB),
+        peak_bf16=989 * TERA,
+        peak_f32_native=67 * TERA,
+        hbm_bandwidth=4800 * GB,
+        ici_link_bandwidth=450 * GB,
+        dcn_host_bandwidth=400 * GB,
+    ),
+)

@@ -1,0 +1,12 @@
+"""Files and terminals: paths, atomic writes, progress, logs. Knows nothing of models and never imports jax."""
+
+from levanter.io.atomic import atomic_write as atomic_write
+from levanter.io.logs import setup_logging as setup_logging
+from levanter.io.paths import MissingFileError as MissingFileError
+from levanter.io.paths import UnreadableFileError as UnreadableFileError
+from levanter.io.paths import exists as exists
+from levanter.io.paths import expand as expand
+from levanter.io.paths import file_size as file_size
+from levanter.io.paths import join as join
+from levanter.io.paths import open_read as open_read
+from levanter.io.progress import Progress as Progress

@@ -1,0 +1,257 @@
+"""Paths: one string for a file, wherever it is.
+
+A path is a local path, or a URL of anything fsspec knows: `gs://`, `s3://`, `hf://`, `https://`, `memory://`. A
+*pattern* is a path with braces and wildcards: `{1..128}` counts (`{001..128}` with leading zeros), `{a,b}` lists, and
+`*`, `?`, `[…]` match file names, `**` any folders. `expand` turns patterns into paths; everything else takes one path.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import IO, Any
+
+import fsspec
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
+_INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?$")
+_WILDCARD = re.compile(r"[*?\[]")
+_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp"}
+
+
+class MissingFileError(FileNotFoundError, ValueError):
+    """A path names no file, or a pattern matches none: bad input, with what was found near it."""
+
+
+class UnreadableFileError(OSError, ValueError):
+    """A file is there but cannot be opened: bad input, with the reason."""
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL of something other than the local disk."""
+    found = _SCHEME.match(path)
+    return found is not None and found.group(1) not in ("file", "local")
+
+
+def local_path(path: str) -> str:
+    """The path of a local file, without `file://` and with `~` expanded."""
+    assert not is_remote(path), path
+    return os.path.expanduser(_SCHEME.sub("", path, count=1))
+
+
+def join(base: str, *names: str) -> str:
+    """A path below another; an absolute path or a URL among `names` starts anew."""
+    for name in names:
+        if _SCHEME.match(name):
+            base = name
+        elif is_remote(base):
+            base = base.rstrip("/") + "/" + name.lstrip("/") if name else base
+        else:
+            base = os.path.join(base, name)
+    return base
+
+
+def base_name(path: str) -> str:
+    """The last part of a path."""
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def filesystem(path: str) -> tuple[Any, str]:
+    """The fsspec file system of a path, and the path as that file system spells it.
+
+    Raises:
+        ValueError: no installed package knows the URL's scheme.
+    """
+    if not is_remote(path):
+        return fsspec.filesystem("file"), os.path.abspath(local_path(path))
+    try:
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:
+        scheme = path.split(":", 1)[0]
+        package = _PACKAGES.get(scheme)
+        hint = f": pip install {package} (or 'levanter[remote]')" if package else f" ({error})"
+        raise ValueError(f"{path}: reading {scheme}:// needs one more package{hint}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def exists(path: str) -> bool:
+    """Whether a file or folder exists."""
+    fs, name = filesystem(path)
+    return fs.exists(name)
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is a file (not a folder)."""
+    fs, name = filesystem(path)
+    return fs.isfile(name)
+
+
+def file_size(path: str) -> int:
+    """The bytes a file occupies, as stored.
+
+    Raises:
+        MissingFileError: there is no such file.
+    """
+    fs, name = filesystem(path)
+    try:
+        return int(fs.size(name) or 0)
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
+
+
+def open_read(path: str) -> IO[bytes]:
+    """Opens a file for reading its bytes as stored (nothing is decompressed).
+
+    Raises:
+        MissingFileError: there is no such file; the message has the nearest names in the folder.
+        UnreadableFileError: no permission, or the store refuses.
+    """
+    fs, name = filesystem(path)
+    try:
+        return fs.open(name, "rb")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise missing_file(path) from error
+    except OSError as error:
+        raise UnreadableFileError(f"{path}: cannot be opened ({error.strerror or error})") from error
+
+
+def expand(patterns: str | Iterable[str]) -> list[str]:
+    """The files that patterns name: braces expanded in order, wildcards matched and sorted by name.
+
+    A path that exists as it is written is taken literally, whatever signs are in it. Local results stay local paths,
+    remote ones URLs.
+
+    Raises:
+        MissingFileError: listing every path that does not exist and every pattern without a match.
+        ValueError: unbalanced braces.
+    """
+    found, problems = [], []
+    for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
+        for path in expand_braces(pattern):
+            try:
+                found += _match(path)
+            except MissingFileError as error:
+                problems.append(str(error))
+    if problems:
+        raise MissingFileError("\n".join(problems))
+    return found
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Expands `{1..128}`, `{001..128}`, `{0..8..2}` and `{a,b}`, inner braces first, in the order of a shell.
+
+    Raises:
+        ValueError: a brace without its partner, a step of zero.
+    """
+    if pattern.count("{") != pattern.count("}"):
+        raise ValueError(f"{pattern}: braces do not match")
+    innermost = _INNERMOST_BRACES.search(pattern)
+    if innermost is None:
+        if "{" in pattern:
+            raise ValueError(f"{pattern}: braces do not match")
+        yield pattern
+        return
+    groups = []
+    position = 0
+    # Split into literal text and top-level groups; each group's alternatives are expanded on their own.
+    while position < len(pattern):
+        start = pattern.find("{", position)
+        if start < 0:
+            groups.append([pattern[position:]])
+            break
+        stop = _closing(pattern, start)
+        groups.append([pattern[position:start]])
+        groups.append(list(_alternatives(pattern[start + 1 : stop], pattern)))
+        position = stop + 1
+    for parts in itertools.product(*groups):
+        yield "".join(parts)
+
+
+def missing_file(path: str) -> MissingFileError:
+    """The error for a file that does not exist, with the nearest names in its folder."""
+    fs, name = filesystem(path)
+    folder, _, base = name.rstrip("/").rpartition("/")
+    if fs.isdir(name):
+        return MissingFileError(f"{path}: is a folder; a file is expected (all of them: {path.rstrip('/')}/*)")
+    names = _names_in(fs, folder)
+    if names is None:
+        return MissingFileError(f"{path}: no such file; there is no folder {folder or '/'} either")
+    close = get_close_matches(base, names, n=3, cutoff=0.5)
+    if close:
+        return MissingFileError(f"{path}: no such file; did you mean {' or '.join(close)}?")
+    shown = ", ".join(sorted(names)[:5]) or "nothing"
+    return MissingFileError(f"{path}: no such file; {folder or '/'} holds {shown}{', …' if len(names) > 5 else ''}")
+
+
+def _names_in(fs: Any, folder: str) -> list[str] | None:
+    try:
+        return [base_name(entry) for entry in fs.ls(folder or "/", detail=False)]
+    except (OSError, NotImplementedError):
+        return None
+
+
+def _match(path: str) -> list[str]:
+    fs, name = filesystem(path)
+    if fs.isfile(name):
+        return [path]
+    if not _WILDCARD.search(path):
+        raise missing_file(path)
+    if not is_remote(path):
+        matches = sorted(entry for entry in fs.glob(name) if fs.isfile(entry))
+        relative = not os.path.isabs(local_path(path))
+        matches = [os.path.relpath(entry) if relative else entry for entry in matches]
+    else:
+        matches = [fs.unstrip_protocol(entry) for entry in sorted(fs.glob(name)) if fs.isfile(entry)]
+    if not matches:
+        folder = name[: _WILDCARD.search(name).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        names = _names_in(fs, folder)
+        if names is None:
+            raise MissingFileError(f"{path}: matches no file; there is no folder {folder or '/'}")
+        shown = ", ".join(sorted(names)[:5]) or "nothing"
+        raise MissingFileError(
+            f"{path}: matches no file; {folder or '/'} holds {shown}{', …' if len(names) > 5 else ''}"
+        )
+    return matches
+
+
+def _closing(pattern: str, start: int) -> int:
+    depth = 0
+    for position in range(start, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[position], 0)
+        if depth == 0:
+            return position
+    raise ValueError(f"{pattern}: braces do not match")
+
+
+def _alternatives(body: str, pattern: str) -> Iterator[str]:
+    counted = _RANGE.match(body)
+    if counted:
+        first, last, step = counted.group(1), counted.group(2), counted.group(3)
+        padded = any(len(n.lstrip("-")) > 1 and n.lstrip("-").startswith("0") for n in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        start, stop = int(first), int(last)
+        stride = abs(int(step)) if step is not None else 1
+        if stride == 0:
+            raise ValueError(f"{pattern}: {{{body}}} has a step of zero")
+        direction = 1 if stop >= start else -1
+        for number in range(start, stop + direction, direction * stride):
+            yield f"{number:0{width}d}"
+        return
+    parts, depth, current = [], 0, ""
+    for sign in body:
+        if sign == "," and depth == 0:
+            parts.append(current)
+            current = ""
+            continue
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        current += sign
+    parts.append(current)
+    if len(parts) == 1:  # `{name}` is no list: it stays as it is, as in a shell
+        for inner in expand_braces(body):
+            yield "{" + inner + "}"
+        return
+    for part in parts:
+        yield from expand_braces(part)

@@ -1,0 +1,1 @@
+"""Layers on named axes: the parts that models are made of."""

@@ -1,0 +1,64 @@
+"""Attention block by block: the softmax is carried along the keys, so no `position × key_position` array exists.
+
+The online softmax of Milakov and Gimelshein (arXiv:1805.02867) as used by Rabe and Staats (arXiv:2112.05682): per query
+a running maximum, a running sum of exponentials and a running weighted sum of values, rescaled when the maximum grows.
+Memory is `position × block`, forward and (each block being recomputed) backward.
+"""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.reference import HIDDEN
+
+
+def blockwise_attention(
+    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float, block_size: int
+) -> NamedArray:
+    """As `reference_attention`, over blocks of `block_size` keys.
+
+    Weights are rounded to the inputs' dtype relative to a running maximum and not to the final one, so 16-bit results
+    differ from the reference by rounding; float32 results by the order of summation only.
+    """
+    Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
+    Block = KeyPos.resize(min(block_size, KeyPos.size))
+    Blocks = Axis("key_blocks", -(-KeyPos.size // Block.size))
+    padding = Blocks.size * Block.size - KeyPos.size
+
+    def cut(x: NamedArray | None) -> NamedArray | None:
+        """`key_position` as `key_blocks × key_position`, the end filled with zeros."""
+        if x is None:
+            return None
+        return hax.pad(x, {KeyPos: (0, padding)}).unflatten_axis(KeyPos.name, (Blocks, Block))
+
+    segments = None if mask.segment_ids is None else mask.segment_ids.rename({Pos.name: KeyPos.name})
+    blocks = (cut(hax.arange(KeyPos)), cut(hax.ones(KeyPos, dtype=bool)), cut(k), cut(v), cut(segments))
+    queries = hax.arange(Pos)
+
+    def step(carry, index, exists, k_block, v_block, segment_block, explicit_block):
+        top, total, mixed = carry
+        visible = mask.visible(queries, index, key_segments=segment_block, explicit=explicit_block)
+        if padding:
+            visible = exists if visible is None else hax.logical_and(visible, exists)
+        scores = hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32) * scale
+        if visible is not None:
+            scores = hax.where(visible, scores, HIDDEN)
+        new_top = hax.maximum(top, jax.lax.stop_gradient(hax.max(scores, Block)))
+        weights = hax.exp(scores - new_top)
+        if visible is not None:
+            weights = hax.where(visible, weights, 0.0)
+        shrink = hax.exp(top - new_top)
+        values = hax.dot(weights.astype(v.dtype), v_block, axis=Block, preferred_element_type=jnp.float32)
+        new_mixed = mixed * shrink + values.rearrange(mixed.axes)
+        return (new_top, total * shrink + hax.sum(weights, Block), new_mixed), None
+
+    rows = tuple(axis for axis in q.axes if axis.name != "head_size")
+    start = (
+        hax.full(rows, HIDDEN, dtype=jnp.float32),
+        hax.zeros(rows, dtype=jnp.float32),
+        hax.zeros(q.axes, dtype=jnp.float32),
+    )
+    (_, total, mixed), _ = hax.scan(step, Blocks, remat=True)(start, *blocks, cut(mask.explicit))
+    return (mixed / hax.maximum(total, float(jnp.finfo(jnp.float32).tiny))).astype(v.dtype)

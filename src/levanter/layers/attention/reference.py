@@ -1,0 +1,46 @@
+"""Attention as the formula says, on named axes: the meaning that every other backend must reproduce."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from levanter.layers.attention.mask import AttentionMask
+
+HIDDEN = -1e30
+"""Score of a key that a query may not see: finite, so that rows without any key stay free of NaN."""
+
+
+def reference_attention(
+    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float
+) -> NamedArray:
+    """`softmax(q·k · scale) · v` over the keys that `mask` shows.
+
+    Scores and softmax are float32 whatever the inputs are; the weights are rounded to the inputs' dtype before they
+    multiply `v`, as in Hugging Face's implementation.
+
+    Args:
+        q: `[…, position, kv_head, q_heads_per_group, head_size]`.
+        k: `[…, key_position, kv_head, head_size]`.
+        v: as `k`.
+        mask: which keys each query may see.
+        scale: multiplies the scores.
+
+    Returns:
+        The axes of `q`.
+    """
+    Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
+    scores = hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32) * scale
+    visible = mask.materialize(Pos, KeyPos)
+    if visible is not None:
+        scores = hax.where(visible, scores, HIDDEN)
+    weights = _softmax(scores, KeyPos)
+    if visible is not None:
+        weights = hax.where(visible, weights, 0.0)
+    return hax.dot(weights.astype(v.dtype), v, axis=KeyPos).rearrange(q.axes)
+
+
+def _softmax(scores: NamedArray, KeyPos: hax.Axis) -> NamedArray:
+    top = jax.lax.stop_gradient(hax.max(scores, KeyPos))
+    exponentials = hax.exp(scores - top)
+    return exponentials / hax.sum(exponentials, KeyPos)

@@ -1,0 +1,279 @@
+"""Rotary position embeddings (RoPE): positions as rotations of feature pairs, and the ways to stretch their reach.
+
+A head's features are taken as pairs `(i, i + size/2)`; pair `i` at position `p` is rotated by `p · frequency[i]`
+(Su et al., RoFormer, arXiv:2104.09864, in the half-split layout that Hugging Face checkpoints use). A *scaling* changes
+the frequencies, and for YaRN also the length of the rotated vectors, so that a model works beyond the context it was
+trained on. One config class per scaling, chosen by `type:` in YAML.
+
+Frequencies are a handful of float32 numbers that follow from the config alone: they are computed on the host with
+NumPy, so they are the same on every platform and no array exists outside `jit`. The tables of cosines and sines over
+positions are computed inside it.
+"""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import draccus
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig(draccus.ChoiceRegistry):
+    """What every rotary embedding has.
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+        partial_rotary_factor: share of a head's features that is rotated; the remaining ones pass unchanged.
+    """
+
+    theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+
+    def __post_init__(self):
+        if self.theta <= 0:
+            raise ValueError(f"rope.theta must be positive, got {self.theta}")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(f"rope.partial_rotary_factor must be in (0, 1], got {self.partial_rotary_factor}")
+        _positive(self, "factor", "original_max_position_embeddings")
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "default"
+
+    def rotated_size(self, head_size: int) -> int:
+        """How many leading features of a head are rotated."""
+        size = int(head_size * self.partial_rotary_factor)
+        if size % 2 or size < 2:
+            raise ValueError(f"rotary embeddings rotate pairs of features, but {size} of {head_size} are to be rotated")
+        return size
+
+    @abstractmethod
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        """Radians per position of each feature pair, float32 `[rotated_size / 2]`.
+
+        Args:
+            head_size: features of one head.
+            length: positions in the sequence; only `dynamic` depends on it.
+        """
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return 1.0
+
+    def tables(self, HeadSize: Axis, positions: NamedArray, *, length: int) -> tuple[NamedArray, NamedArray]:
+        """Cosines and sines, float32 `[*positions.axes, head_size (the rotated part)]`.
+
+        Args:
+            HeadSize: the axis of a head's features.
+            positions: integer positions, any axes.
+            length: positions in the sequence (the largest position + 1 where positions start at 0).
+        """
+        frequency = self.frequencies(HeadSize.size, length)
+        Rotated = HeadSize.resize(self.rotated_size(HeadSize.size))
+        both_halves = hax.named(jnp.asarray(np.concatenate([frequency, frequency])), Rotated)
+        angles = positions.astype(jnp.float32).broadcast_axis(Rotated).rearrange((..., Rotated)) * both_halves
+        amplitude = np.float32(self.amplitude)
+        return hax.cos(angles) * amplitude, hax.sin(angles) * amplitude
+
+
+def apply_rotary(x: NamedArray, cos: NamedArray, sin: NamedArray, HeadSize: Axis) -> NamedArray:
+    """Rotates the leading features of `x` along `HeadSize`.
+
+    The arithmetic is in the dtype of `x`, to which the tables are rounded, as in Hugging Face's implementation.
+
+    Args:
+        x: queries or keys, `[…, head_size]`.
+        cos: cosines from `RotaryConfig.tables`; its axes are a subset of those of `x`, but for the rotated size.
+        sin: the sines that belong to them.
+        HeadSize: the axis of a head's features.
+    """
+    Rotated = cos.resolve_axis(HeadSize.name)
+    assert cos.axes == sin.axes and Rotated.size <= HeadSize.size
+    rotated, rest = x, None
+    if Rotated.size < HeadSize.size:
+        rotated = x[HeadSize, 0 : Rotated.size]
+        rest = x[HeadSize, Rotated.size : HeadSize.size]
+    half = Rotated.size // 2
+    quarter_turn = hax.concatenate(Rotated, [-rotated[Rotated, half : Rotated.size], rotated[Rotated, 0:half]])
+    out = (rotated * cos.astype(x.dtype) + quarter_turn * sin.astype(x.dtype)).rearrange(rotated.axes)
+    return out if rest is None else hax.concatenate(HeadSize, [out, rest])
+
+
+def _geometric(theta: float, size: int) -> np.ndarray:
+    """The unscaled frequencies θ^(−2i/size), float32, in the order of operations of the reference implementation."""
+    exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    return np.float32(1.0) / np.power(np.float32(theta), exponent)
+
+
+@RotaryConfig.register_subclass("default")
+@dataclass(frozen=True, kw_only=True)
+class DefaultRotaryConfig(RotaryConfig):
+    """RoPE as published (arXiv:2104.09864).
+
+    Attributes:
+        factor: positions are divided by it; 1 leaves them (the key exists for upstream's configs).
+    """
+
+    factor: float = 1.0
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        del length
+        return _geometric(self.theta, self.rotated_size(head_size)) / np.float32(self.factor)
+
+
+@RotaryConfig.register_subclass("linear")
+@dataclass(frozen=True, kw_only=True)
+class LinearRotaryConfig(RotaryConfig):
+    """Position interpolation: all positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
+
+    factor: float = 1.0
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        del length
+        return _geometric(self.theta, self.rotated_size(head_size)) / np.float32(self.factor)
+
+
+@RotaryConfig.register_subclass("dynamic")
+@dataclass(frozen=True, kw_only=True)
+class DynamicRotaryConfig(RotaryConfig):
+    """NTK-aware scaling that grows with the sequence (described in arXiv:2309.00071, section 3.3).
+
+    Up to the original context nothing changes. A longer sequence of `n` positions raises the base to
+    `θ · (factor · n / original − (factor − 1)) ^ (size / (size − 2))`. `n` is the number of positions of the whole
+    (padded) sequence, as in Hugging Face; unlike there, no state is kept from one batch to the next.
+
+    Attributes:
+        factor: how fast the base grows.
+        original_max_position_embeddings: the context the model was trained on (`max_position_embeddings` of a Hugging
+            Face config).
+    """
+
+    factor: float = 1.0
+    original_max_position_embeddings: int
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        size = self.rotated_size(head_size)
+        if size <= 2:
+            raise ValueError(f"dynamic RoPE needs more than 2 rotated features in a head, got {size}")
+        original = self.original_max_position_embeddings
+        growth = self.factor * max(length, original) / original - (self.factor - 1)
+        return _geometric(self.theta * growth ** (size / (size - 2)), size)
+
+
+@RotaryConfig.register_subclass("llama3")
+@dataclass(frozen=True, kw_only=True)
+class Llama3RotaryConfig(RotaryConfig):
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended.
+
+    Source: `apply_scaling` in Meta's llama-models; Llama 3, arXiv:2407.21783, section 3.4.
+
+    Attributes:
+        factor: stretch of the long wavelengths.
+        low_freq_factor: wavelengths above `original / low_freq_factor` are stretched.
+        high_freq_factor: wavelengths below `original / high_freq_factor` are kept.
+        original_max_position_embeddings: the context before the stretch.
+    """
+
+    theta: float = 500000.0
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope.low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
+            )
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        del length
+        kept = _geometric(self.theta, self.rotated_size(head_size))
+        stretched = kept / np.float32(self.factor)
+        wavelength = np.float32(2 * math.pi) / kept
+        original = self.original_max_position_embeddings
+        low, high = self.low_freq_factor, self.high_freq_factor
+        keep = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+        blended = (1 - keep) * stretched + keep * kept
+        between = np.where(wavelength > np.float32(original / low), stretched, blended)
+        return np.where(wavelength < np.float32(original / high), kept, between).astype(np.float32)
+
+
+@RotaryConfig.register_subclass("yarn")
+@dataclass(frozen=True, kw_only=True)
+class YarnRotaryConfig(RotaryConfig):
+    """YaRN: interpolation by parts, and attention sharpened by longer rotated vectors (Peng et al., arXiv:2309.00071).
+
+    Attributes:
+        factor: stretch of the context.
+        original_max_position_embeddings: the context before the stretch.
+        beta_fast: pairs that turn more often than this over the original context are kept.
+        beta_slow: pairs that turn less often than this are interpolated; those between are blended.
+        attention_factor: amplitude of the tables; None takes the paper's `0.1 · ln(factor) + 1`, or with both
+            `mscale`s the ratio of `0.1 · mscale · ln(factor) + 1` and the same with `mscale_all_dim` (DeepSeek).
+        mscale: see `attention_factor`; alone it may only be 1.
+        mscale_all_dim: see `attention_factor`.
+        truncate: round the limits of the blend outwards to whole feature pairs.
+    """
+
+    factor: float = 1.0
+    original_max_position_embeddings: int = 2048
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.attention_factor is None and (self.mscale or 1.0) != 1.0 and not self.mscale_all_dim:
+            raise ValueError(
+                f"rope.mscale {self.mscale} without mscale_all_dim: Hugging Face ignores it, other implementations do "
+                "not; give both, or say what you mean with attention_factor"
+            )
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def sharpening(mscale: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return sharpening(self.mscale) / sharpening(self.mscale_all_dim)
+        return sharpening(1.0)
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        del length
+        size = self.rotated_size(head_size)
+        kept = _geometric(self.theta, size)
+        interpolated = kept / np.float32(self.factor)
+        low, high = self._pair_turning(self.beta_fast, size), self._pair_turning(self.beta_slow, size)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        if low == high:
+            high += 0.001
+        pair = np.arange(size // 2, dtype=np.float32)
+        interpolate = np.clip((pair - np.float32(low)) / np.float32(high - low), 0, 1)
+        return (interpolated * interpolate + kept * (1 - interpolate)).astype(np.float32)
+
+    def _pair_turning(self, turns: float, size: int) -> float:
+        """The (fractional) index of the pair that makes `turns` rotations over the original context."""
+        original = self.original_max_position_embeddings
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def _positive(config: RotaryConfig, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name, 1)
+        if value <= 0:
+            raise ValueError(f"rope.{name} must be positive, got {value}")

@@ -1,0 +1,1 @@
+"""Entry points: parse, describe, check, execute, print. The only place that wires sibling rooms together."""

@@ -1,0 +1,65 @@
+"""The shell of every entry point: what a user sees of an error, and the exit code a script sees.
+
+0 done or fits; 1 internal error; 2 bad input or config; 3 does not fit; 4 compiler crash; 5 a peer is missing;
+75 preempted, saved, resumable; 130 Ctrl-C. `LEVANTER_TRACEBACK=1` shows where a user error was raised.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from levanter.config import HelpRequested, load
+from levanter.io import setup_logging
+from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
+
+C = TypeVar("C")
+OUR_PACKAGES = ("levanter", "haliax_ext")
+
+
+def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv: Sequence[str] | None = None) -> int:
+    """Parses the command line into `config_class`, runs `main`, and turns what happens into an exit code.
+
+    Args:
+        config_class: the entry point's config.
+        main: takes the config; may return an exit code.
+        argv: the command line without the program's name.
+    """
+    try:
+        setup_logging()
+        config = load(config_class, list(sys.argv[1:] if argv is None else argv))
+        return main(config) or OK
+    except HelpRequested as help_text:
+        print(help_text)
+        return OK
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return INTERNAL_ERROR
+    except (ValueError, OSError) as error:
+        if not is_user_error(error):
+            raise
+        _show(error)
+        return getattr(error, "exit_code", BAD_INPUT)
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether `error` tells a user about the input: it was raised by our own code, not by a library under it.
+
+    A `ValueError` that JAX raises during a run is a bug of ours and keeps its traceback.
+    """
+    if isinstance(error, RunRefused) or type(error).__module__.split(".")[0] in OUR_PACKAGES:
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return module.split(".")[0] in OUR_PACKAGES
+
+
+def _show(error: BaseException) -> None:
+    if os.environ.get("LEVANTER_TRACEBACK"):
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)

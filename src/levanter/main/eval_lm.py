@@ -1,0 +1,334 @@
+"""Evaluates a language model on text: loss, perplexity and bits per byte, per data set and per tag.
+
+    python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
+
+The model comes from Hugging Face files (`hf_checkpoint:` a folder, a hub id, a .gguf file). What happens, in order:
+the run is described (files, tokenizer, data, mesh, every parameter's place, the bytes that will be read, the Program
+that will run) and checked; the text is tokenized; the weights are streamed into their final shards; the batches are
+scored. Whatever is wrong with the input is said before a weight is read.
+"""
+
+import logging
+import platform
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from haliax_ext.abstract import with_arrays
+from haliax_ext.load_progress import LoadReport
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.program import Input, Program
+from levanter.config import plain, written
+from levanter.data import (
+    EvalBatches,
+    EvalRows,
+    EvalSequences,
+    EvaluationData,
+    LmDataConfig,
+    build_sequences,
+    resolve_evaluation,
+)
+from levanter.eval.perplexity import EvalResult, RowScores, summarize
+from levanter.eval.report import format_result, write_result
+from levanter.io import Progress
+from levanter.main.entry import run_entry_point
+from levanter.main.local import local_target, run_id
+from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
+from levanter.mesh import local_devices, mesh_report, require_accelerator
+from levanter.models.registry import LmConfig
+from levanter.models.scoring import token_logprobs
+from levanter.run import Check, RunPlan, Target
+from levanter.tracker import start_trackers
+from levanter.trainer.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROWS_PER_DEVICE = 8
+FETCH_BEHIND = 2
+"""Batches in flight before a result is fetched, so that the host's work hides behind the devices'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalLmConfig:
+    """What `eval_lm` evaluates, on what, and where.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        initialize_from_hf: another spelling of `hf_checkpoint`.
+        checkpoint_path: a checkpoint of our own training runs.
+        trainer: devices, mesh, precision, trackers.
+        data: the data sets.
+        model: the architecture, where the checkpoint does not say; checked against it where it does.
+        eval_on_train: evaluate on training data instead of validation data.
+        max_eval_length: tokens in a row.
+        output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        log_entropy, log_top2_gap, log_param_stats: extra metrics, not supported yet.
+    """
+
+    hf_checkpoint: str | None = None
+    initialize_from_hf: str | None = None
+    checkpoint_path: str | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    model: LmConfig | None = None
+    eval_on_train: bool = False
+    max_eval_length: int = 2048
+    output_path: str | None = None
+    allow_pickle: bool = False
+    load_memory_gib: float | None = None
+    log_entropy: bool = False
+    log_top2_gap: bool = False
+    log_param_stats: bool = False
+
+    def __post_init__(self):
+        problems = []
+        if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
+            problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
+        if self.checkpoint_path is not None:
+            problems.append("checkpoint_path: checkpoints of our own runs come with training; use hf_checkpoint")
+        elif not (self.hf_checkpoint or self.initialize_from_hf):
+            problems.append("no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file)")
+        if self.max_eval_length < 2:
+            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
+        for name in ("log_entropy", "log_top2_gap", "log_param_stats"):
+            if getattr(self, name):
+                problems.append(f"{name}: not supported yet; set it to false")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def reference(self) -> str:
+        return self.hf_checkpoint or self.initialize_from_hf or ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalWork:
+    """What `execute` needs beside the Programs."""
+
+    config: EvalLmConfig
+    pretrained: PretrainedModel
+    data: EvaluationData
+    batch_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The numbers, and how long what took.
+
+    Attributes:
+        result: the numbers.
+        loading: how loading went.
+        scoring_seconds: from the first batch to the last result, compilation included.
+        compile_seconds: until the first batch was there.
+        scored_tokens: tokens scored.
+    """
+
+    result: EvalResult
+    loading: LoadReport
+    scoring_seconds: float
+    compile_seconds: float
+    scored_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Scored tokens a second behind the first batch; with one batch only, that one counts."""
+        return self.scored_tokens / max(self.scoring_seconds, 1e-9)
+
+
+def describe(config: EvalLmConfig, target: Target) -> RunPlan:
+    """Describes the evaluation for `target`; reads metadata, no weight, no document."""
+    checks = []
+    data = resolve_evaluation(config.data, split="train" if config.eval_on_train else None)
+    checks.append(Check(name="data", status="ok", message="; ".join(map(str, data.sets))))
+    checks += [Check(name="data", status="note", message=note) for note in data.notes]
+    pretrained = describe_pretrained(
+        ModelChoice(
+            reference=config.reference,
+            model=config.model,
+            tokenizer=config.data.tokenizer if "tokenizer" in written(config.data) else None,
+            trainer=config.trainer,
+            allow_pickle=config.allow_pickle,
+            memory_gib=config.load_memory_gib,
+        ),
+        target,
+        batch=lambda ways: batch_rows(config, ways)[0],
+        positions=config.max_eval_length,
+    )
+    checks += pretrained.checks
+    rows, why = batch_rows(config, pretrained.resolved.batch_ways)
+    checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
+    return RunPlan(
+        entry_point="eval_lm",
+        target=target,
+        mesh=pretrained.resolved.spec,
+        checks=tuple(checks),
+        sharding=pretrained.sharding,
+        activations=pretrained.activations,
+        load=pretrained.load_plan,
+        programs=(score_program(pretrained, rows=rows, positions=config.max_eval_length),),
+        notes=pretrained.notes,
+        work=EvalWork(config=config, pretrained=pretrained, data=data, batch_rows=rows),
+    )
+
+
+def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
+    """Rows of a global batch, and why."""
+    trainer = config.trainer
+    per_device, why = trainer.per_device_eval_parallelism, "trainer.per_device_eval_parallelism"
+    if per_device == -1:
+        per_device, why = trainer.per_device_parallelism, "trainer.per_device_parallelism"
+    if per_device == -1:
+        per_device, why = DEFAULT_ROWS_PER_DEVICE, "the default"
+    return per_device * ways, f"{per_device} a device ({why}) × {ways} ways that the batch is cut"
+
+
+def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> Program:
+    """The Program that scores one batch: model, tokens and segments → log-probabilities, `[batch, position]`."""
+    Batch, Pos = hax.Axis(pretrained.resolved.batch_axis, rows), hax.Axis("position", positions)
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))
+    mappings = pretrained.resolved.mappings
+
+    def score(model: Any, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
+        return token_logprobs(model, tokens, segment_ids=segment_ids)
+
+    return Program(
+        name="score",
+        function=score,
+        inputs=(
+            Input(name="model", value=pretrained.abstract, placement=pretrained.sharding),
+            Input(name="tokens", value=ids, placement=mappings.compute),
+            Input(name="segment_ids", value=ids, placement=mappings.compute),
+        ),
+        mappings=mappings,
+        # A few kilobytes that every host reads: whole on every device.
+        out_placement=AxisMapping(),
+        matmul_precision=pretrained.precision.matmul,
+    )
+
+
+def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
+    """Tokenizes, loads, scores; nothing runs that is not in `plan`."""
+    work: EvalWork = plan.work
+    limit = work.config.trainer.max_eval_batches
+    show = jax.process_index() == 0
+    # Text first: whatever is wrong with it is said before a weight is read.
+    sequences = _tokenize(work, show=show)
+    batches = EvalBatches(
+        sequences=sequences,
+        batch_size=work.batch_rows,
+        max_rows_per_set=None if limit is None else limit * work.batch_rows,
+    )
+    loaded = load_pretrained(work.pretrained, mesh, show=show)
+    model = with_arrays(work.pretrained.abstract, loaded.arrays)
+    program = plan.program("score")
+    score = program.jit(mesh)
+    scores = RowScores(sequences.row_count)
+    began = time.perf_counter()
+    first = done = 0.0
+    waiting: deque[tuple[EvalRows, hax.NamedArray]] = deque()
+    with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
+        for step in range(len(batches) + FETCH_BEHIND):
+            if step < len(batches):
+                batch = batches[step]
+                waiting.append((batch, score(model, *_on_devices(program, batch, mesh))))
+            if step >= FETCH_BEHIND and waiting:
+                batch, logprobs = waiting.popleft()
+                scores.add(batch, np.asarray(logprobs.array.addressable_data(0)))
+                first = first or time.perf_counter() - began
+                done += batch.scored_tokens.sum()
+                progress.advance_to(done)
+    return Evaluation(
+        result=summarize(sequences, scores, max_rows_per_set=batches.max_rows_per_set),
+        loading=loaded.report,
+        scoring_seconds=time.perf_counter() - began,
+        compile_seconds=first,
+        scored_tokens=int(done),
+    )
+
+
+def _scored_tokens(batches: EvalBatches) -> int:
+    rows = batches.rows
+    step = 4096  # rows whose masks are made at once
+    return sum(int(batches.sequences.take(rows[i : i + step]).scored_tokens.sum()) for i in range(0, len(rows), step))
+
+
+def _tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
+    config = work.config
+    with Progress("tokenizing", total=None, unit="characters", show=show) as progress:
+        return build_sequences(
+            work.data.sets,
+            work.pretrained.tokenizer,
+            max_length=config.max_eval_length,
+            enforce_bos=config.data.enforce_bos,
+            enforce_eos=config.data.enforce_eos,
+            separate_documents=config.data.block_cross_document_attention,
+            vocab_size=work.pretrained.Vocab.size,
+            on_progress=progress.advance_to,
+        )
+
+
+def _on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]:
+    """The batch's ids and segments as global arrays; every process gives its devices their part."""
+    placed = []
+    for declared, data in zip(program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True):
+        axes = declared.value.axes
+        sharding = NamedSharding(mesh, declared.placement.spec([a.name for a in axes]))
+        array = jax.make_array_from_callback(data.shape, sharding, lambda index, data=data: data[index])
+        placed.append(hax.NamedArray(array, axes))
+    return placed
+
+
+def main(config: EvalLmConfig) -> int:
+    """Runs an evaluation on the devices that are here."""
+    found = local_devices(config.trainer.mesh)
+    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
+    plan = describe(config, local_target(found))
+    show = jax.process_index() == 0
+    if show:
+        parameters = {"parameters": plan.sharding.bytes_per_device}
+        print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
+        print(plan.report())
+    plan.check()
+    id_ = run_id(config.trainer)
+    tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())
+    try:
+        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
+        done = execute(plan, plan.mesh.build(found.devices))
+        tracker.log(done.result.metrics(), step=0)
+        tracker.log_summary(done.result.metrics())
+        if show:
+            output = config.output_path or str(Path(config.trainer.log_dir) / id_ / "eval_lm.json")
+            facts = run_facts(plan, done)
+            write_result(output, done.result, facts)
+            print(format_result(done.result, {**facts, "numbers in": output}))
+    finally:
+        tracker.finish()
+    return 0
+
+
+def run_facts(plan: RunPlan, done: Evaluation) -> dict[str, str]:
+    """What to say beside the numbers: model source, devices, times, versions."""
+    report = done.loading
+    return {
+        "model": plan.work.pretrained.checkpoint.description,
+        "precision": str(plan.work.pretrained.precision),
+        "mesh": f"{plan.mesh} of {plan.target.devices} {plan.target.kind}",
+        "loading": str(report),
+        "scoring": f"{done.scored_tokens:,} tokens in {done.scoring_seconds:.1f} s = {done.tokens_per_second:,.0f} "
+        f"tokens/s (first batch after {done.compile_seconds:.1f} s, compilation included)",
+        "versions": f"Python {platform.python_version()}, jax {jax.__version__}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry_point(EvalLmConfig, main))

@@ -1,0 +1,407 @@
+"""Trains a language model.
+
+    python -m levanter.main.train_lm --config_path config/train/llama2_7b_v4-32.yaml
+
+`describe` says what a run will do from the config and the number of devices alone: the batch and how it is divided,
+where every parameter and every optimizer statistic lies, the Programs (`init_state`, or `init_optimizer` behind weights
+that are read; then `train_step`, one for each batch size of a schedule). `levanter.main.plan train_lm` compiles
+these same Programs for a pod that is not there.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import haliax as hax
+import jax
+
+from haliax_ext.activations import plan_activations
+from haliax_ext.load_plan import LoadPlan
+from haliax_ext.load_strategy import plan_loading
+from haliax_ext.program import Program
+from haliax_ext.rules import WeightMismatchError
+from levanter.compat.hf.checkpoint import PretrainedCheckpoint, open_checkpoint
+from levanter.compat.hf.errors import MissingFileError, UnreachableError
+from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.config import plain, written
+from levanter.data import LmDataConfig
+from levanter.main.entry import run_entry_point
+from levanter.main.local import local_target
+from levanter.mesh import ModelAxes, ResolvedMesh, local_devices, mesh_report, resolve
+from levanter.models import LlamaConfig
+from levanter.models.activations import transformer_activations
+from levanter.models.axes import ALIASES, KNOWN_AXES
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
+from levanter.models.scoring import DEFAULT_CHUNK
+from levanter.models.vocabularies import known_vocabulary
+from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.run import BAD_INPUT, Check, RunPlan, Target
+from levanter.trainer.batch_plan import BatchPlan, BatchStage, plan_batches
+from levanter.trainer.config import TrainerConfig
+from levanter.trainer.loss import abstract_batch
+from levanter.trainer.state import (
+    StatePlan,
+    TrainState,
+    abstract_state,
+    init_optimizer_program,
+    init_program,
+    plan_state,
+)
+from levanter.trainer.step import StepRecipe, step_program
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLmConfig:
+    """What `train_lm` trains, on what, and where.
+
+    Attributes:
+        data: the data sets and their weights.
+        trainer: devices, mesh, batch, precision, trackers, checkpoints.
+        model: the architecture.
+        optimizer: optimizer and learning rate.
+        train_seq_len: tokens in a row; default `model.max_seq_len`.
+        initialize_from_hf: a Hugging Face checkpoint to begin from; true for the model's reference checkpoint.
+        use_hf_model_config: whether that checkpoint's architecture replaces `model`.
+        initialize_from_checkpoint_path: a checkpoint of ours to begin from.
+        z_loss_weight: weight of the squared log-normalizer in the loss.
+        data_seed: seed of the data's order; default `trainer.seed`.
+        epoch: passes over the data; 0 for as many as the steps take.
+        pad_tokenizer_to_match_model: whether a tokenizer with fewer ids than the model is accepted.
+        hf_save_path, hf_save_steps, hf_save_dtype, hf_upload, hf_generation_eos_token_ids: the Hugging Face export.
+        adapter, peft_save_path, peft_hf_upload, merged_hf_save_path, merged_hf_upload: low-rank adapters.
+        eval_harness, eval_harness_steps, labeled_eval, log_entropy: what is evaluated during training.
+    """
+
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig = field(default_factory=LlamaConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    train_seq_len: int | None = None
+    initialize_from_hf: bool | str = False
+    use_hf_model_config: bool = False
+    initialize_from_checkpoint_path: str | None = None
+    z_loss_weight: float = 0.0
+    data_seed: int | None = None
+    epoch: int = 0
+    pad_tokenizer_to_match_model: bool = False
+    hf_save_path: str | None = None
+    hf_save_steps: int = 10_000
+    hf_save_dtype: str | None = None
+    hf_upload: bool | str | None = None
+    hf_generation_eos_token_ids: list[int] | None = None
+    adapter: dict[str, Any] | None = None
+    peft_save_path: str | None = None
+    peft_hf_upload: str | None = None
+    merged_hf_save_path: str | None = None
+    merged_hf_upload: str | None = None
+    eval_harness: dict[str, Any] | None = None
+    eval_harness_steps: int = 10_000
+    labeled_eval: dict[str, Any] | None = None
+    log_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.initialize_from_hf and self.initialize_from_checkpoint_path:
+            problems.append("initialize_from_hf and initialize_from_checkpoint_path: both begin the run; keep one")
+        if self.use_hf_model_config and not self.initialize_from_hf:
+            problems.append("use_hf_model_config: needs initialize_from_hf, which names the checkpoint")
+        if self.initialize_from_hf is True and self.model.reference_checkpoint is None:
+            problems.append("initialize_from_hf: true stands for model.reference_checkpoint, which is null; name one")
+        if self.train_seq_len is not None and self.train_seq_len < 2:
+            problems.append(f"train_seq_len must be at least 2 (a token and the next), got {self.train_seq_len}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def reference(self) -> str | None:
+        """The Hugging Face checkpoint that the run begins from."""
+        named = self.initialize_from_hf
+        return self.model.reference_checkpoint if named is True else named or None
+
+    @property
+    def positions(self) -> int:
+        """Tokens in a row."""
+        return self.train_seq_len or self.model.max_seq_len
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainWork:
+    """What is behind a training plan.
+
+    Attributes:
+        config: as the user wrote it.
+        model: the architecture, with the choices for this platform made.
+        Vocab: rows of the embedding, rounded up to what the mesh divides.
+        precision: the dtype policy.
+        resolved: mesh and mappings.
+        state: what is carried from step to step, without memory.
+        state_plan: where it lies.
+        batches: batch plans by first step.
+        bytes_by_group: bytes on a device of what stays there, by kind.
+        checkpoint: where the first weights come from; None where they are made.
+    """
+
+    config: TrainLmConfig
+    model: LmConfig
+    Vocab: hax.Axis
+    precision: Precision
+    resolved: ResolvedMesh
+    state: TrainState
+    state_plan: StatePlan
+    batches: tuple[BatchStage, ...]
+    bytes_by_group: dict[str, int]
+    checkpoint: PretrainedCheckpoint | None
+
+
+def describe(config: TrainLmConfig, target: Target) -> RunPlan:
+    """Describes a training run for `target`; reads metadata only.
+
+    Raises:
+        ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
+            plan.
+    """
+    trainer, positions = config.trainer, config.positions
+    precision = Precision.parse(trainer.mp)
+    checkpoint, checks = _open(config)
+    checks += _unsupported(config)
+    architecture = _architecture(config, checkpoint)
+    model, reasons = architecture.for_platform(target.platform, compute_dtype=precision.compute, length=positions)
+    checks += [Check(name="kernels", status="ok", message=reason) for reason in reasons]
+    checks.append(Check(name="precision", status="ok", message=str(precision)))
+    vocab, vocab_check = _vocabulary(config, model)
+    resolved = resolve(
+        trainer.mesh,
+        ModelAxes(
+            sizes={**{a.name: a.size for a in model.axes.values()}, "vocab": vocab, "position": positions},
+            known=KNOWN_AXES,
+            aliases=ALIASES,
+        ),
+        devices=target.devices,
+        granules=target.granules,
+    )
+    Vocab = hax.Axis("vocab", _rounded(vocab, resolved))
+    model = replace(model, vocab_size=vocab)
+    if Vocab.size != vocab:
+        vocab_check = replace(
+            vocab_check, message=f"{vocab_check.message}; {Vocab.size} rows, a multiple of what the mesh cuts"
+        )
+    checks.append(vocab_check)
+    batches = plan_batches(
+        trainer.train_batch_size,
+        per_device=trainer.per_device_parallelism,
+        ways=resolved.batch_ways,
+        positions=positions,
+        allow_padding=trainer.allow_nondivisible_batch_size,
+        mesh=str(resolved.spec),
+    )
+    for stage in batches:
+        since = f"from step {stage.start}: " if len(batches) > 1 else ""
+        checks.append(Check(name="batch", status="ok", message=f"{since}{stage.plan}"))
+    transformation = config.optimizer.build(trainer.num_train_steps)
+
+    def build(key: jax.Array) -> Any:
+        return model.build(Vocab, key=key)
+
+    state = abstract_state(lambda: build(jax.random.PRNGKey(0)), transformation, precision)
+    state_plan = plan_state(state, resolved.mappings, resolved.spec, hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes))
+    largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
+    activations = plan_activations(
+        transformer_activations(
+            model,
+            batch=(resolved.batch_axis, largest.microbatch),
+            positions=positions,
+            vocab=Vocab.size,
+            chunk=model.cross_entropy_block_size or DEFAULT_CHUNK,
+            dtype=precision.compute,
+        ),
+        resolved.mappings,
+        resolved.spec,
+    )
+    load = None
+    if checkpoint is not None and not state_plan.parameters.errors:
+        load, problems = _load_plan(checkpoint, model, Vocab, state_plan, target)
+        checks += problems
+    if config.reference is None:
+        first = init_program(state_plan, build, transformation, precision)
+    else:
+        first = init_optimizer_program(state, state_plan, transformation)
+
+    def recipe(batches: BatchPlan) -> StepRecipe:
+        return StepRecipe(
+            optimizer=transformation,
+            schedule=config.optimizer.schedule(trainer.num_train_steps),
+            precision=precision,
+            accumulation=batches.accumulation,
+            parameters=state_plan.parameters,
+        )
+
+    def step(stage: BatchStage) -> Program:
+        return step_program(
+            recipe(stage.plan),
+            state=state,
+            plan=state_plan,
+            batch=abstract_batch(
+                hax.Axis(resolved.batch_axis, stage.plan.placed_rows),
+                hax.Axis("position", positions),
+                weights=True,
+                segments=config.data.block_cross_document_attention,
+            ),
+            mappings=resolved.mappings,
+            name=program_name(stage),
+        )
+
+    return RunPlan(
+        entry_point="train_lm",
+        target=target,
+        mesh=resolved.spec,
+        checks=tuple(checks),
+        sharding=state_plan.whole,
+        activations=activations,
+        load=load,
+        programs=(first, *(step(stage) for stage in _distinct(batches))),
+        notes=resolved.notes,
+        work=TrainWork(
+            config=config,
+            model=model,
+            Vocab=Vocab,
+            precision=precision,
+            resolved=resolved,
+            state=state,
+            state_plan=state_plan,
+            batches=batches,
+            bytes_by_group=state_plan.bytes_by_group,
+            checkpoint=checkpoint,
+        ),
+    )
+
+
+def program_name(stage: BatchStage) -> str:
+    """What the train step of a stage is called: `train_step`, and with the first step of later stages."""
+    return "train_step" if stage.start == 0 else f"train_step_from_{stage.start}"
+
+
+def _distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
+    """The stages that need a Program of their own: one for each size."""
+    seen = set()
+    for stage in batches:
+        key = (stage.plan.placed_rows, stage.plan.accumulation)
+        if key not in seen:
+            yield stage
+        seen.add(key)
+
+
+def _open(config: TrainLmConfig) -> tuple[PretrainedCheckpoint | None, list[Check]]:
+    """The checkpoint that the run begins from, where it can be reached."""
+    if config.reference is None:
+        return None, []
+    try:
+        checkpoint = open_checkpoint(config.reference)
+    except (UnreachableError, MissingFileError) as error:
+        message = f"not checked here, the architecture is that of model: {error}"
+        return None, [Check(name="weights", status="unchecked", message=message)]
+    return checkpoint, [
+        Check(name="weights", status="ok", message=checkpoint.description),
+        *(Check(name="weights", status="note", message=f"not reached: {each}") for each in checkpoint.passed_over),
+        *(Check(name="weights", status="note", message=str(finding)) for finding in checkpoint.findings),
+    ]
+
+
+def _architecture(config: TrainLmConfig, checkpoint: PretrainedCheckpoint | None) -> LmConfig:
+    """The architecture: `model`, or the checkpoint's with what `model` says of how it is run."""
+    if checkpoint is None:
+        return config.model
+    keys = written(config.model)
+    block = {key: value for key, value in plain(config.model).items() if key in keys or key == "type"}
+    if not config.use_hf_model_config:
+        checkpoint.check_model_block({**plain(config.model), **block})
+        return replace(config.model, vocab_size=checkpoint.vocab_size)
+    free = keys - set(checkpoint.bridged.family.architecture_fields)
+    return replace(checkpoint.config, **{key: getattr(config.model, key) for key in sorted(free)})
+
+
+def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Check]:
+    """How many ids there are, and how that is known."""
+    if model.vocab_size is not None:
+        return model.vocab_size, Check(name="vocabulary", status="ok", message=f"{model.vocab_size} ids, as configured")
+    name = config.data.tokenizer
+    if config.data.vocab_size is not None:
+        size, how = config.data.vocab_size, "data.vocab_size"
+        return size, Check(name="vocabulary", status="ok", message=f"{size} ids ({how})")
+    try:
+        size = load_tokenizer(name).vocab_size
+        return size, Check(name="vocabulary", status="ok", message=f"{size} ids (tokenizer {name})")
+    except (UnreachableError, MissingFileError) as error:
+        size = known_vocabulary(name)
+        if size is None:
+            raise ValueError(
+                f"the size of the vocabulary is not known: model.vocab_size is not given, and the tokenizer cannot be "
+                f"read here ({error})\n  → give model.vocab_size"
+            ) from error
+        message = f"{size} ids, as {name} is known to have; the tokenizer itself is not checked here"
+        return size, Check(name="vocabulary", status="unchecked", message=message)
+
+
+def _rounded(vocab: int, resolved: ResolvedMesh) -> int:
+    """The vocabulary's size up to the next multiple of what parameter and compute mapping cut it into."""
+    mappings = resolved.mappings
+    cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
+    unit = math.lcm(*cuts)
+    return -(-vocab // unit) * unit
+
+
+def _load_plan(
+    checkpoint: PretrainedCheckpoint, model: LmConfig, Vocab: hax.Axis, plan: StatePlan, target: Target
+) -> tuple[LoadPlan | None, list[Check]]:
+    try:
+        return plan_loading(
+            plan.parameters,
+            model.weight_rules(Vocab),
+            checkpoint.source,
+            hosts=target.host_layout(plan.parameters.mesh),
+        ), []
+    except WeightMismatchError as error:
+        return None, [Check(name="weights", status="error", message=str(error), error=error)]
+
+
+def _unsupported(config: TrainLmConfig) -> list[Check]:
+    """What would change the train step and is not built yet is an error; what stands beside it is a note."""
+    trainer = config.trainer
+    changing = {
+        "z_loss_weight": config.z_loss_weight != 0,
+        "adapter": (config.adapter or {}).get("type", "none") != "none",
+        "trainer.quantization": trainer.quantization is not None,
+        "trainer.model_averaging": trainer.model_averaging is not None,
+    }
+    beside = {
+        "eval_harness": config.eval_harness is not None,
+        "labeled_eval": config.labeled_eval is not None,
+        "log_entropy": config.log_entropy,
+    }
+    errors = [ValueError(f"{key}: not supported yet; leave it out") for key, given in changing.items() if given]
+    return [
+        *(Check(name="config", status="error", message=str(error), error=error) for error in errors),
+        *(
+            Check(name="config", status="note", message=f"{key}: not supported yet, not planned")
+            for key, given in beside.items()
+            if given
+        ),
+    ]
+
+
+def main(config: TrainLmConfig) -> int:
+    """Prints the plan of a run on the devices that are here; running it is not built yet."""
+    found = local_devices(config.trainer.mesh)
+    plan = describe(config, local_target(found))
+    if jax.process_index() == 0:
+        print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=plan.work.bytes_by_group))
+        print(plan.report())
+    plan.check()
+    print("error: train_lm can be planned (levanter.main.plan train_lm), but not run yet", file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry_point(TrainLmConfig, main))

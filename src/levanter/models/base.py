@@ -1,0 +1,52 @@
+"""`LmHeadModel`: what every causal language model is to the rooms above."""
+
+from abc import abstractmethod
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from levanter.layers.attention import AttentionMask
+from levanter.models.registry import LmConfig
+
+
+class LmHeadModel(eqx.Module):
+    """A causal language model: tokens to activations, and the head that turns activations into logits.
+
+    The two are apart so that logits need never exist for a whole sequence (see `models.scoring`).
+    """
+
+    config: eqx.AbstractVar[LmConfig]
+
+    @abstractmethod
+    def __call__(
+        self,
+        input_ids: NamedArray,
+        *,
+        segment_ids: NamedArray | None = None,
+        attn_mask: AttentionMask | None = None,
+        positions: NamedArray | None = None,
+    ) -> NamedArray:
+        """Activations after the final norm, `[…, position, embed]`.
+
+        Args:
+            input_ids: token ids, `[…, position]`.
+            segment_ids: `[…, position]`; tokens see only their own segment.
+            attn_mask: which positions see which; causal by default.
+            positions: the position of each token, where it is not its index.
+        """
+
+    @abstractmethod
+    def head_weight(self) -> NamedArray:
+        """The output head, `[vocab, embed]`."""
+
+    @property
+    def Vocab(self) -> Axis:
+        """The axis of the vocabulary."""
+        return self.head_weight().resolve_axis("vocab")
+
+    def logits(self, activations: NamedArray) -> NamedArray:
+        """Float32 logits, `[…, vocab]`. Constraint point: the result."""
+        weight = self.head_weight()
+        return hax.auto_sharded(hax.dot(activations, weight, axis="embed", preferred_element_type=jnp.float32))

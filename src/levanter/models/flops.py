@@ -1,0 +1,54 @@
+"""How many floating-point operations a token costs.
+
+Counting as Kaplan et al. (arXiv:2001.08361) and PaLM (arXiv:2204.02311, appendix B) do: a weight that multiplies a
+token costs 2 operations forward and 4 backward; attention over `context` keys costs
+`4 · layers · heads · head_size · context` forward (scores, and the mix of values) and twice that backward. Norms,
+softmax and embedding lookups are left out.
+Recomputation for gradient checkpointing is not counted: these are the model's operations, as in MFU.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from levanter.models.registry import LmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsPerToken:
+    """Operations a token, forward.
+
+    Attributes:
+        weights: in products with weights, the output head included.
+        attention: in products of queries with keys and of weights with values.
+    """
+
+    weights: float
+    attention: float
+
+    @property
+    def scoring(self) -> float:
+        """Of a forward pass."""
+        return self.weights + self.attention
+
+    @property
+    def training(self) -> float:
+        """Of a forward and a backward pass."""
+        return 3 * self.scoring
+
+
+def flops_per_token(
+    config: LmConfig, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]
+) -> FlopsPerToken:
+    """Operations a token in sequences of `context_length`.
+
+    Args:
+        config: the architecture.
+        vocab_size: entries of the output head.
+        context_length: tokens in a sequence.
+        attention: `full` counts every pair of positions (the usual 12·L·H·Q·S convention of MFU); `causal` counts the
+            pairs that a causal mask shows, `(context_length + 1) / 2` keys a token.
+    """
+    keys = context_length if attention == "full" else (context_length + 1) / 2
+    return FlopsPerToken(
+        weights=2.0 * config.matmul_parameters(vocab_size), attention=4.0 * config.attention_features * keys
+    )

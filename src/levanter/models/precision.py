@@ -1,0 +1,129 @@
+"""Precision policies: in which dtype weights are stored, in which one computes, what comes out.
+
+Configs hold a policy as a string, in the spelling of the `jmp` package: `f32`, `bfloat16`, `p=f32,c=bf16`,
+`params=float32,compute=bfloat16,output=float32`. One more key is ours: `m=` says how matrix products of float32 numbers
+are computed (`default`, `high`, `highest`). TPUs and recent GPUs round their inputs by default; without `m=`, float32
+compute asks for `highest`, so that f32 means f32 on every platform.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haliax_ext.errors import nearest
+
+T = TypeVar("T")
+Matmul = Literal["default", "high", "highest"]
+
+_DTYPES = {
+    "f32": "float32",
+    "float32": "float32",
+    "full": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "f16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+_KEYS = {
+    "p": "params",
+    "params": "params",
+    "c": "compute",
+    "compute": "compute",
+    "o": "output",
+    "output": "output",
+    "m": "matmul",
+    "matmul": "matmul",
+}
+_MATMULS = ("default", "high", "highest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A precision policy.
+
+    Attributes:
+        params: dtype of stored weights and optimizer state.
+        compute: dtype of weights and activations while computing.
+        output: dtype of results.
+        matmul: JAX's matmul precision.
+    """
+
+    params: np.dtype
+    compute: np.dtype
+    output: np.dtype
+    matmul: Matmul
+
+    @classmethod
+    def parse(cls, text: str) -> "Precision":
+        """Reads a policy string.
+
+        Raises:
+            ValueError: with everything in it that is not understood.
+        """
+        found: dict[str, str] = {}
+        problems: list[str] = []
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) == 1 and "=" not in text:
+            name = _lookup(parts[0], _DTYPES, "dtype", problems)
+            found = {"params": name, "compute": name, "output": name}
+        else:
+            for part in parts:
+                match = re.fullmatch(r"(\w+)\s*=\s*(\w+)", part)
+                if match is None:
+                    problems.append(f"{part!r} is not of the form key=dtype")
+                    continue
+                key = _lookup(match[1], _KEYS, "key", problems)
+                if key in found:
+                    problems.append(f"{key} is given twice")
+                if key == "matmul":
+                    found[key] = _lookup(match[2], {m: m for m in _MATMULS}, "matmul precision", problems)
+                else:
+                    found[key] = _lookup(match[2], _DTYPES, "dtype", problems)
+        if problems:
+            raise ValueError(f"precision policy {text!r}: " + "; ".join(problems) + "; an example: p=f32,c=bf16")
+        params = found.get("params", "float32")
+        compute = found.get("compute", params)
+        return cls(
+            params=jnp.dtype(params),
+            compute=jnp.dtype(compute),
+            output=jnp.dtype(found.get("output", compute)),
+            matmul=found.get("matmul", "highest" if compute == "float32" else "default"),  # pyright: ignore
+        )
+
+    def __str__(self) -> str:
+        return f"p={self.params.name},c={self.compute.name},o={self.output.name},m={self.matmul}"
+
+    def cast_to_param(self, tree: T) -> T:
+        """Floating-point arrays of `tree` in the storage dtype."""
+        return cast_floating(tree, self.params)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Floating-point arrays of `tree` in the compute dtype; call it inside `jit`."""
+        return cast_floating(tree, self.compute)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Floating-point arrays of `tree` in the output dtype."""
+        return cast_floating(tree, self.output)
+
+
+def cast_floating(tree: T, dtype: np.dtype) -> T:
+    """`tree` with its floating-point arrays in `dtype`."""
+
+    def cast(x):
+        floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if floating else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _lookup(word: str, known: dict[str, str], what: str, problems: list[str]) -> str:
+    if word not in known:
+        close = nearest(word, known)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        problems.append(f"{word!r} is not a {what} ({', '.join(known)}){hint}")
+    return known.get(word, word)

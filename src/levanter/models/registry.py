@@ -1,0 +1,98 @@
+"""The model families: what `model: {type: …}` may name, and what every family's config answers.
+
+A config is a frozen value that knows its axes and can build its model; it holds no array. `levanter.models` imports
+every family, and importing a family registers it here.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import draccus
+import jax
+from haliax import Axis
+from jax.typing import DTypeLike
+
+from haliax_ext.errors import nearest
+
+if TYPE_CHECKING:
+    from haliax_ext.rules import WeightRules
+    from levanter.models.base import LmHeadModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmConfig(draccus.ChoiceRegistry):
+    """The architecture of a causal language model.
+
+    Attributes:
+        max_seq_len: the longest sequence the model is meant for.
+        vocab_size: rows of the embedding table; None leaves it to the tokenizer.
+        tokenizer: the tokenizer the model was made with, if it has its own.
+        reference_checkpoint: a Hugging Face checkpoint of this architecture.
+        cross_entropy_block_size: positions scored at a time; None is scoring's default.
+    """
+
+    max_seq_len: int = 2048
+    vocab_size: int | None = None
+    tokenizer: str | None = None
+    reference_checkpoint: str | None = None
+    cross_entropy_block_size: int | None = None
+
+    @classmethod
+    def get_choice_class(cls, name: str) -> Any:
+        known = cls.get_known_choices()
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(f"model.type: {name!r} is not a model family ({', '.join(sorted(known))}){hint}")
+        return known[name]
+
+    @property
+    @abstractmethod
+    def axes(self) -> Mapping[str, Axis]:
+        """The axes of the model's weights by name, without `vocab`."""
+
+    @property
+    def max_Pos(self) -> Axis:
+        """The axis of positions at full length."""
+        return Axis("position", self.max_seq_len)
+
+    @property
+    @abstractmethod
+    def Embed(self) -> Axis:
+        """The axis of the residual stream."""
+
+    @abstractmethod
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "LmHeadModel":
+        """A freshly initialized model; call it inside `jit` or `eval_shape`."""
+
+    @abstractmethod
+    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
+        """How the model's leaves come from Hugging Face tensors, and back.
+
+        Args:
+            Vocab: the model's vocabulary axis; where it is longer than `vocab_size`, a checkpoint may lack the added
+                rows.
+        """
+
+    @abstractmethod
+    def matmul_parameters(self, vocab_size: int) -> int:
+        """Weights that multiply each token once in a forward pass, the output head included."""
+
+    @property
+    @abstractmethod
+    def attention_features(self) -> int:
+        """Features of all query heads of all layers: `layers · heads · head_size`."""
+
+    @abstractmethod
+    def for_platform(
+        self, platform: str, *, compute_dtype: DTypeLike, length: int | None = None
+    ) -> "tuple[LmConfig, tuple[str, ...]]":
+        """This config with open choices made for a platform, and one line of reason for each choice.
+
+        Args:
+            platform: `cpu`, `gpu` or `tpu`.
+            compute_dtype: of activations.
+            length: tokens in a sequence; default `max_seq_len`.
+        """

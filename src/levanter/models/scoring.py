@@ -1,0 +1,231 @@
+"""Scoring: log-probabilities of the tokens that are there. Evaluation, memorization and training all use this.
+
+The logits of a whole sequence never exist. Positions are scored a chunk at a time inside one `scan`, with the chunk's
+logits in float32 and recomputed in the backward pass. Under `vocab → model` each device holds its columns of the
+chunk's logits: the log-sum-exp is two small all-reduces, and the target's logit is a sum under a mask, so nothing is
+gathered across shards.
+
+A chunk holds every n-th position, not a run of them: a mapping that shards `position` then shards every chunk.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.reference import HIDDEN
+from levanter.models.base import LmHeadModel
+
+DEFAULT_CHUNK = 128
+"""Positions scored at a time; their logits take `batch × 128 × vocab × 4` bytes over all devices."""
+
+
+def token_logprobs(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    *,
+    segment_ids: NamedArray | None = None,
+    attn_mask: AttentionMask | None = None,
+    positions: NamedArray | None = None,
+    chunk: int | None = None,
+) -> NamedArray:
+    """Log-probability of each next token.
+
+    Where the vocabulary axis is longer than the config's `vocab_size`, the added entries are left out of the
+    distribution. Matrix products are in the dtype of the weights; the head's result and everything after it is float32.
+
+    Args:
+        model: its weights in the compute dtype.
+        tokens: ids, `[…, position]`.
+        segment_ids: `[…, position]`; tokens see, and are scored within, their own segment.
+        attn_mask: causal by default.
+        positions: the position of each token, where it is not its index.
+        chunk: positions scored at a time; default the config's `cross_entropy_block_size`, else `DEFAULT_CHUNK`.
+
+    Returns:
+        Float32 with the axes of `tokens`; entry t is log p(tokens[t+1] | tokens[..t]). The last entry of a sequence,
+        and of each segment, is 0.
+    """
+    activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions)
+    found = target_logprobs(
+        activations,
+        model.head_weight(),
+        hax.roll(tokens, -1, "position"),
+        chunk=chunk or model.config.cross_entropy_block_size or DEFAULT_CHUNK,
+        vocab_size=model.config.vocab_size,
+    )
+    return hax.where(has_next(tokens.axes, segment_ids), found, 0.0)
+
+
+def has_next(axes: tuple[Axis, ...], segment_ids: NamedArray | None = None) -> NamedArray:
+    """Whether a token is followed by another one of its sequence and segment, boolean over `axes`."""
+    (Pos,) = [axis for axis in axes if axis.name == "position"]
+    inside = hax.named(hax.arange(Pos).array < Pos.size - 1, Pos).broadcast_to(axes).rearrange(axes)
+    if segment_ids is None:
+        return inside
+    following = hax.roll(segment_ids, -1, Pos).rearrange(segment_ids.axes)
+    same = hax.named(segment_ids.array == following.array, segment_ids.axes)
+    return inside & same.broadcast_to(axes).rearrange(axes)
+
+
+def chunking(positions: int, chunk: int) -> tuple[int, int]:
+    """How many chunks `positions` are scored in, and how many positions each holds.
+
+    At most `chunk` each; all equal where up to twice the necessary number of chunks allows it, so that nothing is
+    padded and a mesh axis that divides the positions has a good chance to divide a chunk.
+
+    Raises:
+        ValueError: a chunk must hold at least one position.
+    """
+    if chunk < 1:
+        raise ValueError(f"a chunk holds at least one position, got {chunk}")
+    fewest = -(-positions // chunk)
+    count = next((n for n in range(fewest, 2 * fewest) if positions % n == 0), fewest)
+    return count, -(-positions // count)
+
+
+def target_logprobs(
+    activations: NamedArray, head_weight: NamedArray, targets: NamedArray, *, chunk: int, vocab_size: int | None = None
+) -> NamedArray:
+    """Log-probability of `targets` under the head's distribution at each activation, float32.
+
+    Args:
+        activations: `[…, position, embed]`.
+        head_weight: `[vocab, embed]`, in the dtype of the activations.
+        targets: ids, `[…, position]`.
+        chunk: positions at a time.
+        vocab_size: entries of `vocab` that count; None for all.
+    """
+    Pos = targets.resolve_axis("position")
+    count, size = chunking(Pos.size, chunk)
+    Chunks, Chunk = Axis("chunks", count), Pos.resize(size)
+    padding = Chunk.size * Chunks.size - Pos.size
+
+    def cut(x: NamedArray) -> NamedArray:
+        return hax.pad(x, {Pos: (0, padding)}).unflatten_axis(Pos.name, (Chunk, Chunks))
+
+    # Outside of the loop, so that a head that is sharded for storage is gathered once and not in each chunk.
+    found: Any = _in_chunks(cut(activations), hax.auto_sharded(head_weight), cut(targets), Chunks, vocab_size)
+    others = [axis for axis in targets.axes if axis != Pos]
+    found = found.rearrange((*others, Chunk, Chunks)).flatten_axes((Chunk, Chunks), Pos.resize(Pos.size + padding))
+    return hax.auto_sharded(found[Pos.name, 0 : Pos.size].rearrange(targets.axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _in_chunks(
+    x: NamedArray, weight: NamedArray, targets: NamedArray, Chunks: Axis, vocab_size: int | None
+) -> NamedArray:
+    """`_chunk_logprobs` of each chunk, in a loop.
+
+    Its own derivative, because JAX's would add up the head's gradient over the chunks in the head's dtype: in 16 bits,
+    the later chunks of a long sequence hardly count. Here it is added up in float32 and rounded once.
+    """
+
+    def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, NamedArray]:
+        return None, _chunk_logprobs(x, weight, target, vocab_size)
+
+    _, found = hax.scan(step, Chunks)(None, x, targets)
+    return found
+
+
+def _in_chunks_forward(x, weight, targets, Chunks, vocab_size):
+    return _in_chunks(x, weight, targets, Chunks, vocab_size), (x, weight, targets)
+
+
+def _in_chunks_backward(Chunks, vocab_size, kept, cotangent):
+    x, weight, targets = kept
+
+    def step(total: NamedArray, x: NamedArray, target: NamedArray, given: NamedArray) -> tuple[NamedArray, NamedArray]:
+        _, pull_back = jax.vjp(lambda x, w: _chunk_logprobs(x, w, target, vocab_size), x, weight)
+        of_x, of_weight = pull_back(given)
+        return hax.auto_sharded(total + of_weight.astype(jnp.float32)), of_x
+
+    start = hax.auto_sharded(hax.zeros(weight.axes, dtype=jnp.float32))
+    total, of_x = hax.scan(step, Chunks)(start, x, targets, cotangent)
+    return of_x.rearrange(x.axes), total.astype(weight.dtype), None
+
+
+_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
+
+
+def _chunk_logprobs(x: NamedArray, weight: NamedArray, target: NamedArray, vocab_size: int | None) -> NamedArray:
+    Vocab = weight.resolve_axis("vocab")
+    logits = hax.auto_sharded(hax.dot(x, weight, axis="embed", preferred_element_type=jnp.float32))
+    entries = hax.arange(Vocab)
+    if vocab_size is not None and vocab_size < Vocab.size:
+        logits = hax.where(entries < vocab_size, logits, HIDDEN)
+    top = jax.lax.stop_gradient(hax.max(logits, Vocab))
+    normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
+    is_target = target.broadcast_axis(Vocab).rearrange(logits.axes) == entries.astype(target.dtype)
+    return hax.sum(hax.where(is_target, logits, 0.0), Vocab) - normalizer
+
+
+def mean_loss(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    *,
+    weights: NamedArray | None = None,
+    segment_ids: NamedArray | None = None,
+    chunk: int | None = None,
+) -> NamedArray:
+    """The mean of −log p over the tokens that count, a float32 scalar to differentiate.
+
+    Args:
+        model: its weights in the compute dtype.
+        tokens: ids, `[…, position]`.
+        weights: float32 weight of predicting *from* each position, `[…, position]`; default 1.
+        segment_ids: see `token_logprobs`.
+        chunk: see `token_logprobs`.
+    """
+    logprobs = token_logprobs(model, tokens, segment_ids=segment_ids, chunk=chunk)
+    counts = has_next(tokens.axes, segment_ids).astype(jnp.float32)
+    if weights is not None:
+        counts = counts * weights
+    return -hax.sum(logprobs * counts) / hax.maximum(hax.sum(counts), 1e-9)
+
+
+def sequence_sums(logprobs: NamedArray, weights: NamedArray) -> tuple[NamedArray, NamedArray]:
+    """Per sequence, the weighted sum of log-probabilities and the sum of weights, over `position`, float32.
+
+    A sequence's sums do not depend on the batch it is in; `LossMean` adds them up on the host in float64.
+    """
+    exact = weights.astype(jnp.float32)
+    # A position that does not count must not spoil the sum, whatever its value is.
+    counted = hax.where(exact != 0, logprobs, 0.0)
+    return hax.sum(counted * exact, "position"), hax.sum(exact, "position")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMean:
+    """A mean of −log p under way: float64 sums on the host.
+
+    Attributes:
+        total: sum of −log p, in nats.
+        count: sum of weights (tokens).
+    """
+
+    total: float = 0.0
+    count: float = 0.0
+
+    @classmethod
+    def of(cls, logprob_sums: Iterable[float] | np.ndarray, counts: Iterable[float] | np.ndarray) -> "LossMean":
+        """From per-sequence sums, as `sequence_sums` gives them."""
+        return cls(
+            total=-float(np.sum(np.asarray(logprob_sums), dtype=np.float64)),
+            count=float(np.sum(np.asarray(counts), dtype=np.float64)),
+        )
+
+    def __add__(self, other: "LossMean") -> "LossMean":
+        return LossMean(total=self.total + other.total, count=self.count + other.count)
+
+    @property
+    def loss(self) -> float:
+        """Nats a token; NaN if nothing was counted."""
+        return self.total / self.count if self.count else float("nan")

@@ -1,0 +1,55 @@
+"""Blocks on top of each other: one compiled block scanned over stacked weights, or the same blocks unrolled.
+
+*Gradient checkpointing* says what of a block is kept for the backward pass. Its spellings are Haliax's
+`ScanCheckpointPolicy`: true keeps only the residual stream between blocks, false keeps everything, "nested" keeps the
+square root of the blocks' inputs, "offload" keeps them in host memory, "recompute" and "full" keep nothing by name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+from haliax import Axis
+from haliax.nn import ScanCheckpointPolicy
+from haliax.nn.scan import BlockSeq, Stacked
+
+from haliax_ext.errors import nearest
+
+POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested")
+
+
+def checkpoint_policy(value: bool | str | Mapping[str, Any] | ScanCheckpointPolicy) -> ScanCheckpointPolicy:
+    """The policy that a config value means.
+
+    Raises:
+        ValueError: an unknown name or field.
+    """
+    if isinstance(value, ScanCheckpointPolicy):
+        return value
+    if isinstance(value, Mapping):
+        fields = [f.name for f in dataclasses.fields(ScanCheckpointPolicy)]
+        if unknown := sorted(set(value) - set(fields)):
+            close = nearest(unknown[0], fields)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            raise ValueError(f"model.gradient_checkpointing: no such fields {unknown}{hint}; there are {fields}")
+        return ScanCheckpointPolicy(**value)
+    if isinstance(value, bool) or value in POLICY_NAMES:
+        return ScanCheckpointPolicy.from_bool_or_str(value)
+    close = nearest(value, POLICY_NAMES)
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    raise ValueError(
+        f"model.gradient_checkpointing {value!r} is not true, false, one of {list(POLICY_NAMES)} or a mapping{hint}"
+    )
+
+
+def stack_of(
+    Layers: Axis,
+    block: type[eqx.Module],
+    *,
+    scan: bool,
+    gradient_checkpointing: bool | str | Mapping[str, Any],
+) -> Callable[..., Stacked | BlockSeq]:
+    """What builds a stack: call the result with the block's `init` arguments, keys with the `layers` axis first."""
+    policy = checkpoint_policy(gradient_checkpointing)
+    return (Stacked if scan else BlockSeq).init(Layers, block, gradient_checkpointing=policy)

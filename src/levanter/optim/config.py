@@ -1,0 +1,245 @@
+"""`optimizer:` blocks: what the user writes, and the gradient transformation it stands for.
+
+Every optimizer is a chain: clip the gradient's global norm, scale it (the optimizer proper), add weight decay, multiply
+by −learning rate. The transformations are optax's where optax has them. States keep the parameters' named axes, so the
+parameter mapping places them like the parameters themselves.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import draccus
+import jax
+import optax
+
+from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
+from levanter.optim.parameters import decay_mask
+from levanter.optim.schedules import LrSchedule, Schedule, build_schedule, cycle_ends, shape_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(draccus.ChoiceRegistry):
+    """What all optimizers have.
+
+    Attributes:
+        learning_rate: the peak.
+        weight_decay: the part of a parameter that is taken off, times the learning rate.
+        min_lr_ratio: where decay ends, as a part of the peak.
+        warmup: of the first cycle: a fraction of it (at most 1) or steps.
+        decay: of each cycle, likewise; null takes all that the warmup leaves, less leaves a stable phase before it.
+        rewarmup: warmup of the cycles after the first.
+        cycle_length: length of a cycle (a fraction of the run or steps), or of each in turn.
+        cycles: how many cycles of equal length, or the steps at which they end.
+        lr_schedule: the shape of the decay: a name, or `{type: …}` with its settings.
+        haps: an old spelling of a list of `cycles`.
+        cooldown: not supported; `decay` says it.
+        weight_decay_modules: a regular expression, or a list of texts, that a parameter's path (`…lm_head.weight`) or
+            class path (`Linear.weight`) matches.
+        default_weight_decay_mask: whether all but biases, norms and embeddings decay; null: where
+            `weight_decay_modules` says nothing.
+        max_grad_norm: the gradient's global norm is clipped at this; null for no limit.
+    """
+
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.1
+    min_lr_ratio: float = 0.1
+    warmup: int | float = 0.01
+    decay: int | float | None = None
+    rewarmup: int | float = 0.0
+    cycle_length: int | float | list[int] | None = None
+    cycles: int | list[int] | None = None
+    lr_schedule: LrSchedule | str = "cosine"
+    haps: list[int] | None = None
+    cooldown: float | None = None
+    weight_decay_modules: list[str] | str | None = None
+    default_weight_decay_mask: bool | None = None
+    max_grad_norm: float | None = 1.0
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "adam"
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _problems(self) -> Iterable[str]:
+        for name in ("learning_rate", "weight_decay", "min_lr_ratio", "warmup", "decay", "rewarmup"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                yield f"{name}: must not be negative, got {value}"
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            yield f"max_grad_norm: must be positive, or null for no limit, got {self.max_grad_norm}"
+        if self.cooldown is not None:
+            yield f"cooldown: not supported; decay: {self.cooldown} ends the run with a decay of that length"
+        if self.haps is not None and (self.cycles is not None or self.cycle_length is not None):
+            yield "haps, cycles, cycle_length: they say the same thing; give one of them"
+        for build in (lambda: shape_of(self.lr_schedule), self._decay_mask):
+            try:
+                build()
+            except ValueError as error:
+                yield str(error).removeprefix("optimizer.")
+        yield from self._unsupported()
+
+    def _unsupported(self) -> Iterable[str]:
+        return ()
+
+    def _decay_mask(self) -> Any:
+        return decay_mask(self.weight_decay_modules, self.default_weight_decay_mask)
+
+    @abstractmethod
+    def scaling(self) -> optax.GradientTransformation:
+        """The optimizer proper: what stands between clipping and weight decay."""
+
+    def schedule(self, num_train_steps: int) -> Schedule:
+        """The learning rate at each step of a run.
+
+        Raises:
+            ValueError: phases or cycles do not fit in the run.
+        """
+        cycles = self.haps if self.cycles is None else self.cycles
+        return build_schedule(
+            peak=self.learning_rate,
+            min_ratio=self.min_lr_ratio,
+            total=num_train_steps,
+            shape=shape_of(self.lr_schedule),
+            warmup=self.warmup,
+            decay=self.decay,
+            rewarmup=self.rewarmup,
+            ends=cycle_ends(num_train_steps, cycle_length=self.cycle_length, cycles=cycles),
+        )
+
+    def build(self, num_train_steps: int) -> optax.GradientTransformation:
+        """The whole transformation, from gradients to what is added to the parameters."""
+        chain = [] if self.max_grad_norm is None else [optax.clip_by_global_norm(self.max_grad_norm)]
+        chain.append(self.scaling())
+        if self.weight_decay > 0:
+            chain.append(optax.add_decayed_weights(self.weight_decay, self._decay_mask()))
+        chain.append(optax.scale_by_learning_rate(self.schedule(num_train_steps)))  # pyright: ignore
+        return _with_optax_promotion(optax.chain(*chain))
+
+
+def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same under JAX's standard promotion: optax raises floats to integer powers."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)  # pyright: ignore[reportArgumentType]
+
+
+@OptimizerConfig.register_subclass("adam")
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig(OptimizerConfig):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101).
+
+    Attributes:
+        beta1: of the first moment.
+        beta2: of the second moment.
+        epsilon: added to the root of the second moment.
+        nesterov: whether the first moment looks one step ahead.
+        update_rms_clipping, clip_update_norm, skip_bad_steps, adamc_weight_decay: not supported yet.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    nesterov: bool = False
+    update_rms_clipping: float | None = None
+    clip_update_norm: dict[str, Any] | None = None
+    skip_bad_steps: bool | int | dict[str, Any] = False
+    adamc_weight_decay: bool = False
+
+    def _unsupported(self) -> Iterable[str]:
+        for name in ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay"):
+            if getattr(self, name):
+                yield f"{name}: not supported yet; leave it out"
+
+    def scaling(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)
+
+
+@OptimizerConfig.register_subclass("adafactor")
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor as Hugging Face and PyTorch have it: factored second moment, no first moment.
+
+    Attributes:
+        decay_rate: at step t the averages' decay is `1 − t^−decay_rate`.
+        clip_threshold: largest root mean square of a matrix's update; null for no limit.
+        epsilon: added to squared gradients.
+        scale_parameter: whether a matrix's update is multiplied by the root mean square of its parameter.
+        min_parameter_scale: the least factor of that multiplication.
+    """
+
+    decay_rate: float = 0.8
+    clip_threshold: float | None = 1.0
+    epsilon: float = 1e-30
+    scale_parameter: bool = False
+    min_parameter_scale: float = 1e-3
+
+    def scaling(self) -> optax.GradientTransformation:
+        scale = scale_by_adafactor(decay_rate=self.decay_rate, clip_threshold=self.clip_threshold, epsilon=self.epsilon)
+        if not self.scale_parameter:
+            return scale
+        return optax.chain(scale, scale_by_parameter_rms(minimum=self.min_parameter_scale))
+
+
+@OptimizerConfig.register_subclass("lion")
+@dataclass(frozen=True, kw_only=True)
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al., arXiv:2302.06675): the sign of an interpolated first moment.
+
+    Attributes:
+        beta1: of the interpolation whose sign is taken.
+        beta2: of the moment that is kept.
+        epsilon: upstream's key, without effect.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+
+    def scaling(self) -> optax.GradientTransformation:
+        return optax.scale_by_lion(self.beta1, self.beta2)
+
+
+@OptimizerConfig.register_subclass("rmsprop")
+@dataclass(frozen=True, kw_only=True)
+class RmsPropConfig(OptimizerConfig):
+    """RMSProp with momentum, both averages bias-corrected.
+
+    Attributes:
+        beta1: of the momentum.
+        beta2: of the mean square.
+        eps: added to the root of the mean square.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-30
+
+    def scaling(self) -> optax.GradientTransformation:
+        rms = optax.scale_by_rms(decay=self.beta2, eps=self.eps, eps_in_sqrt=False, bias_correction=True)
+        return optax.chain(rms, optax.ema(self.beta1, debias=True))
+
+
+@OptimizerConfig.register_subclass("sgd")
+@dataclass(frozen=True, kw_only=True)
+class SgdConfig(OptimizerConfig):
+    """Gradient descent with momentum.
+
+    Attributes:
+        momentum: the part of the last update that is kept; 0 for none, and no state.
+        nesterov: whether the gradient is taken one step ahead.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def scaling(self) -> optax.GradientTransformation:
+        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

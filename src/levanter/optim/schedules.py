@@ -1,0 +1,270 @@
+"""Learning-rate schedules as arithmetic on the step: warmup, stable, decay, and cycles of them.
+
+A run of `n` steps is cut into *cycles* (one, unless asked for more). A cycle is three *phases*: a linear warmup from
+where the cycle before it ended (0 at first), a stable phase at the peak, and a decay by one of the *shapes* below. A
+phase's length is a fraction of its cycle (at most 1) or a number of steps. Where no decay is given it takes all that
+the warmup leaves; a shorter one leaves a stable phase before it, which is warmup-stable-decay (WSD).
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import draccus
+import jax
+import jax.numpy as jnp
+
+from haliax_ext.errors import nearest
+
+Schedule = Callable[[jax.Array], jax.Array]
+"""Step (int32 scalar, from 0) → learning rate (float32 scalar)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What a shape knows of the phase it fills.
+
+    Attributes:
+        peak: the learning rate the phase starts from.
+        floor: the learning rate it may not fall below.
+        steps: its length.
+        warmup_steps: steps of warmup before it, in its cycle.
+    """
+
+    peak: float
+    floor: float
+    steps: int
+    warmup_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule(draccus.ChoiceRegistry):
+    """The shape of a decay: a function of the steps since it began."""
+
+    @abstractmethod
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        """The learning rate `since` steps (float32) after the phase began."""
+
+
+@LrSchedule.register_subclass("constant")
+@dataclass(frozen=True, kw_only=True)
+class ConstantLrSchedule(LrSchedule):
+    """The peak throughout."""
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        return jnp.full_like(since, phase.peak)
+
+
+@LrSchedule.register_subclass("cosine")
+@dataclass(frozen=True, kw_only=True)
+class CosineLrSchedule(LrSchedule):
+    """Half a cosine from peak to floor (Loshchilov & Hutter, arXiv:1608.03983), raised to a power.
+
+    Attributes:
+        exponent: of the cosine, before it is scaled.
+    """
+
+    exponent: float = 1.0
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        cosine = 0.5 * (1 + jnp.cos(jnp.pi * _progress(phase, since)))
+        return phase.floor + (phase.peak - phase.floor) * cosine**self.exponent
+
+
+@LrSchedule.register_subclass("linear")
+@dataclass(frozen=True, kw_only=True)
+class LinearLrSchedule(LrSchedule):
+    """A line from peak to floor."""
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        return phase.peak + (phase.floor - phase.peak) * _progress(phase, since)
+
+
+@LrSchedule.register_subclass("polynomial")
+@dataclass(frozen=True, kw_only=True)
+class PolynomialLrSchedule(LrSchedule):
+    """`(1 − progress)^power` from peak to floor.
+
+    Attributes:
+        power: 1 is linear.
+    """
+
+    power: float = 2.0
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        return phase.floor + (phase.peak - phase.floor) * (1 - _progress(phase, since)) ** self.power
+
+
+@LrSchedule.register_subclass("inv_sqrt")
+@dataclass(frozen=True, kw_only=True)
+class InvSqrtLrSchedule(LrSchedule):
+    """`peak · √(timescale / steps since the cycle began)`, at most the peak (Vaswani et al., arXiv:1706.03762).
+
+    Attributes:
+        timescale: up to this step the peak is held.
+    """
+
+    timescale: float = 10_000.0
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        step = jnp.maximum(since + phase.warmup_steps, 1)
+        return jnp.maximum(phase.peak * jnp.minimum(1, jnp.sqrt(self.timescale / step)), phase.floor)
+
+
+@LrSchedule.register_subclass("inv")
+@dataclass(frozen=True, kw_only=True)
+class InvLrSchedule(LrSchedule):
+    """`peak / (1 + k·progress)` with `k` such that the end is the floor."""
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        if phase.floor <= 0:
+            raise ValueError("optimizer.lr_schedule inv ends at the floor: min_lr_ratio must be positive")
+        return phase.peak / (1 + (phase.peak / phase.floor - 1) * _progress(phase, since))
+
+
+def _progress(phase: Phase, since: jax.Array) -> jax.Array:
+    return jnp.clip(since / max(phase.steps, 1), 0, 1)
+
+
+def shape_of(value: LrSchedule | str) -> LrSchedule:
+    """The shape that a config value means: a block, or a name alone.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(value, LrSchedule):
+        return value
+    known = LrSchedule.get_known_choices()
+    if value not in known:
+        close = nearest(value, known)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise ValueError(f"optimizer.lr_schedule {value!r} is not one of {', '.join(sorted(known))}{hint}")
+    return known[value]()
+
+
+def steps_of(amount: int | float, total: int, *, key: str) -> int:
+    """An amount of steps: a fraction of `total` up to 1 (an int 1 too, as upstream reads it), else whole steps.
+
+    Raises:
+        ValueError: negative, or a fraction above 1.
+    """
+    if amount < 0 or (amount > 1 and not float(amount).is_integer()):
+        raise ValueError(f"{key} {amount}: expected a fraction from 0 to 1, or a whole number of steps")
+    return int(amount * total) if amount <= 1 else int(amount)
+
+
+def cycle_ends(
+    total: int, *, cycle_length: int | float | Sequence[int] | None, cycles: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """The step at which each cycle ends; the last is `total`.
+
+    Args:
+        total: steps of the run.
+        cycle_length: of every cycle (a fraction or steps; the last one takes what is left), or of each in turn.
+        cycles: how many, equally long, or the steps at which they end.
+
+    Raises:
+        ValueError: both are given, or the ends do not rise within the run.
+    """
+    if cycle_length is not None and cycles is not None:
+        raise ValueError("optimizer.cycle_length and optimizer.cycles say the same thing; give one of them")
+    ends: list[int] = []
+    key = "optimizer.cycles" if cycle_length is None else "optimizer.cycle_length"
+    if isinstance(cycle_length, int | float):
+        length = steps_of(cycle_length, total, key=key)
+        if length < 1:
+            raise ValueError(f"{key} {cycle_length}: a cycle of a run of {total} steps has at least one step")
+        ends = list(range(length, total, length))
+    elif cycle_length is not None:
+        ends = [sum(cycle_length[: n + 1]) for n in range(len(cycle_length))]
+    elif isinstance(cycles, int):
+        if cycles < 1:
+            raise ValueError(f"{key} {cycles}: there is at least one cycle")
+        ends = [total * (n + 1) // cycles for n in range(cycles)]
+    elif cycles is not None:
+        ends = list(cycles)
+    if not ends or ends[-1] != total:
+        ends.append(total)
+    if any(b <= a for a, b in zip([0, *ends], ends, strict=False)):
+        raise ValueError(f"{key}: cycles end at steps {ends}, which must rise from above 0 to the run's {total}")
+    return tuple(ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Segment:
+    start: int
+    rate: Callable[[jax.Array], jax.Array]
+
+
+def build_schedule(
+    *,
+    peak: float,
+    min_ratio: float,
+    total: int,
+    shape: LrSchedule,
+    warmup: int | float,
+    decay: int | float | None,
+    rewarmup: int | float = 0,
+    ends: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule of a run.
+
+    Args:
+        peak: the learning rate after warmup.
+        min_ratio: the floor, as a part of `peak`.
+        total: steps of the run.
+        shape: of the decay.
+        warmup: of the first cycle, a fraction of it or steps.
+        decay: of each cycle, likewise; None takes all that the warmup leaves.
+        rewarmup: warmup of every cycle but the first.
+        ends: from `cycle_ends`; one cycle if None.
+
+    Raises:
+        ValueError: warmup and decay are longer than their cycle.
+    """
+    segments: list[_Segment] = []
+    start, reached, floor = 0, 0.0, peak * min_ratio
+    for number, end in enumerate(ends or (total,)):
+        steps = end - start
+        key, given = ("warmup", warmup) if number == 0 else ("rewarmup", rewarmup)
+        rising = steps_of(given, steps, key=f"optimizer.{key}")
+        falling = steps - rising if decay is None else steps_of(decay, steps, key="optimizer.decay")
+        if rising + falling > steps:
+            raise ValueError(
+                f"optimizer.{key} {given} ({rising} steps) and optimizer.decay {decay} ({falling} steps) do not fit "
+                f"in {steps} steps; shorten one of them by {rising + falling - steps}"
+            )
+        if rising:
+            segments.append(_Segment(start=start, rate=_line(reached, peak, rising)))
+        if steps - rising - falling:
+            segments.append(_Segment(start=start + rising, rate=_line(peak, peak, 1)))
+        phase = Phase(peak=peak, floor=floor, steps=falling, warmup_steps=rising)
+        segments.append(_Segment(start=end - falling, rate=_decay(shape, phase)))
+        with jax.ensure_compile_time_eval():
+            reached = float(shape.at(phase, jnp.float32(falling)))
+        start = end
+
+    def schedule(step: jax.Array) -> jax.Array:
+        rate = segments[0].rate(step.astype(jnp.float32))
+        for segment in segments[1:]:
+            since = (step - segment.start).astype(jnp.float32)
+            rate = jnp.where(step >= segment.start, segment.rate(since), rate)
+        return rate
+
+    return schedule
+
+
+def _line(a: float, b: float, steps: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda since: a + (b - a) * jnp.clip(since / steps, 0, 1)
+
+
+def _decay(shape: LrSchedule, phase: Phase) -> Callable[[jax.Array], jax.Array]:
+    return lambda since: shape.at(phase, jnp.maximum(since, 0))
+
+
+def at_step(schedule: Schedule, step: int) -> float:
+    """The learning rate at one step, as a number."""
+    rate = float(schedule(jnp.int32(step)))
+    assert math.isfinite(rate)
+    return rate

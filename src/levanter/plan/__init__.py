@@ -1,0 +1,22 @@
+"""Preflight: will it load, will it fit, how fast, and why; before the first chip is rented.
+
+`aot` compiles a run's own Programs for devices that are not there, in a process of its own (`worker`); `comms` knows
+how long a collective takes on a pod's wires, `cost` turns a compiled program's figures into a step time. Nothing here
+holds a device, and every time is modelled, not measured.
+"""
+
+from levanter.plan.aot import CompileCrash as CompileCrash
+from levanter.plan.aot import Compiled as Compiled
+from levanter.plan.aot import LibtpuMissing as LibtpuMissing
+from levanter.plan.aot import Refused as Refused
+from levanter.plan.aot import WorkerBadInput as WorkerBadInput
+from levanter.plan.aot import compile_programs as compile_programs
+from levanter.plan.comms import Network as Network
+from levanter.plan.cost import ModelFlops as ModelFlops
+from levanter.plan.cost import StepTime as StepTime
+from levanter.plan.cost import mfu as mfu
+from levanter.plan.cost import scoring_flops as scoring_flops
+from levanter.plan.cost import step_time as step_time
+from levanter.plan.cost import training_flops as training_flops
+from levanter.plan.targets import target_of_devices as target_of_devices
+from levanter.plan.targets import target_of_pod as target_of_pod

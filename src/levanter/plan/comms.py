@@ -1,0 +1,197 @@
+"""How long a collective takes on the wires of a pod. Arithmetic only; nothing measured.
+
+The chips of a slice sit in a torus, whose links carry `ici_link_bandwidth` each way. A mesh axis is laid over one or
+more torus axes; a *ring* is one torus axis as a mesh axis uses it. On a closed ring a device takes in data over two
+links; on an open one the device at the end has a single link, and it is the slowest that counts. A group that covers
+several rings uses the links of all of them at once.
+
+With `V` the bytes of the whole array, `n` devices, and `W` the bytes/s that each device can take in:
+
+    all-gather, reduce-scatter    V · (n−1)/n / W
+    all-reduce                    twice that
+    all-to-all                    V · side / (8 · link), or / (4 · link) on an open ring, for the longest side;
+                                  V is one device's bytes here
+    collective-permute            V / link
+
+and a microsecond for every hop on the way. These are the models of "How to Scale Your Model" (chapter "Sharded
+matrices") and of the collective literature before it. Between slices the same formulas hold with the share of the
+host's network that falls to a device; where that is not published the answer is `None`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from haliax_ext.hlo import Collective, Span
+from haliax_ext.meshspec import MeshSpec
+from levanter.hardware import Accelerator
+from levanter.plan.places import pod_coordinates
+
+HOP_SECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One torus axis as a mesh axis uses it.
+
+    Attributes:
+        extent: how many positions.
+        closed: whether the last is next to the first.
+        stretch: the most hops between two positions that follow each other; more than 1 where a mesh axis does not
+            run straight (an open ring of its own is then the cautious reading).
+    """
+
+    extent: int
+    closed: bool
+    stretch: int = 1
+
+    @property
+    def links(self) -> float:
+        """Over how many links the worst placed device takes data in."""
+        return (2 if self.closed else 1) / self.stretch
+
+    @property
+    def hops(self) -> int:
+        return (self.extent // 2 if self.closed else self.extent - 1) * self.stretch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A mesh laid over a pod.
+
+    Attributes:
+        accelerator: the pod.
+        mesh: its mesh.
+        rings: for each mesh axis inside a slice the rings it covers, or `None` if it leaves the slice after all.
+    """
+
+    accelerator: Accelerator
+    mesh: MeshSpec
+    rings: Mapping[str, tuple[Ring, ...] | None]
+
+    @classmethod
+    def of(
+        cls, mesh: MeshSpec, accelerator: Accelerator, coordinates: Sequence[Sequence[int]] | None = None
+    ) -> "Network":
+        """Finds the rings under each mesh axis.
+
+        Args:
+            mesh: what is laid over the pod.
+            accelerator: the pod.
+            coordinates: of each device in row-major mesh order (slice, torus coordinates, core), as the compiler's
+                devices state them; where JAX's own mesh utilities would put them if `None`.
+        """
+        if accelerator.generation.topology_axes == 0:
+            # Every GPU of a host reaches every other through the switch, in both directions at once.
+            inside = {name: (Ring(size, closed=False),) for name, size in mesh.axes if name not in mesh.dcn}
+            return cls(accelerator=accelerator, mesh=mesh, rings=inside)
+        placed = pod_coordinates(mesh, accelerator) if coordinates is None else coordinates
+        grid = np.asarray(placed).reshape([size for _, size in mesh.axes] + [-1])
+        rings = {
+            name: _rings_along(grid, position, accelerator)
+            for position, (name, _) in enumerate(mesh.axes)
+            if name not in mesh.dcn
+        }
+        return cls(accelerator=accelerator, mesh=mesh, rings=rings)
+
+    @cached_property
+    def link(self) -> float:
+        """Bytes/s of one link in one direction."""
+        return self.accelerator.generation.ici_link_bandwidth
+
+    def covered(self, spans: Sequence[Span]) -> tuple[Ring, ...] | None:
+        """The rings of a group inside a slice."""
+        found: list[Ring] = []
+        for span in spans:
+            rings = self.rings.get(span.axis)
+            if rings is None:
+                return None
+            found += rings if span.extent == span.size else _part(rings, span.extent)
+        return tuple(found)
+
+    def intake(self, spans: Sequence[Span]) -> float | None:
+        """Bytes/s that each device of a group can take in."""
+        if any(span.axis in self.mesh.dcn for span in spans):
+            return self.accelerator.dcn_device_bandwidth
+        rings = self.covered(spans)
+        return None if rings is None else self.link * sum(ring.links for ring in rings)
+
+    def seconds(self, kind: str, nbytes: int, spans: Sequence[Span]) -> float | None:
+        """Seconds of one collective; `None` if the layout or the bandwidth is not known.
+
+        Args:
+            kind: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`.
+            nbytes: of the whole array (all-to-all, permute: of one device's).
+            spans: the mesh axes of a group.
+        """
+        members = math.prod(span.extent for span in spans)
+        if members <= 1:
+            return 0.0
+        crosses = any(span.axis in self.mesh.dcn for span in spans)
+        rings = () if crosses else self.covered(spans)
+        intake = self.intake(spans)
+        if intake is None or rings is None or intake == 0:
+            return None
+        latency = HOP_SECONDS * (1 if crosses else sum(ring.hops for ring in rings))
+        once = nbytes * (members - 1) / members / intake
+        if kind in ("all-gather", "reduce-scatter"):
+            return once + latency
+        if kind == "all-reduce":
+            return 2 * (once + latency)
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            if crosses:
+                return once + latency
+            # What crosses the middle of the longest side is what takes longest.
+            per_side = [r.extent * r.stretch * nbytes / (8 if r.closed else 4) / self.link for r in rings]
+            return max(per_side) + latency
+        if kind == "collective-permute":
+            return nbytes / (intake if crosses else self.link) + HOP_SECONDS
+        return None
+
+    def collective_seconds(self, collective: Collective) -> float | None:
+        """Seconds of one execution of a compiled collective."""
+        if collective.spans is None or not collective.bytes:
+            return None if collective.spans is None else 0.0
+        return self.seconds(collective.kind, collective.bytes, collective.spans)
+
+
+def spans_of(mesh: MeshSpec, *axes: str) -> tuple[Span, ...]:
+    """Whole mesh axes as the spans of a group."""
+    return tuple(Span(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes)
+
+
+def _rings_along(grid: np.ndarray, position: int, accelerator: Accelerator) -> tuple[Ring, ...] | None:
+    """The rings under one mesh axis, from one line of devices along it."""
+    size = grid.shape[position]
+    line = np.moveaxis(grid, position, 0).reshape(size, -1, grid.shape[-1])[:, 0]
+    slices, torus, cores = line[:, 0], line[:, 1:-1], line[:, -1]
+    if len(np.unique(slices)) > 1:
+        return None
+    extents = [len(np.unique(torus[:, k])) for k in range(torus.shape[1])]
+    if len(np.unique(cores)) > 1 or math.prod(extents) != size:
+        # Runs over the two halves of a chip, or diagonally: a path with its longest step.
+        return (Ring(size, closed=False, stretch=max(1, _longest_step(torus, accelerator))),)
+    return tuple(
+        Ring(extent, closed=wraps and extent == side and extent > 2)
+        for extent, side, wraps in zip(extents, accelerator.topology, accelerator.wrap, strict=False)
+        if extent > 1
+    )
+
+
+def _longest_step(torus: np.ndarray, accelerator: Accelerator) -> int:
+    steps = np.abs(np.diff(torus, axis=0))
+    for axis, (side, wraps) in enumerate(zip(accelerator.topology, accelerator.wrap, strict=False)):
+        if wraps:
+            steps[:, axis] = np.minimum(steps[:, axis], side - steps[:, axis])
+    return int(steps.sum(axis=1).max(initial=0))
+
+
+def _part(rings: tuple[Ring, ...], extent: int) -> tuple[Ring, ...]:
+    """The rings of a part of a mesh axis: one whole ring if the sizes agree, else an open stretch."""
+    for ring in rings:
+        if ring.extent == extent:
+            return (ring,)
+    return (Ring(extent, closed=False),)

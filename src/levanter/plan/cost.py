@@ -1,0 +1,241 @@
+"""From a compiled program's figures to a step time. Modelled, not measured.
+
+The time is a range. Its low end is what would be left if everything overlapped: the largest of compute, HBM traffic,
+the busiest links, and the model's FLOPs at peak. Its high end is the schedule as compiled: all compute, and of every
+collective what the schedule does not hide.
+
+*Compute* is the compiler's estimated cycles over the clock, plus kernels written by hand, which the compiler does not
+look into: their FLOPs follow from their shapes, and they run at peak in the low end and at `KERNEL_EFFICIENCY` of it
+in the high one. *Model FLOPs* are those of the mathematics, whatever is recomputed: 2 for a multiply-add of each
+matmul parameter and token, three times that for training; attention on top, all of it or its causal half. *MFU* is
+model FLOPs over peak, and with the low end bounded by peak it cannot exceed one.
+
+Left out, and said so: the host, input, checkpoints, network contention with other jobs, stragglers. What has no
+estimate is named in `unknown` and makes the range's ends lower bounds.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Shape
+from levanter.hardware import Accelerator
+from levanter.plan.comms import Network
+
+# The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured here.
+KERNEL_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of one token's mathematics: `matmul` for weights, `attention` for scores and values over all keys."""
+
+    matmul: float
+    attention: float
+
+    @property
+    def full(self) -> float:
+        """With attention over every pair of positions."""
+        return self.matmul + self.attention
+
+    @property
+    def causal(self) -> float:
+        """With attention over the causal half of the pairs."""
+        return self.matmul + self.attention / 2
+
+
+def training_flops(*, matmul_parameters: int, layers: int, heads: int, head_size: int, seq: int) -> ModelFlops:
+    """Forward and backward of one token: 6·N + 12·L·H·head_size·S (PaLM, appendix B); recomputation never counts."""
+    return ModelFlops(matmul=6.0 * matmul_parameters, attention=12.0 * layers * heads * head_size * seq)
+
+
+def scoring_flops(*, matmul_parameters: int, layers: int, heads: int, head_size: int, seq: int) -> ModelFlops:
+    """Forward of one token: 2·N + 4·L·H·head_size·S."""
+    return ModelFlops(matmul=2.0 * matmul_parameters, attention=4.0 * layers * heads * head_size * seq)
+
+
+def mfu(model_flops: float, *, accelerator: Accelerator, seconds: float) -> float:
+    """Model FLOPs of a step (all tokens) over what the chips could do in its time, at bf16 peak."""
+    return model_flops / (accelerator.devices * accelerator.peak_flops() * seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """The collectives over one set of mesh axes.
+
+    Attributes:
+        over: the mesh axes, as text.
+        network: `ici` or `dcn`.
+        busy: seconds their links are in use.
+        exposed: seconds of that which nothing in the schedule hides.
+        total_bytes: of all of them.
+    """
+
+    over: str
+    network: str
+    busy: float
+    exposed: float
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One execution on a pod, in seconds. Modelled, not measured.
+
+    Attributes:
+        cycles: the compiler's estimate over the clock.
+        kernels_at_peak: hand-written kernels at peak FLOP/s.
+        kernels_expected: the same at `KERNEL_EFFICIENCY`.
+        memory: HBM traffic over HBM bandwidth.
+        links: by mesh axes.
+        peak: the model's FLOPs at peak, where they were given.
+        unknown: what has no estimate.
+    """
+
+    cycles: float
+    kernels_at_peak: float
+    kernels_expected: float
+    memory: float
+    links: tuple[LinkUse, ...]
+    peak: float = 0.0
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def compute(self) -> float:
+        return self.cycles + self.kernels_expected
+
+    @property
+    def exposed(self) -> float:
+        """Communication that the schedule does not hide."""
+        return sum(link.exposed for link in self.links)
+
+    @property
+    def low(self) -> float:
+        """Everything overlapped."""
+        busiest = max((link.busy for link in self.links), default=0.0)
+        return max(self.cycles + self.kernels_at_peak, self.memory, busiest, self.peak)
+
+    @property
+    def high(self) -> float:
+        """The schedule as compiled."""
+        return max(self.compute + self.exposed, self.low)
+
+    @property
+    def bound_by(self) -> str:
+        """What the low end is made of."""
+        busiest = max((link.busy for link in self.links), default=0.0)
+        parts = {
+            "compute": self.cycles + self.kernels_at_peak,
+            "memory": self.memory,
+            "links": busiest,
+            "peak": self.peak,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_time(
+    figures: CompiledFigures, network: Network, *, model_flops: float = 0.0, causal: bool = True
+) -> StepTime | None:
+    """The time of one execution.
+
+    Args:
+        figures: of the program compiled for this pod.
+        network: the mesh on the pod.
+        model_flops: of one execution over all tokens; 0 if not known.
+        causal: whether attention kernels visit the causal half of their blocks only (their masks are not in the text).
+
+    Returns:
+        The range; `None` where the compiler states no cycles or the clock is not known.
+    """
+    pod = network.accelerator
+    clock = pod.generation.clock_hz
+    if not figures.has_cycles or clock is None:
+        return None
+    unknown = list(figures.unknown)
+    flops = 0.0
+    for kernel in figures.kernels:
+        one = kernel_flops(kernel, causal=causal)
+        if one is None:
+            unknown.append(f"kernel {kernel.name} ({kernel.times} executions): its cost is not known here")
+        else:
+            flops += one * kernel.times
+    for opcode, times in figures.unestimated.items():
+        unknown.append(f"{times} executions of {opcode}: the compiler gives no estimate")
+    at_peak = flops / pod.peak_flops()
+    links, silent = _link_uses(figures.collectives, network, clock)
+    return StepTime(
+        cycles=figures.total_cycles / clock,
+        kernels_at_peak=at_peak,
+        kernels_expected=at_peak / KERNEL_EFFICIENCY,
+        memory=figures.hbm_bytes / pod.hbm_bandwidth,
+        links=links,
+        peak=model_flops / (pod.devices * pod.peak_flops()),
+        unknown=tuple(unknown + silent),
+    )
+
+
+def _link_uses(
+    collectives: tuple[Collective, ...], network: Network, clock: float
+) -> tuple[tuple[LinkUse, ...], list[str]]:
+    busy: dict[tuple[str, str], float] = defaultdict(float)
+    exposed: dict[tuple[str, str], float] = defaultdict(float)
+    nbytes: dict[tuple[str, str], int] = defaultdict(int)
+    silent: list[str] = []
+    for collective in collectives:
+        key = (collective.over, collective.network)
+        nbytes[key] += collective.total_bytes
+        seconds = network.collective_seconds(collective)
+        if seconds is None:
+            silent.append(f"{collective.kind} over {collective.over} ({collective.network}): no bandwidth is known")
+            continue
+        busy[key] += collective.times * seconds
+        exposed[key] += collective.times * max(0.0, seconds - collective.hidden_cycles / clock)
+    uses = [
+        LinkUse(over=over, network=net, busy=busy[over, net], exposed=exposed[over, net], total_bytes=total)
+        for (over, net), total in nbytes.items()
+    ]
+    return tuple(sorted(uses, key=lambda use: -use.busy)), list(dict.fromkeys(silent))
+
+
+# Matmuls of [queries × keys × head size] that each attention kernel does over the blocks it visits: scores and values
+# forward; dq recomputes the scores and makes dp and dq; dkv recomputes them and makes dp, dv and dk; the fused
+# backward shares scores and dp between the two.
+_ATTENTION_MATMULS: Mapping[str, int] = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
+
+
+def kernel_flops(kernel: Kernel, *, causal: bool) -> float | None:
+    """FLOPs of one execution of a known kernel on one device; `None` if it is not known.
+
+    Known are JAX's splash attention kernels: queries [.., heads, seq, head_size], keys [.., kv_heads, seq, head_size].
+    """
+    for prefix, count in _KNOWN:
+        if kernel.name.startswith(prefix):
+            return count(kernel, causal)
+    return None
+
+
+def _splash(kernel: Kernel, causal: bool) -> float | None:
+    arrays = [s for s in kernel.operands if s.dtype in ("bf16", "f32", "f16") and len(s.sizes) >= 3]
+    which = next((k for k in ("fwd", "dkv", "dq") if f"_{k}" in kernel.name), None)
+    if which is None or len(arrays) < 2 or arrays[0].sizes[-1] != arrays[1].sizes[-1]:
+        return None
+    if which == "dkv" and "fused" in kernel.name:
+        which = "fused"
+    query, key = arrays[0].sizes, arrays[1].sizes
+    pairs = math.prod(query[:-1]) * key[-2]
+    if causal and query[-2] == key[-2]:
+        pairs *= (1 + _blocks_share(kernel.operands)) / 2
+    return 2.0 * _ATTENTION_MATMULS[which] * pairs * query[-1]
+
+
+def _blocks_share(operands: tuple[Shape, ...]) -> float:
+    """One block's share of the sequence: blocks on the diagonal are visited whole."""
+    grid = next((s.sizes for s in operands if s.dtype in ("s8", "s32") and len(s.sizes) == 3), None)
+    return 1 / grid[-1] if grid else 0.0
+
+
+_KNOWN: tuple[tuple[str, Callable[[Kernel, bool], float | None]], ...] = (
+    ("splash_mha", _splash),
+    ("splash_mqa", _splash),
+)

@@ -1,0 +1,157 @@
+"""A run is a value before it is an action: `RunPlan` is what an entry point describes before it acts.
+
+Every `main/<x>.py` is `config → describe(config, target) → RunPlan → execute(run_plan, mesh)`. A `Target` is what is
+known of the devices without holding one: the devices at hand described, or a pod named by the user. The plan holds
+the checks that need no device, where every parameter goes, which bytes are read by whom, and the Programs in the
+order they run; `execute` may run nothing that is not in it, and preflight compiles exactly these Programs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from haliax_ext.load_plan import LoadPlan
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.plan_report import summarize
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Program
+
+OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTED, INTERRUPTED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    75,
+    130,
+)
+"""Exit codes of every entry point."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The devices a run is for, counted but not held.
+
+    Attributes:
+        name: how the user calls it (`local`, `v4-256`).
+        platform: `cpu`, `gpu` or `tpu`: decides kernels.
+        kind: the vendor's name of one device.
+        devices: how many.
+        granules: how many slices (or processes) they form.
+        hosts: how many processes hold them, equally.
+        hbm_bytes: usable memory of one device; None where it is not limited by the device (CPU).
+        hosts_on: mesh → host index of each device, in mesh shape; without it devices are numbered host by host in
+            mesh order.
+    """
+
+    name: str
+    platform: str
+    kind: str
+    devices: int
+    granules: int = 1
+    hosts: int = 1
+    hbm_bytes: int | None = None
+    hosts_on: Callable[[MeshSpec], np.ndarray] | None = field(default=None, repr=False, compare=False)
+
+    def host_layout(self, mesh: MeshSpec) -> np.ndarray:
+        """Host index of each device of `mesh`, in mesh shape."""
+        if self.hosts_on is not None:
+            return self.hosts_on(mesh)
+        per_host = mesh.size // self.hosts
+        return (np.arange(mesh.size) // per_host).reshape(tuple(size for _, size in mesh.axes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Something that was looked at before any device or weight: what, and what was found.
+
+    Attributes:
+        name: a few words (`tokenizer`, `text`).
+        status: `ok`; `note` (a fact to print); `unchecked` (absent or remote, not looked at here); `error`.
+        message: what was found.
+        error: the exception that a run raises, for status `error`.
+    """
+
+    name: str
+    status: Literal["ok", "note", "unchecked", "error"]
+    message: str
+    error: ValueError | None = None
+
+
+class RunRefused(ValueError):
+    """The plan has errors; the message lists every one of them."""
+
+    def __init__(self, errors: Sequence[ValueError], *, exit_code: int):
+        self.errors = tuple(errors)
+        self.exit_code = exit_code
+        if len(self.errors) == 1:
+            super().__init__(str(self.errors[0]))
+        else:
+            listed = "\n".join(f"[{n}] {error}" for n, error in enumerate(self.errors, 1))
+            super().__init__(f"{len(self.errors)} problems:\n{listed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything a run will do.
+
+    Attributes:
+        entry_point: which `main` described it.
+        target: the devices it is for.
+        mesh: their mesh.
+        checks: what was looked at.
+        sharding: where every parameter goes.
+        activations: the named activations, planned under the compute mapping.
+        load: which bytes are read by whom; None where weights are made, not read.
+        programs: the functions that run, in order.
+        notes: every decision that the user did not write.
+        work: what `execute` needs beside the Programs (batches, outputs), of the entry point's own type.
+    """
+
+    entry_point: str
+    target: Target
+    mesh: MeshSpec
+    checks: tuple[Check, ...]
+    sharding: ShardingPlan
+    activations: ShardingPlan
+    load: LoadPlan | None
+    programs: tuple[Program, ...]
+    notes: tuple[str, ...] = ()
+    work: Any = field(repr=False, default=None)
+
+    def program(self, name: str) -> Program:
+        """The Program called `name`."""
+        return next(p for p in self.programs if p.name == name)
+
+    @property
+    def errors(self) -> tuple[ValueError, ...]:
+        found = [check.error for check in self.checks if check.error is not None]
+        return (*found, *self.sharding.errors, *self.activations.errors)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 2 for bad input, or 3 where a large replication is the trouble (3 wins)."""
+        if any(f.kind == "replicated" and f.error is not None for f in self.sharding.findings):
+            return DOES_NOT_FIT
+        return BAD_INPUT if self.errors else OK
+
+    def check(self) -> "RunPlan":
+        """Returns the plan, or raises `RunRefused` with everything that is wrong with it."""
+        if self.errors:
+            raise RunRefused(self.errors, exit_code=self.exit_code)
+        return self
+
+    def report(self) -> str:
+        """The plan as text: checks, mesh, parameters, loading, Programs."""
+        lines = [f"{check.status:>9}  {check.name}: {check.message}" for check in self.checks]
+        lines += ["", summarize(self.sharding)]
+        if self.load is not None:
+            lines += ["", str(self.load)]
+        lines += ["", "runs: " + " → ".join(program.name for program in self.programs)]
+        return "\n".join(lines)
+
+
+Describe = Callable[[Any, Target], RunPlan]

@@ -1,0 +1,124 @@
+"""`Tracker`: where a run's numbers go.
+
+A *tracker* receives hyperparameters once, metrics by step, a summary of single values, and files (artifacts). A
+`TrackerConfig` is its YAML block (`tracker: {type: wandb, …}`, or a list of such blocks) and starts it. Only one
+process of a job tracks; the others hold a `NoopTracker`. Services are imported when a tracker starts, never before.
+"""
+
+import abc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import draccus
+import numpy as np
+
+Metrics = Mapping[str, Any]
+
+
+class Tracker(abc.ABC):
+    """Receives what a run has to say. Every method may be called until `finish`, which ends the tracker."""
+
+    name: str
+
+    @abc.abstractmethod
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        """Records the run's resolved configuration (nested mappings)."""
+
+    @abc.abstractmethod
+    def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
+        """Records metrics of a step. `commit=False` says that more metrics of this step will follow."""
+
+    @abc.abstractmethod
+    def log_summary(self, metrics: Metrics) -> None:
+        """Records single values of the whole run."""
+
+    @abc.abstractmethod
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        """Records a local file or folder."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Writes everything out and closes the tracker. Calling it again does nothing."""
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig(draccus.ChoiceRegistry, abc.ABC):
+    """The base of all tracker blocks (`wandb` where no type is given, as upstream)."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "wandb"
+
+    @abc.abstractmethod
+    def init(self, run_id: str | None) -> Tracker:
+        """Starts the tracker of this process for the run `run_id`."""
+
+
+class NoopTracker(Tracker):
+    """Forgets everything."""
+
+    name = "noop"
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        del hparams
+
+    def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
+        del metrics, step, commit
+
+    def log_summary(self, metrics: Metrics) -> None:
+        del metrics
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        del path, name, type
+
+    def finish(self) -> None:
+        pass
+
+
+@TrackerConfig.register_subclass("noop")
+@dataclass(frozen=True, kw_only=True)
+class NoopConfig(TrackerConfig):
+    """No tracking (`tracker: {type: noop}`)."""
+
+    def init(self, run_id: str | None) -> Tracker:
+        del run_id
+        return NoopTracker()
+
+
+def as_plain(value: Any) -> Any:
+    """A value as mappings, lists, strings and Python numbers: arrays of one element become numbers, others lists.
+
+    Anything that is none of these is written as its `str`.
+    """
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [as_plain(item) for item in value]
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind == "V" or array.dtype.kind == "O":  # bfloat16 and the like
+            array = array.astype(np.float32)
+        return array.item() if array.size == 1 else array.tolist()
+    return str(value)
+
+
+def as_json(value: Any) -> Any:
+    """`as_plain` for strict JSON: numbers that are not finite become "NaN", "Infinity", "-Infinity"."""
+    plain = as_plain(value)
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return "NaN" if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
+    if isinstance(plain, dict):
+        return {key: as_json(item) for key, item in plain.items()}
+    if isinstance(plain, list):
+        return [as_json(item) for item in plain]
+    return plain

@@ -1,0 +1,139 @@
+"""JSON lines in a folder: one record appended for every call, and a JSON file of the last values at the end.
+
+`metrics.jsonl` is append-only and each line reaches the disk as one write, so a run that is killed leaves every line
+it logged. A half line that an earlier crash left is cut off when the file is opened again. Object stores cannot append:
+there the file is kept in memory and rewritten whole, at most every `REMOTE_INTERVAL` seconds and at the end.
+
+Records: `{"time": …, "step": 3, "metrics": {…}}`, or with `hparams`, `summary` or `artifact` instead of `metrics`.
+Numbers that JSON has no word for are the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from levanter.io.atomic import atomic_write
+from levanter.io.paths import exists as path_exists
+from levanter.io.paths import is_remote, join, local_path, open_read
+from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json
+
+METRICS_FILE = "metrics.jsonl"
+RESULTS_FILE = "eval_results.json"
+REMOTE_INTERVAL = 60.0
+
+
+class JsonFileTracker(Tracker):
+    """Tracks into a folder, local or remote."""
+
+    name = "json_file"
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._last: dict[str, Any] = {}
+        self._finished = False
+        path = join(folder, METRICS_FILE)
+        self._lines: _LocalLines | _RemoteLines = _RemoteLines(path) if is_remote(folder) else _LocalLines(path)
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        self._append(hparams=as_json(hparams))
+
+    def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
+        del commit
+        record = as_json(metrics)
+        self._last.update(record)
+        self._append(step=step, metrics=record)
+
+    def log_summary(self, metrics: Metrics) -> None:
+        record = as_json(metrics)
+        self._last.update(record)
+        self._append(summary=record)
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        self._append(artifact={"path": path, "name": name, "type": type})
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        self._lines.close()
+        with atomic_write(join(self.folder, RESULTS_FILE)) as file:
+            file.write((json.dumps(self._last, indent=2, sort_keys=True) + "\n").encode())
+
+    def _append(self, **record: Any) -> None:
+        line = json.dumps({"time": round(time.time(), 3), **record})
+        self._lines.append(line.encode() + b"\n")
+
+
+class _LocalLines:
+    """A file of lines that only grows."""
+
+    def __init__(self, path: str):
+        path = local_path(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._cut_half_line()
+
+    def append(self, line: bytes) -> None:
+        # One call to write(2): lines of an O_APPEND file do not tear in a crash of the process.
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def close(self) -> None:
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+    def _cut_half_line(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        end, block = size, 1 << 16
+        while end > 0:
+            start = max(0, end - block)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end != size:
+            os.ftruncate(self._descriptor, end)
+
+
+class _RemoteLines:
+    """The same for a store that knows whole objects only."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._content = bytearray()
+        if path_exists(path):
+            with open_read(path) as file:
+                content = file.read()
+            self._content += content[: content.rfind(b"\n") + 1]
+        self._written = time.monotonic()
+
+    def append(self, line: bytes) -> None:
+        self._content += line
+        if time.monotonic() - self._written > REMOTE_INTERVAL:
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        with atomic_write(self._path) as file:
+            file.write(bytes(self._content))
+        self._written = time.monotonic()
+
+
+@TrackerConfig.register_subclass("json_file")
+@dataclass(frozen=True, kw_only=True)
+class JsonFileTrackerConfig(TrackerConfig):
+    """Tracks into the folder `output_path` (`tracker: {type: json_file, output_path: …}`)."""
+
+    output_path: str = ""
+
+    def init(self, run_id: str | None) -> Tracker:
+        if not self.output_path:
+            return JsonFileTracker(join("logs", run_id or "run"))
+        return JsonFileTracker(self.output_path)

@@ -1,0 +1,114 @@
+"""TensorBoard, through `tensorboardX` (optional: `pip install 'levanter[tensorboard]'`)."""
+
+import importlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from levanter.io.paths import is_remote, join, local_path
+from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json, as_plain
+
+logger = logging.getLogger(__name__)
+
+
+class TensorboardTracker(Tracker):
+    """Writes event files: numbers as scalars, strings as text, lists of numbers as histograms."""
+
+    name = "tensorboard"
+
+    def __init__(self, writer: Any):
+        self.writer = writer
+        self._finished = False
+        self._step = 0
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        self.writer.add_text("config", _as_code(hparams), global_step=0)
+
+    def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
+        del commit
+        self._step = self._step if step is None else step
+        self._add(metrics, self._step)
+
+    def log_summary(self, metrics: Metrics) -> None:
+        self._add({f"summary/{name}": value for name, value in metrics.items()}, self._step)
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        del type
+        folder = self.writer.logdir
+        if is_remote(folder):
+            logger.warning("tensorboard: %s is not copied to the remote folder %s", path, folder)
+            return
+        target = os.path.join(folder, "artifacts", name or os.path.basename(path))
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.isdir(path):
+            shutil.copytree(path, target, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, target)
+
+    def finish(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self.writer.close()
+
+    def _add(self, metrics: Metrics, step: int) -> None:
+        for name, value in flatten(as_plain(metrics)):
+            if isinstance(value, (bool, int, float)):
+                self.writer.add_scalar(name, value, step)
+            elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
+                self.writer.add_histogram(name, value, step)
+            elif isinstance(value, list):
+                self.writer.add_text(name, _as_code(value), step)
+            elif value is not None:
+                self.writer.add_text(name, str(value), step)
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings, their keys joined by `/`."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flatten(item, f"{prefix}/{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _as_code(value: Any) -> str:
+    lines = json.dumps(as_json(value), indent=2).splitlines()
+    return "\n".join("    " + line for line in lines)  # Markdown's indented code block
+
+
+@TrackerConfig.register_subclass("tensorboard")
+@dataclass(frozen=True, kw_only=True)
+class TensorboardConfig(TrackerConfig):
+    """Where event files go; keys as upstream (those of `SummaryWriter`)."""
+
+    logdir: str = "tblogs"
+    comment: str | None = ""
+    purge_step: int | None = None
+    max_queue: int | None = 10
+    flush_secs: int | None = 120
+    filename_suffix: str | None = ""
+    write_to_disk: bool | None = True
+
+    def init(self, run_id: str | None) -> Tracker:
+        try:
+            tensorboardX = importlib.import_module("tensorboardX")
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "tracker `tensorboard` needs the package tensorboardX: pip install 'levanter[tensorboard]'"
+            ) from error
+        folder = self.logdir if run_id is None else join(self.logdir, run_id)
+        return TensorboardTracker(
+            tensorboardX.SummaryWriter(
+                folder if is_remote(folder) else local_path(folder),
+                comment=self.comment or "",
+                purge_step=self.purge_step,
+                max_queue=10 if self.max_queue is None else self.max_queue,
+                flush_secs=120 if self.flush_secs is None else self.flush_secs,
+                filename_suffix=self.filename_suffix or "",
+                write_to_disk=self.write_to_disk is not False,
+            )
+        )

@@ -1,0 +1,85 @@
+"""trackio, the Hugging Face tracker (optional: `pip install trackio`)."""
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from levanter.tracker.background import BackgroundTracker
+from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_plain
+
+logger = logging.getLogger(__name__)
+
+
+class TrackioTracker(Tracker):
+    """Tracks into one trackio run."""
+
+    name = "trackio"
+
+    def __init__(self, run: Any):
+        self.run = run
+        self._finished = False
+        self._warned = False
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        self.run.config.update(as_plain(hparams))
+
+    def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
+        del commit
+        self.run.log(as_plain(metrics), step=step)
+
+    def log_summary(self, metrics: Metrics) -> None:
+        # There is no summary there: the values appear as the last step's, under a prefix.
+        self.run.log({f"summary/{name}": value for name, value in as_plain(metrics).items()})
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        del name, type
+        if not self._warned:
+            logger.warning("trackio: files are not uploaded (%s)", path)
+            self._warned = True
+
+    def finish(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self.run.finish()
+
+
+@TrackerConfig.register_subclass("trackio")
+@dataclass(frozen=True, kw_only=True)
+class TrackioConfig(TrackerConfig):
+    """Where and how to track with trackio; keys as upstream."""
+
+    project: str = "levanter"
+    name: str | None = None
+    space_id: str | None = None
+    dataset_id: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    mode: Literal["online", "offline", "disabled"] | None = None
+    resume: Literal["allow", "must", "never"] = "allow"
+    background: bool = True
+    background_max_queue_size: int = 10_000
+    background_finish_timeout: float = 120.0
+
+    def init(self, run_id: str | None) -> Tracker:
+        if self.mode == "disabled":
+            return NoopTracker()
+        try:
+            trackio = importlib.import_module("trackio")
+        except ModuleNotFoundError as error:
+            raise ValueError("tracker `trackio` needs the package trackio: pip install trackio") from error
+        offline = self.mode == "offline"
+        run = trackio.init(
+            project=self.project,
+            name=self.name or run_id,
+            space_id=None if offline else self.space_id,
+            dataset_id=None if offline else self.dataset_id,
+            config=dict(self.config),
+            resume=self.resume,
+        )
+        tracker = TrackioTracker(run)
+        if not self.background:
+            return tracker
+        return BackgroundTracker(
+            tracker, max_queue_size=self.background_max_queue_size, finish_timeout=self.background_finish_timeout
+        )

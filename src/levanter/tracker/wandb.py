@@ -1,0 +1,215 @@
+"""Weights & Biases, without ever asking a question.
+
+`wandb` asks for a login on a terminal and fails where there is none. Here a run without an API key is recorded offline,
+and one line says where it lies and how to upload it. A run keeps its id when it is resumed, so its curves go on.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from levanter.io.atomic import atomic_write
+from levanter.io.paths import join
+from levanter.tracker.background import BackgroundTracker
+from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_json, as_plain
+
+if TYPE_CHECKING:
+    import wandb
+
+logger = logging.getLogger(__name__)
+
+ARTIFACT_NAME_LIMIT = 128
+"""The service's limit on the length of an artifact's name."""
+
+
+class WandbTracker(Tracker):
+    """Tracks into one wandb run.
+
+    Args:
+        run: the run that `wandb.init` returned.
+        replicate_path: a folder, local or remote, that gets configuration and summary when the run ends.
+        xla_dump_folder: a folder of compiled programs to save with the run when it ends.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: "wandb.Run", *, replicate_path: str | None = None, xla_dump_folder: str | None = None):
+        self.run = run
+        self._replicate_path = replicate_path
+        self._xla_dump_folder = xla_dump_folder
+        self._warned_about_steps = False
+        self._finished = False
+        # What has been logged, kept here because the run's own summary lags behind until it has ended.
+        self._config: dict[str, Any] = {}
+        self._summary: dict[str, Any] = as_plain(dict(run.summary))
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        plain = as_plain(hparams)
+        self._config.update(plain)
+        self.run.config.update(plain, allow_val_change=True)
+
+    def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
+        if step is not None and step < self.run.step:
+            # The service drops them silently: steps of a run only grow. That is normal after a resume.
+            if not self._warned_about_steps:
+                logger.warning(
+                    "wandb: step %d is before the run's step %d; such metrics are dropped", step, self.run.step
+                )
+                self._warned_about_steps = True
+            return
+        plain = as_plain(metrics)
+        self._summary.update(plain)
+        self.run.log(plain, step=step, commit=commit)
+
+    def log_summary(self, metrics: Metrics) -> None:
+        plain = as_plain(metrics)
+        self._summary.update(plain)
+        self.run.summary.update(plain)
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        self.run.log_artifact(path, name=_artifact_name(name or os.path.basename(path)), type=type or "file")
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        if self._xla_dump_folder is not None and os.path.isdir(self._xla_dump_folder):
+            self.log_artifact(self._xla_dump_folder, name="xla_dump", type="xla_dump")
+        self.run.finish()
+        if self._replicate_path is not None:
+            record = {"config": as_json(self._config), "summary": as_json(self._summary)}
+            with atomic_write(join(self._replicate_path, "tracker_metrics.jsonl")) as file:
+                file.write((json.dumps(record, sort_keys=True) + "\n").encode())
+
+
+@TrackerConfig.register_subclass("wandb")
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig(TrackerConfig):
+    """Where and how to track with wandb; keys as upstream.
+
+    Attributes:
+        entity: a user or team.
+        project: the project of the run.
+        name: the run's display name.
+        tags: the run's tags.
+        id: the run's id; the trainer's run id where absent.
+        group: the experiment that the run belongs to.
+        mode: `online`, `offline` or `disabled`; where absent, $WANDB_MODE, else online if there is an API key.
+        resume: what happens if the run exists: `allow`, `must`, `never`, `auto`.
+        save_code: the folder whose code and git commit are saved, or whether to save the working directory's.
+        save_xla_dumps: whether to save the folder that $XLA_FLAGS names in `--xla_dump_to`.
+        replicate_path: a folder that gets `tracker_metrics.jsonl` (configuration and summary) at the end.
+        background: whether metrics are handed over by a thread of their own.
+        background_max_queue_size: how many calls may wait for that thread.
+        background_finish_timeout: how many seconds the end of the run waits for it.
+    """
+
+    entity: str | None = None
+    project: str | None = "levanter"
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    id: str | None = None
+    group: str | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
+    resume: bool | Literal["allow", "must", "never", "auto"] | None = "allow"
+    save_code: bool | str = True
+    save_xla_dumps: bool = False
+    replicate_path: str | None = None
+    background: bool = True
+    background_max_queue_size: int = 10_000
+    background_finish_timeout: float = 120.0
+
+    def init(self, run_id: str | None) -> Tracker:
+        import wandb
+
+        mode = self._mode()
+        if mode == "disabled":
+            return NoopTracker()
+        if self.id is not None and run_id is not None and self.id != run_id:
+            logger.warning("wandb: the tracker's id %r is used instead of the run id %r", self.id, run_id)
+        code_dir = self.save_code if isinstance(self.save_code, str) else os.getcwd() if self.save_code else None
+        settings: dict[str, Any] = {}
+        if code_dir is not None:
+            settings["code_dir"] = code_dir
+            commit = git_commit(code_dir)
+            if commit is not None:
+                settings["git_root"] = code_dir
+                settings["git_commit"] = commit
+        run = wandb.init(
+            entity=self.entity,
+            project=self.project,
+            name=self.name,
+            tags=list(self.tags),
+            id=self.id or run_id,
+            group=self.group,
+            mode=mode,
+            resume=self.resume,
+            save_code=self.save_code is not False,
+            settings=wandb.Settings(**settings),
+        )
+        if mode == "offline":
+            folder = Path(run.dir).parent
+            logger.info("wandb: recording offline in %s; `wandb sync %s` uploads it", folder, folder)
+        tracker = WandbTracker(
+            run, replicate_path=self.replicate_path, xla_dump_folder=_xla_dump_folder() if self.save_xla_dumps else None
+        )
+        if not self.background:
+            return tracker
+        return BackgroundTracker(
+            tracker, max_queue_size=self.background_max_queue_size, finish_timeout=self.background_finish_timeout
+        )
+
+    def _mode(self) -> Literal["online", "offline", "disabled"]:
+        """The mode to run in: what is asked for, but never online without a key, which would ask on the terminal."""
+        asked = self.mode or os.environ.get("WANDB_MODE") or None
+        if asked in ("offline", "disabled"):
+            return asked
+        if asked not in (None, "online"):
+            raise ValueError(f"$WANDB_MODE is {asked!r}; expected online, offline or disabled")
+        if _has_credentials():
+            return "online"
+        level = logging.WARNING if asked == "online" else logging.INFO
+        logger.log(level, "wandb: no API key ($WANDB_API_KEY or `wandb login`), so the run is recorded offline")
+        return "offline"
+
+
+def _has_credentials() -> bool:
+    import wandb
+
+    return wandb.login(prompt=False, verify=False)
+
+
+def _xla_dump_folder() -> str:
+    found = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    if found is None:
+        raise ValueError("tracker.save_xla_dumps is set, but $XLA_FLAGS has no --xla_dump_to=FOLDER")
+    return found.group(1)
+
+
+def git_commit(folder: str) -> str | None:
+    """The commit checked out in `folder` ($GIT_COMMIT where set); None outside a repository or without git."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
+    try:
+        result = subprocess.run(
+            ["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _artifact_name(name: str) -> str:
+    """A name the service takes: its characters only, and long names cut with a hash so that they stay distinct."""
+    clean = re.sub(r"[^A-Za-z0-9_.\-]", "-", name)
+    if len(clean) <= ARTIFACT_NAME_LIMIT:
+        return clean
+    suffix = hashlib.sha256(clean.encode()).hexdigest()[:8]
+    return f"{clean[: ARTIFACT_NAME_LIMIT - 9]}-{suffix}"

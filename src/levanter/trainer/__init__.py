@@ -1,0 +1,33 @@
+"""The training loop's room; its configuration serves every entry point."""
+
+from levanter.trainer.config import TrainerConfig
+from levanter.trainer.parts import (
+    BatchSizeStage,
+    CheckpointDebugConfig,
+    CheckpointerConfig,
+    CheckpointInterval,
+    DistributedConfig,
+    EmaDecaySqrtConfig,
+    EmaModelAveragingConfig,
+    ModelAveragingConfig,
+    ProfileOptionsConfig,
+    ProfilerConfig,
+    QuantizationConfig,
+    WatchConfig,
+)
+
+__all__ = [
+    "BatchSizeStage",
+    "CheckpointDebugConfig",
+    "CheckpointInterval",
+    "CheckpointerConfig",
+    "DistributedConfig",
+    "EmaDecaySqrtConfig",
+    "EmaModelAveragingConfig",
+    "ModelAveragingConfig",
+    "ProfileOptionsConfig",
+    "ProfilerConfig",
+    "QuantizationConfig",
+    "TrainerConfig",
+    "WatchConfig",
+]

@@ -1,0 +1,166 @@
+"""`BatchPlan`: how a global batch becomes what a device holds at once, resolved before a device is touched.
+
+    dp    = devices / (model × group × context)      the ways in which the batch is cut
+    accum = global batch / (rows a device takes at once × dp)
+
+Rows are sequences. A *microbatch* is what all devices take at once: `rows × dp`. Gradients of `accum` microbatches are
+added up before the parameters move. Pure arithmetic; every number comes with its reason, and what is not whole is
+refused with the nearest sizes that are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from levanter.trainer.parts import BatchSizeStage
+
+
+class BatchError(ValueError):
+    """A batch that cannot be divided as asked; the message has the nearest that can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """One batch size, resolved.
+
+    Attributes:
+        rows: sequences of a step that count.
+        padding: rows of zero weight added so that the devices divide the batch.
+        ways: into how many pieces the batch is cut.
+        per_device: rows a device takes at once.
+        accumulation: microbatches whose gradients are added up.
+        positions: tokens in a row.
+        reasons: a line for each number.
+    """
+
+    rows: int
+    padding: int
+    ways: int
+    per_device: int
+    accumulation: int
+    positions: int
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def placed_rows(self) -> int:
+        """Rows of the arrays, padding included."""
+        return self.rows + self.padding
+
+    @property
+    def microbatch(self) -> int:
+        """Rows that all devices take at once."""
+        return self.per_device * self.ways
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.positions
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows × {self.positions} tokens = {self.tokens:,} tokens a step: {self.per_device} rows a "
+            f"device × {self.ways} ways × {self.accumulation} accumulated" + ("".join(f"; {r}" for r in self.reasons))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchStage:
+    """A batch plan and the step from which it holds."""
+
+    start: int
+    plan: BatchPlan
+
+
+def plan_batch(
+    batch: int, *, per_device: int, ways: int, positions: int, pad: Sequence[str] = (), mesh: str = ""
+) -> BatchPlan:
+    """Resolves one batch size.
+
+    Args:
+        batch: rows of a step; -1 for `per_device × ways`.
+        per_device: rows a device takes at once; -1 for all of its share.
+        ways: into how many pieces the mesh cuts the batch.
+        positions: tokens in a row.
+        pad: a reason to pad a batch that does not divide; without one it is refused.
+        mesh: for the messages.
+
+    Raises:
+        BatchError: not whole.
+    """
+    on = f" on mesh {mesh}" if mesh else ""
+    reasons = [f"the batch is cut {ways} ways{on}"]
+    if batch == -1:
+        if per_device == -1:
+            raise BatchError(
+                "trainer.train_batch_size and trainer.per_device_parallelism are both -1; give one of them"
+            )
+        batch = per_device * ways
+        reasons.append(f"train_batch_size -1: {per_device} rows a device × {ways} ways")
+    placed = batch
+    if pad:
+        unit = ways if per_device == -1 else ways * per_device
+        placed = -(-batch // unit) * unit
+        if placed != batch:
+            reasons.append(f"{placed - batch} rows of padding: {'; '.join(pad)}")
+    if per_device == -1:
+        if placed % ways:
+            raise BatchError(_uneven(batch, ways, "ways", on))
+        per_device = placed // ways
+        reasons.append(f"per_device_parallelism -1: {placed} / {ways} = {per_device} rows, nothing is accumulated")
+    micro = per_device * ways
+    if placed % micro:
+        share = f"; or per_device_parallelism {_listed(_divisors(placed // ways))}" if placed % ways == 0 else ""
+        raise BatchError(_uneven(batch, micro, f"rows a microbatch ({per_device} a device × {ways} ways)", on) + share)
+    accumulation = placed // micro
+    if accumulation > 1:
+        reasons.append(f"{placed} / ({per_device} × {ways}) = {accumulation} microbatches")
+    return BatchPlan(
+        rows=batch,
+        padding=placed - batch,
+        ways=ways,
+        per_device=per_device,
+        accumulation=accumulation,
+        positions=positions,
+        reasons=tuple(reasons),
+    )
+
+
+def plan_batches(
+    sizes: int | Sequence[BatchSizeStage],
+    *,
+    per_device: int,
+    ways: int,
+    positions: int,
+    allow_padding: bool = False,
+    mesh: str = "",
+) -> tuple[BatchStage, ...]:
+    """Resolves a batch size, or a schedule of them.
+
+    Raises:
+        BatchError: with every stage that is not whole.
+    """
+    stages = [(0, sizes)] if isinstance(sizes, int) else [(stage.start, stage.value) for stage in sizes]
+    pad = ("trainer.allow_nondivisible_batch_size",) if allow_padding else ()
+    found, problems = [], []
+    for start, size in stages:
+        try:
+            plan = plan_batch(size, per_device=per_device, ways=ways, positions=positions, pad=pad, mesh=mesh)
+            found.append(BatchStage(start=start, plan=plan))
+        except BatchError as error:
+            problems.append(str(error) if len(stages) == 1 else f"from step {start}: {error}")
+    if problems:
+        raise BatchError("\n".join(problems))
+    return tuple(found)
+
+
+def _uneven(batch: int, unit: int, what: str, on: str) -> str:
+    below, above = batch // unit * unit, -(-batch // unit) * unit
+    nearest = " or ".join(str(n) for n in (below, above) if n)
+    return f"trainer.train_batch_size {batch} is not a multiple of {unit} {what}{on}; nearest: {nearest}"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

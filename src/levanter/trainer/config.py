@@ -1,0 +1,145 @@
+"""`TrainerConfig`: what `trainer:` holds, for every entry point.
+
+One block serves training and evaluation alike; an entry point passes on the parts it uses. Nothing here touches a
+device: the mesh is text until `levanter.mesh` resolves it, precision policies are text until `levanter.models` reads
+them. Old spellings are translated in `levanter.config.legacy` before this class is built.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from levanter.mesh.config import MeshConfig
+from levanter.tracker import TrackerConfig, WandbConfig
+from levanter.trainer.parts import (
+    BatchSizeStage,
+    CheckpointerConfig,
+    DistributedConfig,
+    ModelAveragingConfig,
+    ProfilerConfig,
+    QuantizationConfig,
+    WatchConfig,
+    refuse,
+)
+
+JAX_CONFIG = {"jax_threefry_partitionable": True, "jax_softmax_custom_jvp": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How a run uses its devices, and everything around the model and the data.
+
+    Attributes:
+        seed: the key that model initialization, data order and training are derived from.
+        mp: the precision policy: `f32`, `bfloat16`, `p=f32,c=bfloat16`, `params=…,compute=…,output=…`.
+        quantization: reduced-precision matrix multiplication; null for none.
+        model_averaging: an average of the parameters beside them; null for none.
+        log_dir: where logs, profiles and artifacts go.
+        id: the id of the run; null takes `$RUN_ID`, the tracker's id, or a random one that all hosts share.
+        tracker: where metrics go: one tracker or a list.
+        watch: norms and histograms of gradients and parameters.
+        profiler: a profile of some steps.
+        log_jaxprs: whether the traced program of the first step is saved.
+        log_xla_hlo: whether the compiled program of the first step is saved.
+        crash_on_nan: whether a loss that is not a number ends the run.
+        crash_on_inf: whether an infinite loss ends the run.
+        mesh: the device mesh and the mappings of named axes to it.
+        use_explicit_mesh_axes: whether mesh axes are JAX's explicit ones.
+        train_batch_size: sequences a step over all devices, or a list of stages {start, value}; -1 derives it from
+            per_device_parallelism.
+        per_device_parallelism: sequences a device takes at once in training; -1 for all of its share.
+        per_device_eval_parallelism: sequences a device takes at once in evaluation; -1 for the training value.
+        allow_nondivisible_batch_size: whether a batch that the devices do not divide is padded.
+        num_train_steps: steps of the whole run.
+        steps_per_eval: steps between two evaluations.
+        max_eval_batches: batches of one evaluation; null for all.
+        checkpointer: where and how often checkpoints are saved.
+        load_checkpoint: whether the run resumes; null resumes where there is a checkpoint.
+        load_checkpoint_path: the checkpoint to resume from; null for the run's own folder.
+        initialize_from: a checkpoint to take the first parameters from.
+        allow_partial_checkpoint: whether parameters that a checkpoint lacks are initialized instead.
+        jax_config: options for `jax.config`.
+        jax_compilation_cache_dir: a folder for compiled programs that later runs read.
+        distributed: how the processes of the job find each other.
+        require_accelerator: whether a run without TPU or GPU is refused; null allows it.
+        shutdown_at_exit: whether the machine is shut down after the run, or after so many seconds.
+    """
+
+    seed: int = 0
+    mp: str = "f32"
+    quantization: QuantizationConfig | None = None
+    model_averaging: ModelAveragingConfig | None = None
+
+    log_dir: Path = Path("logs/")
+    id: str | None = None
+    tracker: TrackerConfig | tuple[TrackerConfig, ...] = field(default_factory=WandbConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    log_jaxprs: bool = True
+    log_xla_hlo: bool = True
+    crash_on_nan: bool = True
+    crash_on_inf: bool = True
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    use_explicit_mesh_axes: bool = False
+
+    train_batch_size: int | tuple[BatchSizeStage, ...] = 512
+    per_device_parallelism: int = -1
+    per_device_eval_parallelism: int = -1
+    allow_nondivisible_batch_size: bool = False
+    num_train_steps: int = 400_000
+    steps_per_eval: int = 1_000
+    max_eval_batches: int | None = None
+
+    checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
+    load_checkpoint: bool | None = None
+    load_checkpoint_path: str | None = None
+    initialize_from: str | None = None
+    allow_partial_checkpoint: bool = False
+
+    jax_config: dict[str, bool | int | float | str] = field(default_factory=lambda: dict(JAX_CONFIG))
+    jax_compilation_cache_dir: str | None = None
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    require_accelerator: bool | None = None
+    shutdown_at_exit: bool | float = False
+
+    def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterable[str]:
+        if self.seed < 0:
+            yield f"seed: must not be negative, got {self.seed}"
+        if not self.mp.strip():
+            yield "mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing"
+        for name in ("per_device_parallelism", "per_device_eval_parallelism"):
+            value = getattr(self, name)
+            if value != -1 and value < 1:
+                yield f"{name}: must be at least 1, or -1 for all of a device's share, got {value}"
+        for name in ("num_train_steps", "steps_per_eval", "max_eval_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"{name}: must be at least 1, got {value}"
+        yield from self._batch_problems()
+        if self.load_checkpoint and self.initialize_from is not None:
+            yield "load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"
+
+    def _batch_problems(self) -> Iterable[str]:
+        size = self.train_batch_size
+        if isinstance(size, int):
+            if size == -1 and self.per_device_parallelism == -1:
+                yield "train_batch_size: -1 is derived from per_device_parallelism, which is -1 too; give one of them"
+            elif size != -1 and size < 1:
+                yield f"train_batch_size: must be at least 1, got {size}"
+            return
+        if not size or size[0].start != 0:
+            yield "train_batch_size: the first stage must start at step 0"
+        for i, stage in enumerate(size):
+            if stage.value < 1:
+                yield f"train_batch_size[{i}].value: must be at least 1, got {stage.value}"
+            if i and stage.start <= size[i - 1].start:
+                yield f"train_batch_size[{i}].start: must be greater than {size[i - 1].start}, the start before it"
+
+    @property
+    def trackers(self) -> tuple[TrackerConfig, ...]:
+        """The trackers as a tuple, whether one or several were given."""
+        return (self.tracker,) if isinstance(self.tracker, TrackerConfig) else self.tracker

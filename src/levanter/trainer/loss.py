@@ -1,0 +1,162 @@
+"""The training loss: `models.scoring`'s log-probabilities, summed with weights, in the compute dtype.
+
+Weights are stored in one dtype and used in another. The cast happens where they are used: inside each layer of a scan,
+so that no second copy of a stack exists, and there the cast weight is pinned to its parameter's own shards. What the
+devices then gather is the narrow copy, and what they add up in the backward pass lands in the shards that hold the
+parameter, layer by layer. The embedding table is not cast, its rows are: the sum over a token's places is float32.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.nn.scan import Stacked
+from jax.sharding import PartitionSpec
+
+from haliax_ext.abstract import Leaf, map_arrays, path_string
+from haliax_ext.placement import LeafPlan
+from haliax_ext.planner import ShardingPlan
+from levanter.layers.embedding import Embedding
+from levanter.models.base import LmHeadModel
+from levanter.models.scoring import has_next, token_logprobs
+
+M = TypeVar("M")
+
+
+class LmBatch(eqx.Module):
+    """Sequences to learn from.
+
+    Attributes:
+        tokens: int32 ids, `[batch, position]`.
+        loss_weights: float32 weight of predicting *from* each position; None for 1 everywhere.
+        segment_ids: int32, `[batch, position]`; tokens see their own segment only. None for one segment.
+    """
+
+    tokens: hax.NamedArray
+    loss_weights: hax.NamedArray | None = None
+    segment_ids: hax.NamedArray | None = None
+
+    def counts(self) -> hax.NamedArray:
+        """Float32 weight of each position in the loss: 0 where nothing of the sequence follows."""
+        counts = has_next(self.tokens.axes, self.segment_ids).astype(jnp.float32)
+        return counts if self.loss_weights is None else counts * self.loss_weights
+
+
+def abstract_batch(Batch: hax.Axis, Pos: hax.Axis, *, weights: bool, segments: bool) -> LmBatch:
+    """A batch without data."""
+
+    def of(dtype: Any) -> hax.NamedArray:
+        return hax.NamedArray(jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(dtype)), (Batch, Pos))  # type: ignore
+
+    return LmBatch(
+        tokens=of(np.int32),
+        loss_weights=of(np.float32) if weights else None,
+        segment_ids=of(np.int32) if segments else None,
+    )
+
+
+def loss_sum(model: LmHeadModel, batch: LmBatch, *, chunk: int | None = None) -> jax.Array:
+    """The weighted sum of −log p over a batch, a float32 scalar.
+
+    Args:
+        model: its weights in the compute dtype, or wrapped by `in_compute_dtype`.
+        batch: what to predict.
+        chunk: positions scored at a time; see `token_logprobs`.
+    """
+    logprobs = token_logprobs(model, batch.tokens, segment_ids=batch.segment_ids, chunk=chunk)
+    counts = batch.counts()
+    return -hax.sum(hax.where(counts != 0, logprobs, 0.0) * counts).scalar()
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where the leaves of one layer lie: path below the layer → PartitionSpec. Hashable, for static fields."""
+
+    specs: tuple[tuple[str, PartitionSpec], ...]
+
+    @property
+    def by_path(self) -> Mapping[str, PartitionSpec]:
+        return dict(self.specs)
+
+
+class _CastInside(eqx.Module):
+    """A block that casts its own weights when it is called."""
+
+    inner: Any
+    dtype: np.dtype = eqx.field(static=True)
+    placed: _Placed = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        specs = self.placed.by_path
+        return map_arrays(lambda leaf, x: cast_leaf(leaf, x, self.dtype, specs.get(leaf.path)), self.inner)(
+            *args, **kwargs
+        )
+
+
+class _WideTable(eqx.Module):
+    """An embedding table whose rows are cast when they are looked up.
+
+    The gradient of a row is the sum over all places where its token stands; a frequent token's is lost in 16 bits.
+    """
+
+    inner: Embedding
+    dtype: np.dtype = eqx.field(static=True)
+    spec: PartitionSpec | None = eqx.field(static=True)
+
+    @property
+    def weight(self) -> hax.NamedArray:
+        """The table in the compute dtype, for an output head that shares it."""
+        return map_arrays(lambda leaf, x: cast_leaf(leaf, x, self.dtype, self.spec), self.inner).weight
+
+    def __call__(self, ids: hax.NamedArray) -> hax.NamedArray:
+        return self.inner(ids).astype(self.dtype)
+
+
+def cast_leaf(leaf: Leaf, x: jax.Array, dtype: np.dtype, spec: PartitionSpec | None) -> jax.Array:
+    """A floating-point array in `dtype`, kept (with its cotangent) in the shards of `spec`."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        x = x.astype(dtype)
+    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
+    """`model` whose weights are in `dtype` when they are used; call it inside `jit`.
+
+    Args:
+        model: with the parameters as they are stored.
+        dtype: the compute dtype.
+        plan: where the parameters lie, by their paths in `model`; None pins nothing.
+    """
+
+    def visit(keys: tuple[Any, ...], x: Any) -> Any:
+        path = path_string(keys)
+        if isinstance(x, Stacked):
+            placed = _layer_specs(plan, f"{path}.stacked.", x.Block.name) if plan is not None else ()
+            block = _CastInside(inner=x.stacked, dtype=np.dtype(dtype), placed=_Placed(tuple(placed)))
+            return Stacked(block, x.Block, x.gradient_checkpointing)
+        if isinstance(x, Embedding):
+            return _WideTable(x, np.dtype(dtype), None if plan is None else plan.spec(f"{path}.weight"))
+        return map_arrays(lambda leaf, a: cast_leaf(leaf, a, dtype, None if plan is None else plan.spec(path)), x)
+
+    return jax.tree_util.tree_map_with_path(
+        visit, model, is_leaf=lambda x: isinstance(x, Stacked | Embedding | hax.NamedArray)
+    )
+
+
+def _layer_specs(plan: ShardingPlan, prefix: str, block: str) -> list[tuple[str, PartitionSpec]]:
+    """The specs of one layer of a stack: without the stack's own axis."""
+
+    def spec(leaf_plan: LeafPlan) -> PartitionSpec:
+        entries = zip(leaf_plan.leaf.names, leaf_plan.mesh_axes, strict=True)
+        return PartitionSpec(*(axes or None for name, axes in entries if name != block))
+
+    return [
+        (leaf_plan.leaf.path.removeprefix(prefix), spec(leaf_plan))
+        for leaf_plan in plan.leaves
+        if leaf_plan.leaf.path.startswith(prefix)
+    ]

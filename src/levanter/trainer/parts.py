@@ -1,0 +1,274 @@
+"""The parts of `trainer:` that are blocks of their own: checkpoints, processes, profiler, watching, averaging.
+
+They hold what the user asked for; the rooms that act on them take these values as arguments.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import draccus
+
+WatchTarget = Literal["grads", "params", "opt_state", "updates"]
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises one `ValueError` that lists all problems, if there are any."""
+    listed = list(problems)
+    if listed:
+        raise ValueError("\n".join(listed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInterval:
+    """Keep a checkpoint every so many steps, until a step (for ever where `until` is null).
+
+    Attributes:
+        every: steps between two checkpoints that are kept.
+        until: the step up to which this interval holds.
+    """
+
+    every: int
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every: must be at least 1, got {self.every}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDebugConfig:
+    """What a slow or memory-hungry save reports about itself.
+
+    Attributes:
+        enabled: whether it reports.
+        log_interval: seconds between two lines while a save runs.
+        dump_stacks_after: seconds after which all Python stacks are logged.
+        tracemalloc_frames: frames recorded for each allocation.
+        top_allocations: how many of the largest allocations are logged.
+        force_gc_before_serialize: whether garbage is collected before a save.
+        flush_logs: whether logs are flushed after each line.
+    """
+
+    enabled: bool = False
+    log_interval: float = 60.0
+    dump_stacks_after: float | None = None
+    tracemalloc_frames: int = 25
+    top_allocations: int = 8
+    force_gc_before_serialize: bool = True
+    flush_logs: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig:
+    """Where and how often checkpoints are saved.
+
+    Attributes:
+        base_path: the folder or URL of all checkpoints.
+        save_interval: time between two temporary checkpoints; null for none.
+        keep: which checkpoints stay for ever, by step; each interval but the last needs `until`.
+        append_run_id_to_base_path: whether each run has a folder of its own below `base_path`.
+        delete_old_temp_checkpoints: whether temporary checkpoints of earlier attempts are deleted.
+        temporary_base_path: where temporary checkpoints go; null for `base_path`.
+        keep_last_temporary_checkpoints: how many temporary checkpoints stay.
+        debug: what a save reports about itself.
+    """
+
+    base_path: str = "checkpoints/"
+    save_interval: timedelta | None = timedelta(minutes=15)
+    keep: list[CheckpointInterval] = field(default_factory=lambda: [CheckpointInterval(every=10_000)])
+    append_run_id_to_base_path: bool = True
+    delete_old_temp_checkpoints: bool = True
+    temporary_base_path: str | None = None
+    keep_last_temporary_checkpoints: int = 1
+    debug: CheckpointDebugConfig = field(default_factory=CheckpointDebugConfig)
+
+    def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterable[str]:
+        if self.save_interval is not None and self.save_interval <= timedelta():
+            yield f"save_interval: must be positive or null, got {self.save_interval}"
+        if self.keep_last_temporary_checkpoints < 0:
+            yield f"keep_last_temporary_checkpoints: must not be negative, got {self.keep_last_temporary_checkpoints}"
+        previous = 0
+        for i, interval in enumerate(self.keep):
+            if interval.until is None:
+                if i + 1 < len(self.keep):
+                    yield f"keep[{i}]: has no `until`, so the intervals after it never begin"
+            elif interval.until <= previous:
+                yield f"keep[{i}].until: must be greater than {previous}, the end of what is before it"
+            else:
+                previous = interval.until
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the processes of one job find each other; on TPU pods and Slurm all of it is detected.
+
+    Attributes:
+        coordinator_address: `host:port` of process 0.
+        num_processes: how many processes the job has.
+        process_id: the index of this one.
+        local_device_ids: the devices this process may use; null for all.
+        initialize_jax_distributed: whether the processes are joined at all.
+    """
+
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_device_ids: int | list[int] | None = None
+    initialize_jax_distributed: bool = True
+
+    def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterable[str]:
+        if self.process_id is not None and self.num_processes is None:
+            yield "process_id: needs num_processes beside it"
+        if self.num_processes is not None:
+            if self.num_processes < 1:
+                yield f"num_processes: must be at least 1, got {self.num_processes}"
+            if self.process_id is not None and not 0 <= self.process_id < self.num_processes:
+                yield f"process_id: must be from 0 to {self.num_processes - 1}, got {self.process_id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptionsConfig:
+    """Options of the JAX profiler; null leaves one to JAX.
+
+    Attributes:
+        host_tracer_level: how much of the host is traced (0 to 3).
+        python_tracer_level: whether Python calls are traced (0 or 1).
+        device_tracer_level: how much of the device is traced.
+        enable_hlo_proto: whether compiled programs are saved with the trace.
+        include_dataset_ops: whether operations of the data set are traced.
+        advanced_configuration: further options by JAX's own names.
+    """
+
+    host_tracer_level: int | None = None
+    python_tracer_level: int | None = None
+    device_tracer_level: int | None = None
+    enable_hlo_proto: bool = False
+    include_dataset_ops: bool | None = None
+    advanced_configuration: dict[str, bool | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """A profile of some steps.
+
+    Attributes:
+        enabled: whether steps are profiled.
+        start_step: the first step that is.
+        num_steps: how many are.
+        perfetto_link: whether the run waits for the trace to be opened through a link.
+        profile_options: options of the JAX profiler.
+    """
+
+    enabled: bool = False
+    start_step: int = 5
+    num_steps: int = 25
+    perfetto_link: bool = False
+    profile_options: ProfileOptionsConfig = field(default_factory=ProfileOptionsConfig)
+
+    def __post_init__(self) -> None:
+        refuse(
+            f"{name}: must be at least {least}, got {value}"
+            for name, value, least in (("start_step", self.start_step, 0), ("num_steps", self.num_steps, 1))
+            if value < least
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """Norms and histograms of gradients and parameters, computed inside the step.
+
+    Attributes:
+        watch_targets: what is watched: one of grads, params, opt_state, updates, or a list.
+        include_norms: whether the norm of all of it is logged.
+        include_per_parameter_norms: whether the norm of each parameter is.
+        include_histograms: whether histograms are (slow).
+        split_scan_layers: whether stacked layers are logged one by one.
+        interval: steps between two logs; 0 turns watching off.
+    """
+
+    watch_targets: WatchTarget | list[WatchTarget] = field(default_factory=lambda: ["grads", "params"])
+    include_norms: bool = True
+    include_per_parameter_norms: bool = True
+    include_histograms: bool = False
+    split_scan_layers: bool = True
+    interval: int = 10
+
+    def __post_init__(self) -> None:
+        if self.interval < 0:
+            raise ValueError(f"interval: must not be negative, got {self.interval}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """Reduced-precision matrix multiplication in training.
+
+    Attributes:
+        targets: the modules it applies to: a pattern, a list of names, or null for all.
+        amax_history_length: how many steps of maxima the scale of fp8 is taken from.
+        compute_dtype: the type results are computed in.
+        fp8, int8: which of the two.
+    """
+
+    targets: str | list[str] | None = None
+    amax_history_length: int = 1024
+    compute_dtype: str | None = None
+    fp8: bool = False
+    int8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fp8 and self.int8:
+            raise ValueError("fp8 and int8: only one of them can be on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAveragingConfig(draccus.ChoiceRegistry):
+    """The base of all ways to average parameters over steps."""
+
+
+@ModelAveragingConfig.register_subclass("ema")
+@dataclass(frozen=True, kw_only=True)
+class EmaModelAveragingConfig(ModelAveragingConfig):
+    """An exponential moving average.
+
+    Attributes:
+        beta: the weight of the average; the new parameters have 1 - beta.
+    """
+
+    beta: float = 0.999
+
+
+@ModelAveragingConfig.register_subclass("ema_decay_sqrt")
+@dataclass(frozen=True, kw_only=True)
+class EmaDecaySqrtConfig(ModelAveragingConfig):
+    """An exponential moving average, then a weight that falls as 1 - sqrt of the decay's progress.
+
+    Attributes:
+        beta: the weight of the average up to `switch_step`.
+        switch_step: the step at which the decay begins.
+        decay_steps: the length of the decay.
+    """
+
+    beta: float = 0.999
+    switch_step: int = 100_000
+    decay_steps: int = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeStage:
+    """A batch size from a step on.
+
+    Attributes:
+        start: the first step with this size.
+        value: the size.
+    """
+
+    start: int
+    value: int

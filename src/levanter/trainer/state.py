@@ -1,0 +1,213 @@
+"""`TrainState`: what a training run carries from step to step, and where each piece of it lies.
+
+Optimizer state is made of statistics of parameters, under the parameters' own paths and axis names
+(`optimizer.1.mu.transformer.norm.weight`). So one parameter mapping, with its overrides written for the parameters'
+paths, places them all: `plan_state` plans the parameters, then every statistic by the parameter it belongs to.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from haliax_ext.abstract import Leaf, abstract, cast, leaves
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import Finding, LeafPlan
+from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.program import Input, Program
+from levanter.models.base import LmHeadModel
+from levanter.models.precision import Precision
+
+MODEL, OPTIMIZER = "model", "optimizer"
+GRADIENT_BYTES = 4
+
+
+class TrainState(eqx.Module):
+    """A training run between two steps.
+
+    Attributes:
+        step: steps taken, int32.
+        model: the parameters, in their storage dtype.
+        optimizer: the optimizer's statistics.
+        key: random bits of the steps to come, `uint32[2]`.
+    """
+
+    step: jax.Array
+    model: LmHeadModel
+    optimizer: Any
+    key: jax.Array
+
+
+def start(model: LmHeadModel, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """The state before the first step."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        model=model,
+        optimizer=optimizer.init(model),  # pyright: ignore[reportArgumentType]
+        key=key,
+    )
+
+
+def abstract_state(
+    build: Callable[[], LmHeadModel], optimizer: optax.GradientTransformation, precision: Precision
+) -> TrainState:
+    """The state without memory; `build` makes the model."""
+    model = cast(abstract(build), precision.params)
+    key = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
+    return abstract(lambda m, k: start(m, optimizer, k), model, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePlan:
+    """Where a `TrainState` lies.
+
+    Attributes:
+        parameters: the parameters, by their paths in the model.
+        whole: everything, by paths in the `TrainState`; its findings are those of `parameters`.
+    """
+
+    parameters: ShardingPlan
+    whole: ShardingPlan
+
+    @property
+    def bytes_by_group(self) -> dict[str, int]:
+        """Bytes on a device of what a step holds from beginning to end, by kind; gradients are float32."""
+        groups: dict[str, int] = dict.fromkeys(
+            ("embedding", "attention", "mlp", "norms", "head", "gradients", "optimizer"), 0
+        )
+        for plan in self.parameters.leaves:
+            groups[parameter_group(plan.leaf.path)] += plan.bytes_per_device
+            groups["gradients"] += math.prod(plan.shard_shape) * GRADIENT_BYTES
+        for plan in self.whole.leaves:
+            if plan.leaf.path.startswith(f"{OPTIMIZER}."):
+                groups["optimizer"] += plan.bytes_per_device
+        return {name: size for name, size in groups.items() if size}
+
+
+def parameter_group(path: str) -> str:
+    """The kind of a parameter by its path: embedding, attention, mlp, norms or head."""
+    parts = path.split(".")
+    if any(part.endswith("norm") for part in parts[:-1]):
+        return "norms"
+    for part, group in (("embeddings", "embedding"), ("self_attn", "attention"), ("mlp", "mlp"), ("lm_head", "head")):
+        if part in parts:
+            return group
+    return "mlp"
+
+
+def plan_state(state: TrainState, mappings: Mappings, mesh: MeshSpec, *, hbm_bytes: int | None = None) -> StatePlan:
+    """Plans parameters and optimizer state under the parameter mapping.
+
+    A rule that a statistic violates its parameter violates too, so findings are those of the parameters. Statistics
+    that are large where their parameter is not add theirs.
+    """
+    parameters = plan_sharding(leaves(state.model), mappings, mesh, hbm_bytes=hbm_bytes)
+    own = {plan.leaf.path for plan in parameters.leaves}
+    slots: dict[str, list[Leaf]] = {}
+    for leaf in leaves(state):
+        prefix, path = _split(leaf.path, own)
+        slots.setdefault(prefix, []).append(replace(leaf, path=path))
+    plans: dict[str, LeafPlan] = {}
+    findings = list(parameters.findings)
+    faulty = {f.path for f in parameters.findings if f.error is not None}
+    for prefix, found in slots.items():
+        slot = plan_sharding(found, replace(mappings, overrides=_relevant(mappings, found)), mesh, hbm_bytes=hbm_bytes)
+        for plan in slot.leaves:
+            path = _joined(prefix, plan.leaf.path)
+            plans[path] = replace(plan, leaf=replace(plan.leaf, path=path))
+        if prefix != MODEL:
+            findings += [_of_slot(f, prefix) for f in slot.findings if f.error is not None and f.path not in faulty]
+    return StatePlan(
+        parameters=parameters,
+        whole=ShardingPlan(
+            mesh=mesh,
+            mappings=mappings,
+            leaves=tuple(plans[leaf.path] for leaf in leaves(state)),
+            findings=tuple(findings),
+            hbm_bytes=hbm_bytes,
+        ),
+    )
+
+
+def _split(path: str, parameters: set[str]) -> tuple[str, str]:
+    """A path in the state as (what comes before, the parameter's path); (path's parent, its name) for the rest."""
+    parts = path.split(".")
+    for n in range(len(parts)):
+        if (tail := ".".join(parts[n:])) in parameters:
+            return ".".join(parts[:n]), tail
+    return "", path
+
+
+def _joined(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix else path
+
+
+def _relevant(mappings: Mappings, found: list[Leaf]) -> tuple[Any, ...]:
+    """The overrides that apply to some leaf, so that the others are not reported as idle once more."""
+    return tuple(o for o in mappings.overrides if any(o in mappings.overrides_at(leaf.path) for leaf in found))
+
+
+def _of_slot(finding: Finding, prefix: str) -> Finding:
+    return replace(finding, path=_joined(prefix, finding.path), message=f"{prefix} of {finding.message}")
+
+
+def at_output(plan: ShardingPlan, position: int, **scalars: np.dtype) -> ShardingPlan:
+    """The plan of a Program's output that is a tuple: the planned value at `position`, then scalars by path."""
+    moved = [replace(p, leaf=replace(p.leaf, path=f"{position}.{p.leaf.path}")) for p in plan.leaves]
+    return replace(plan, leaves=(*moved, *_scalars(plan, position + 1, scalars)), findings=())
+
+
+def _scalars(plan: ShardingPlan, position: int, scalars: dict[str, np.dtype]) -> Iterator[LeafPlan]:
+    for name, dtype in scalars.items():
+        leaf = Leaf(f"{position}.{name}", (), np.dtype(dtype))
+        (only,) = plan_sharding([leaf], Mappings(), plan.mesh).leaves
+        yield only
+
+
+def init_program(
+    plan: StatePlan,
+    build: Callable[[jax.Array], LmHeadModel],
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+) -> Program:
+    """The Program that makes the first state from a key, every piece in its final shards."""
+
+    def initialize(key: jax.Array) -> TrainState:
+        for_model, for_steps = jax.random.split(key)
+        return start(precision.cast_to_param(build(for_model)), optimizer, for_steps)
+
+    key = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
+    return Program(
+        name="init_state",
+        function=initialize,
+        inputs=(Input(name="key", value=key, placement=Mappings()),),
+        # Initializers constrain by the mapping in scope; parameters are to be cut by their own.
+        mappings=Mappings(compute=plan.parameters.mappings.params),
+        out_placement=plan.whole,
+    )
+
+
+def init_optimizer_program(state: TrainState, plan: StatePlan, optimizer: optax.GradientTransformation) -> Program:
+    """The Program that adds optimizer state to a model that was loaded."""
+
+    def initialize(model: LmHeadModel, key: jax.Array) -> TrainState:
+        return start(model, optimizer, key)
+
+    return Program(
+        name="init_optimizer",
+        function=initialize,
+        inputs=(
+            Input(name="model", value=state.model, placement=plan.parameters),
+            Input(name="key", value=state.key, placement=Mappings()),
+        ),
+        mappings=Mappings(compute=plan.parameters.mappings.params),
+        out_placement=plan.whole,
+        donate=("model",),
+    )

@@ -1,0 +1,137 @@
+"""Weight rules: what they mean, what they refuse, and the way back."""
+
+import numpy as np
+import pytest
+from helpers.tiny_llama import SIZES, assembled, leaf, tiny_leaves, tiny_rules, tiny_tensors
+
+from haliax_ext.rules import Part, WeightMismatchError, WeightRule, WeightRuleError, WeightRules
+from haliax_ext.slices import to_slices
+from haliax_ext.sources import TensorInfo
+
+
+def infos(tensors):
+    return {n: TensorInfo(name=n, shape=a.shape, dtype=a.dtype, nbytes=a.nbytes) for n, a in tensors.items()}
+
+
+def test_every_leaf_finds_its_tensors_in_order():
+    matches = tiny_rules().match(tiny_leaves(), infos(tiny_tensors()))
+    by_path = {match.leaf.path: match for match in matches}
+    q = by_path["transformer.layers.stacked.self_attn.q_proj.weight"]
+    assert q.names == tuple(f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3))
+    assert q.layout.part_shape == (32, 16)
+
+
+def test_everything_that_does_not_fit_is_listed_together_with_nearest_names():
+    tensors = tiny_tensors()
+    tensors["model.layers.1.mlp.gate_prj.weight"] = tensors.pop("model.layers.1.mlp.gate_proj.weight")
+    tensors["model.layers.2.self_attn.k_proj.weight"] = np.zeros((8, 16), np.float32)
+    tensors["model.norm.weight"] = np.zeros(16, np.int32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
+    with pytest.raises(WeightMismatchError) as caught:
+        tiny_rules().match(tiny_leaves(), infos(tensors))
+    error = caught.value
+    assert error.missing == ("model.layers.1.mlp.gate_proj.weight",)
+    assert error.unexpected == ("model.layers.1.mlp.gate_prj.weight",)
+    assert error.misshaped == ("model.layers.2.self_attn.k_proj.weight", "model.norm.weight")
+    assert str(error) == (
+        "the checkpoint does not fit the model: 1 tensors missing, 1 unexpected, 2 of the wrong shape or dtype\n"
+        "missing:\n"
+        "  model.layers.1.mlp.gate_proj.weight (for transformer.layers.stacked.mlp.gate_proj.weight); nearest: "
+        "model.layers.1.mlp.gate_prj.weight\n"
+        "unexpected:\n"
+        "  model.layers.1.mlp.gate_prj.weight [32, 16]; nearest: model.layers.1.mlp.gate_proj.weight\n"
+        "wrong shape or dtype:\n"
+        "  model.layers.2.self_attn.k_proj.weight [8, 16]: expected [16, 16] = [kv_head 4 × head_size 4, embed 16] "
+        "for transformer.layers.stacked.self_attn.k_proj.weight [layers 3, kv_head 4, head_size 4, embed 16]\n"
+        "  model.norm.weight is int32, but transformer.norm.weight holds float32"
+    )
+
+
+def test_long_lists_are_counted():
+    tensors = {f"strange.{i}": np.zeros(1, np.float32) for i in range(50)} | tiny_tensors()
+    with pytest.raises(WeightMismatchError, match=r"… and 30 more"):
+        tiny_rules().match(tiny_leaves(), infos(tensors))
+
+
+def test_rules_that_misname_axes_are_the_tables_fault():
+    rules = WeightRules(
+        rules=(
+            WeightRule(target="a", source="a.{layer}", axes=(("embed",), ("mlp", "mlp"))),
+            WeightRule(target="b", source="b", axes=(("embed",),), part=Part(axis=1, start=0, size=8, of=4)),
+        )
+    )
+    leaves = [leaf("a", "layers", "embed", "mlp"), leaf("b", "embed"), leaf("aa", "embed")]
+    with pytest.raises(WeightRuleError) as caught:
+        rules.check(leaves)
+    assert str(caught.value) == (
+        "rule for a: the rule names 'layer', which is no axis of a float32[layers 3, embed 16, mlp 32] (did you mean "
+        "layers?)\n"
+        "rule for a: axis 'layers' of a float32[layers 3, embed 16, mlp 32] is in neither 'a.{layer}' nor axes\n"
+        "rule for a: the rule uses axis 'mlp' more than once\n"
+        "rule for b: part is on source axis 1, but the rule has 1\n"
+        "rule for b: part [0, 8) is not inside an axis of 4\n"
+        "no rule for aa float32[embed 16] (nearest: a)"
+    )
+
+
+def test_aliases_optional_rules_and_padding():
+    rules = WeightRules(
+        rules=(
+            WeightRule(target="w", source="model.w", axes=(("vocab",), ("embed",)), padded=("vocab",)),
+            WeightRule(target="bias", source="model.bias", axes=(("embed",),), optional=True),
+        ),
+        aliases=(("model.*", "*"),),
+    )
+    held = infos({"w": np.zeros((37, 16), np.float32)})
+    (match,) = rules.match([leaf("w", "vocab", "embed"), leaf("bias", "embed")], held)
+    assert match.names == ("w",)
+    assert match.layout.extents == (37, 16)
+    with pytest.raises(WeightMismatchError, match=r"at most vocab 40, embed 16"):
+        rules.match([leaf("w", "vocab", "embed")], infos({"w": np.zeros((41, 16), np.float32)}))
+
+
+def test_parts_of_a_fused_tensor_go_out_and_come_back():
+    n = SIZES["kv_head"] * SIZES["head_size"]
+    rules = WeightRules(
+        rules=tuple(
+            WeightRule(
+                target=name,
+                source="c_attn.{layers}",
+                axes=(("embed",), ("kv_head", "head_size")),
+                part=Part(axis=1, start=i * n, size=n, of=3 * n),
+            )
+            for i, name in enumerate("qkv")
+        )
+    )
+    leaves = [leaf(name, "layers", "kv_head", "head_size", "embed") for name in "qkv"]
+    rng = np.random.default_rng(0)
+    fused = {f"c_attn.{i}": rng.normal(size=(16, 3 * n)).astype(np.float32) for i in range(3)}
+    for i, match in enumerate(rules.match(leaves, infos(fused))):
+        columns = np.stack([fused[name][:, i * n : (i + 1) * n] for name in match.names])
+        wanted = columns.reshape(3, 16, 4, 4).transpose(0, 2, 3, 1)
+        block = np.zeros(match.leaf.shape, np.float32)
+        for stack, name in zip(np.ndindex(3), match.names, strict=True):
+            digits = [tuple((0, s) for s in sizes) for sizes in match.layout.group_sizes]
+            box = match.layout.source_box(digits)
+            copy = match.layout.copy(stack, digits, tuple((0, s) for s in match.leaf.shape))
+            copy.scatter(np.ascontiguousarray(fused[name][to_slices(box)]), block)
+        np.testing.assert_array_equal(block, wanted)
+        leaves_values = {match.leaf.path: wanted}
+        for name, (shape, pieces) in rules.sources(leaves).items():
+            tensor = np.zeros(shape, np.float32)
+            piece = next(p for p in pieces if p.target == match.leaf.path)
+            piece.write(leaves_values[piece.target][to_slices(piece.box)], tensor)
+            np.testing.assert_array_equal(tensor[:, i * n : (i + 1) * n], fused[name][:, i * n : (i + 1) * n])
+
+
+def test_a_whole_checkpoint_comes_back_from_its_leaves():
+    tensors = tiny_tensors()
+    leaves = assembled(tensors)
+    found = {}
+    for name, (shape, pieces) in tiny_rules().sources(tiny_leaves()).items():
+        found[name] = np.full(shape, np.nan, np.float32)
+        for piece in pieces:
+            piece.write(leaves[piece.target][to_slices(piece.box)], found[name])
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor)

@@ -1,0 +1,196 @@
+"""Old shapes of `data:` and `model:`: each becomes components, and what the data room then reads."""
+
+from typing import Any
+
+import pytest
+
+from levanter.config import parse_text
+from levanter.config.errors import Problem
+from levanter.config.legacy import translate, translate_plain
+from levanter.config.nodes import MapNode, compose
+from levanter.data.config import LmDataConfig
+
+
+def data(**keys: Any) -> dict[str, Any]:
+    document, translation = translate_plain({"data": keys})
+    assert not translation.problems, [str(p) for p in translation.problems]
+    return document["data"]
+
+
+def lines(text: str) -> tuple[list[str], list[str]]:
+    problems: list[Problem] = []
+    node = compose(text, "old.yaml", problems, lambda *_: None)
+    assert isinstance(node, MapNode) and not problems
+    translation = translate(node)
+    return [str(c) for c in translation.changes], [str(p) for p in translation.problems]
+
+
+def test_files_become_one_component():
+    old = {
+        "train_urls": ["t{1..2}.jsonl"],
+        "validation_urls": ["v.jsonl"],
+        "cache_dir": "gs://c",
+        "tags": ["web"],
+        "tokenizer": "t",
+        "enforce_eos": False,
+    }
+    assert data(**old) == {
+        "cache_dir": "gs://c",
+        "tokenizer": "t",
+        "enforce_eos": False,
+        "components": {
+            "train": {
+                "source": {"train_urls": ["t{1..2}.jsonl"], "validation_urls": ["v.jsonl"]},
+                "cache_dir": "gs://c",
+                "tags": ["web"],
+            }
+        },
+        "shuffle": False,
+    }
+
+
+def test_a_data_set_of_the_hub_becomes_one_component():
+    old = {
+        "id": "org/set",
+        "name": "small",
+        "stream": False,
+        "splits": ["a"],
+        "format": {"type": "chat"},
+        "shuffle": True,
+    }
+    assert data(**old) == {
+        "shuffle": True,
+        "components": {
+            "train": {
+                "source": {"type": "hf", "id": "org/set", "name": "small", "stream": False, "splits": ["a"]},
+                "format": {"type": "chat"},
+            }
+        },
+    }
+
+
+def test_a_mixture_keeps_names_weights_and_order():
+    old = {
+        "configs": {
+            "web": {"train_urls": ["w"], "cache_dir": "c/w", "tags": ["x"]},
+            "wiki": {"id": "org/wiki"},
+        },
+        "train_weights": {"web": 0.7, "wiki": 0.3},
+        "stop_strategy": "first_exhausted",
+        "tokenizer": "t",
+    }
+    new = data(**old)
+    assert new == {
+        "train_weights": {"web": 0.7, "wiki": 0.3},
+        "stop_strategy": "first_exhausted",
+        "tokenizer": "t",
+        "components": {
+            "web": {"source": {"train_urls": ["w"]}, "cache_dir": "c/w", "tags": ["x"]},
+            "wiki": {"source": {"type": "hf", "id": "org/wiki"}},
+        },
+        "shuffle": False,
+    }
+    assert list(new["components"]) == ["web", "wiki"]
+
+
+def test_supervised_formats_get_their_old_names_and_defaults():
+    mixture = {"configs": {"a": {"id": "s", "format": {"type": "supervised", "input_field": "q"}}}}
+    assert data(**mixture)["components"]["a"]["format"] == {
+        "type": "supervised",
+        "input_key": "q",
+        "target_key": "response",
+    }
+    new = {"components": {"a": {"format": {"type": "supervised", "output_field": "r"}}}}
+    assert data(**new) == {"components": {"a": {"format": {"type": "supervised", "target_key": "r"}}}}
+
+
+def test_new_shapes_and_blocks_without_a_source_are_left_alone():
+    for block in ({"components": {"a": {}}, "tokenizer": "t"}, {"tokenizer": "t"}, {}):
+        assert data(**block) == block
+
+
+def test_every_key_is_reported():
+    changes, problems = lines("data:\n  id: org/set\n  format: {type: text}\n  shuffle: false\n")
+    assert problems == []
+    assert changes == [
+        "old.yaml:2: data.id: org/set → data.components.train.source.id: org/set (one source becomes one component)",
+        "old.yaml:3: data.format: {type: text} → data.components.train.format: {type: text} "
+        "(one source becomes one component)",
+    ]
+    changes, _ = lines("data:\n  configs:\n    a: {train_urls: [x]}\n    b: {id: y}\n")
+    assert changes == [
+        "old.yaml:2: data.configs: {a, b} → data.components: {a, b} "
+        "(data sets are components, each with a source and a format)",
+        "data.shuffle: (absent, false) → data.shuffle: false (old shapes did not shuffle unless told to)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        (
+            "data:\n  components: {}\n  train_urls: [x]\n  configs: {}\n",
+            [
+                "old.yaml:3: data.train_urls: contradicts `data.components` (old.yaml:2): a document has one of them; "
+                "keep data.components",
+                "old.yaml:4: data.configs: contradicts `data.components` (old.yaml:2): a document has one of them; "
+                "keep data.components",
+            ],
+        ),
+        (
+            "data:\n  configs: {}\n  id: x\n",
+            [
+                "old.yaml:3: data.id: contradicts `data.configs` (old.yaml:2): a mixture names its sources under "
+                "`configs` only"
+            ],
+        ),
+        (
+            "data:\n  id: x\n  train_urls: [y]\n",
+            ["old.yaml:3: data.train_urls: contradicts `data.id`: a source is files or a data set of the Hub"],
+        ),
+        ("data:\n  configs: [a]\n", ["old.yaml:2: data.configs: expected a mapping of named sources, got [a]"]),
+        ("data:\n  configs:\n    a: 5\n", ["old.yaml:3: data.configs.a: expected a mapping, got 5"]),
+        (
+            "data:\n  id: x\n  format: {type: supervised, input_field: a, input_key: b}\n",
+            [
+                "old.yaml:3: data.components.train.format.input_field: contradicts `input_key` beside it: "
+                "they are one key, renamed"
+            ],
+        ),
+    ],
+)
+def test_contradictions(text: str, problems: list[str]):
+    assert lines(text)[1] == problems
+
+
+def test_the_data_room_reads_what_comes_out():
+    from dataclasses import dataclass, field
+
+    @dataclass(frozen=True, kw_only=True)
+    class Run:
+        data: LmDataConfig = field(default_factory=LmDataConfig)
+
+    text = """\
+data:
+  configs:
+    web:
+      train_urls: ["w{1..4}.jsonl.gz"]
+    chat:
+      id: org/chat
+      format: {type: chat, single_turn: true}
+  train_weights: {web: 0.9, chat: 0.1}
+  tokenizer: org/tok
+  cache_dir: "gs://bucket/cache"
+"""
+    config = parse_text(Run, text).data
+    assert list(config.components) == ["web", "chat"]
+    assert config.components["web"].source.train_urls == ["w{1..4}.jsonl.gz"]  # type: ignore[attr-defined]
+    assert config.components["chat"].source.id == "org/chat"  # type: ignore[attr-defined]
+    assert config.components["chat"].format.single_turn is True  # type: ignore[attr-defined]
+    assert config.shuffle is False
+
+
+def test_sequence_length_is_renamed():
+    document, translation = translate_plain({"model": {"type": "gpt2", "seq_len": 1024, "hidden_dim": 8}})
+    assert document == {"model": {"type": "gpt2", "hidden_dim": 8, "max_seq_len": 1024}}
+    assert [c.key for c in translation.changes] == ["model.seq_len"]

@@ -1,0 +1,175 @@
+"""Readers: every kind of file gives the same documents, and damage is reported with its place."""
+
+import gzip
+import json
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from levanter.data.errors import DataError
+from levanter.data.formats import TextLmDatasetFormat
+from levanter.data.readers import kind_of, read_documents
+from levanter.io import MissingFileError
+
+TEXTS = ["Erste Zeile\r\nzweite", "", "日本 é\u2028x", "last \N{GRINNING FACE}"]
+FORMAT = TextLmDatasetFormat()
+
+
+def texts_of(path, format=FORMAT):
+    return [document.text for document in read_documents(str(path), format)]
+
+
+def json_lines(texts, key="text"):
+    return "".join(json.dumps({"id": i, key: text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts))
+
+
+def contents():
+    lines = json_lines(TEXTS).encode()
+    whole = json.dumps([{"text": text} for text in TEXTS]).encode()
+    return {
+        "x.jsonl": lines,
+        "x.ndjson": lines.rstrip(b"\n"),
+        "x.jsonl.gz": gzip.compress(lines),
+        "x.jsonl.zst": zstandard.compress(lines),
+        "frames.jsonl.zst": zstandard.compress(lines[:50]) + zstandard.compress(lines[50:]),
+        "members.jsonl.gz": gzip.compress(lines[:50]) + gzip.compress(lines[50:]),
+        "mark.jsonl": b"\xef\xbb\xbf" + lines,
+        "blank.jsonl": b"\n" + lines.replace(b"\n", b"\n \r\n"),
+        "x.json": whole,
+        "strings.json": json.dumps(TEXTS).encode(),
+        "x.json.gz": gzip.compress(whole),
+    }
+
+
+@pytest.mark.parametrize("name", contents())
+def test_records_in_every_wrapping(tmp_path, name):
+    (tmp_path / name).write_bytes(contents()[name])
+    assert texts_of(tmp_path / name) == TEXTS
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_parquet(tmp_path, kind):
+    path = tmp_path / "x.parquet"
+    table = pa.table({"n": [1, 2, 3, 4], "text": pa.array(TEXTS, kind)})
+    pq.write_table(table, path, row_group_size=3, compression="zstd")
+    documents = list(read_documents(str(path), FORMAT))
+    assert [document.text for document in documents] == TEXTS
+    assert documents[3].origin == f"{path}:3"
+
+
+def test_text_files_are_one_document_or_one_a_line(tmp_path):
+    text = "one\r\n\n  two é\nthree"
+    for name, content in (
+        ("x.txt", text.encode()),
+        ("x.txt.gz", gzip.compress(text.encode())),
+        ("x.txt.zst", zstandard.compress(text.encode())),
+        ("mark.txt", b"\xef\xbb\xbf" + text.encode()),
+    ):
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert texts_of(path) == [text]
+        assert texts_of(path, TextLmDatasetFormat(txt_documents="line")) == ["one", "  two é", "three"]
+    (tmp_path / "empty.txt").write_bytes(b"")
+    assert texts_of(tmp_path / "empty.txt") == []
+
+
+def test_large_compressed_streams_are_read_whole(tmp_path):
+    texts = [f"document {i} " + "x" * (i % 997) for i in range(5000)]
+    (tmp_path / "x.jsonl.zst").write_bytes(zstandard.compress(json_lines(texts).encode()))
+    assert texts_of(tmp_path / "x.jsonl.zst") == texts
+
+
+def test_remote_files():
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/bucket/x.jsonl.gz", gzip.compress(json_lines(TEXTS).encode()))
+    assert texts_of("memory://bucket/x.jsonl.gz") == TEXTS
+    fs.store.clear()
+
+
+def test_another_key(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json_lines(["a", "b"], key="content"))
+    assert texts_of(tmp_path / "x.jsonl", TextLmDatasetFormat(text_key="content")) == ["a", "b"]
+
+
+def error_of(path, format=FORMAT):
+    with pytest.raises(DataError) as info:
+        texts_of(path, format)
+    return str(info.value).replace(str(path.parent), "")
+
+
+def test_a_missing_key_names_line_and_keys(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n\n{"id": 1, "txt": "b"}\n')
+    assert error_of(path) == "/x.jsonl:3: no key 'text' (format.text_key); it has 'id', 'txt'; did you mean 'txt'?"
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"body": ["a"], "n": [1]}), path)
+    assert error_of(path) == "/x.parquet: no column 'text' (format.text_key); it has 'body', 'n'"
+
+
+BAD_UTF8 = b'{"text": "a"}\n{"text": "\xe9t"}\n'
+ENDINGS = ".txt, .md, .jsonl, .ndjson, .json (each also with .gz or .zst), .parquet"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("x.txt", b"fine \xff\xfe", "/x.txt: not UTF-8 at byte 5 (ff fe: invalid start byte)"),
+        ("x.jsonl", BAD_UTF8, "/x.jsonl: not UTF-8 at byte 24 (e9 74 22 7d: invalid continuation byte)"),
+        ("x.txt.gz", gzip.compress(b"fine \xff"), "/x.txt.gz: not UTF-8 at byte 5 (ff: invalid start byte)"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "/x.jsonl:2: not JSON at column 10 (Expecting value)"),
+        ("x.jsonl", b"[\n1]\n", "/x.jsonl:1: not JSON at column 2 (Expecting value); "
+         "the file looks like one JSON value: name it .json"),
+        ("x.jsonl", b'["a"]\n', "/x.jsonl:1: expected an object with the key 'text', found list"),
+        ("x.jsonl", b'{"text": 7}\n', "/x.jsonl:1: 'text' is int, expected a string"),
+        ("x.jsonl", b'{"text": "ab\\ud83d"}\n', "/x.jsonl:1: not text: \\ud83d at character 2 is half a pair"),
+        ("x.json", b'{"text": "a"}\n{"text": "b"}\n', "/x.json:2: not JSON at column 1 (Extra data); "
+         "one JSON value a line is called .jsonl"),
+        ("x.json", b'[{"text": "a"}, {"no": 1}]', "/x.json[1]: no key 'text' (format.text_key); it has 'no'"),
+        ("x.csv", b"a,b", f"/x.csv: no reader for this name; known: {ENDINGS}"),
+    ],
+)  # fmt: skip
+def test_bad_content(tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert error_of(path) == expected
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["cut off", "not compressed", "flipped"])
+def test_damaged_streams(tmp_path, kind, damage):
+    content = json_lines([f"document {i}" for i in range(3000)]).encode()
+    packed = gzip.compress(content) if kind == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress(content)
+    if damage == "flipped":
+        packed = packed[:2000] + bytes([packed[2000] ^ 0x55]) + packed[2001:]
+    path = tmp_path / f"x.jsonl.{kind}"
+    path.write_bytes({"cut off": packed[: len(packed) // 2], "not compressed": content, "flipped": packed}[damage])
+    message = error_of(path)
+    assert message.startswith("/x.jsonl") and (
+        "damaged or cut off" in message or "not UTF-8" in message or "not JSON" in message
+    )
+    if damage != "flipped":
+        assert "damaged or cut off" in message
+
+
+def test_damaged_parquet(tmp_path):
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"PAR1 nothing else")
+    assert "/x.parquet: not a Parquet file" in error_of(path)
+    pq.write_table(pa.table({"text": ["a", None]}), path)
+    assert error_of(path) == "/x.parquet: row 1 has no 'text' (null)"
+    pq.write_table(pa.table({"text": [1, 2]}), path)
+    assert error_of(path) == "/x.parquet: column 'text' is int64, expected string"
+
+
+def test_missing_files(tmp_path):
+    (tmp_path / "data.parquet").write_bytes(b"")
+    with pytest.raises(MissingFileError, match=r"did you mean data\.parquet"):
+        texts_of(tmp_path / "date.parquet")
+
+
+def test_kinds():
+    assert kind_of("gs://b/X.JSONL.GZ") == ("jsonl", "gz")
+    assert kind_of("https://host/x.txt?download=true") == ("txt", None)

@@ -1,0 +1,186 @@
+"""Scores against NumPy in float64, whatever the chunk, the segments and the vocabulary's padding."""
+
+import math
+import re
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_for, random_arrays, run_on, tiny_config
+
+from haliax_ext.meshspec import MeshSpec
+from levanter.models.precision import Precision
+from levanter.models.scoring import (
+    LossMean,
+    chunking,
+    has_next,
+    mean_loss,
+    sequence_sums,
+    target_logprobs,
+    token_logprobs,
+)
+
+Batch, Pos, Embed, Vocab = Axis("batch", 3), Axis("position", 17), Axis("embed", 12), Axis("vocab", 40)
+RNG = np.random.default_rng(0)
+ACTIVATIONS = (3 * RNG.standard_normal((3, 17, 12))).astype(np.float32)
+HEAD = RNG.standard_normal((40, 12)).astype(np.float32)
+TARGETS = RNG.integers(0, 40, (3, 17)).astype(np.int32)
+TARGETS_IN_30 = TARGETS % 30
+
+
+def score(chunk, vocab_size=None, activations=ACTIVATIONS, head=HEAD, targets=TARGETS):
+    @jax.jit
+    def run(a, w, t):
+        a, w, t = hax.named(a, (Batch, Pos, Embed)), hax.named(w, (Vocab, Embed)), hax.named(t, (Batch, Pos))
+        found = target_logprobs(a, w, t, chunk=chunk, vocab_size=vocab_size)
+        assert found.axes == t.axes and found.dtype == jnp.float32
+        return found.array
+
+    return np.asarray(run(activations, head, targets))
+
+
+def by_numpy(vocab_size=40, targets=TARGETS):
+    logits = ACTIVATIONS.astype(np.float64) @ HEAD[:vocab_size].astype(np.float64).T
+    shifted = logits - logits.max(-1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return np.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 17, 100])
+def test_every_chunk_size_gives_the_same(chunk):
+    np.testing.assert_allclose(score(chunk), by_numpy(), atol=2e-5)
+
+
+def test_added_vocabulary_entries_have_no_probability():
+    found = score(6, vocab_size=30, targets=TARGETS_IN_30)
+    np.testing.assert_allclose(found, by_numpy(30, TARGETS_IN_30), atol=2e-5)
+    assert np.abs(found - score(6, targets=TARGETS_IN_30)).max() > 1e-3
+
+
+def test_large_logits_do_not_overflow():
+    found = score(4, activations=ACTIVATIONS * 1000)
+    assert np.isfinite(found).all() and found.max() <= 0
+
+
+def test_bfloat16_products_come_out_in_float32():
+    found = score(4, activations=ACTIVATIONS.astype(jnp.bfloat16), head=HEAD.astype(jnp.bfloat16))
+    exact_inputs = ACTIVATIONS.astype(jnp.bfloat16).astype(np.float64) @ HEAD.astype(jnp.bfloat16).astype(np.float64).T
+    logprobs = exact_inputs - np.log(np.exp(exact_inputs).sum(-1, keepdims=True))
+    # The products of bfloat16 numbers are exact in float32: only the order of summation is left.
+    np.testing.assert_allclose(found, np.take_along_axis(logprobs, TARGETS[..., None], -1)[..., 0], atol=1e-4)
+
+
+def test_chunks_are_equal_where_that_is_cheap():
+    assert chunking(2048, 128) == (16, 128)
+    assert chunking(32, 12) == (4, 8)
+    assert chunking(100, 128) == (1, 100)
+    assert chunking(101, 50) == (3, 34)  # a prime: the last chunk is padded
+    for positions in range(1, 80):
+        for chunk in range(1, 90):
+            count, size = chunking(positions, chunk)
+            assert size <= chunk and count * size >= positions and (count - 1) * size < positions + count
+
+
+def test_a_chunk_holds_a_position():
+    with pytest.raises(ValueError, match="at least one position"):
+        score(0)
+
+
+def test_segments_are_scored_as_if_alone(devices):
+    """Two documents packed into one row score like each in its own row; RoPE sees relative positions only."""
+    config = tiny_config()
+    arrays = random_arrays(config)
+    spec = MeshSpec.of(data=1, model=2)
+    mappings = mappings_for(config, spec)
+    rng = np.random.default_rng(2)
+    first, second = rng.integers(0, VOCAB, (1, 10)), rng.integers(0, VOCAB, (1, 14))
+    packed = np.concatenate([first, second], 1).astype(np.int32)
+
+    def packed_score(model, ids):
+        segments = (hax.arange(ids.resolve_axis("position")) >= 10).astype(jnp.int32)
+        return token_logprobs(model, ids, segment_ids=segments.broadcast_to(ids.axes))
+
+    def lone_score(model, ids):
+        return token_logprobs(model, ids)
+
+    found = run_on(packed_score, config, arrays, packed, spec, mappings, devices).array
+    alone = [
+        run_on(lone_score, config, arrays, x.astype(np.int32), spec, mappings, devices).array for x in (first, second)
+    ]
+    np.testing.assert_allclose(found, np.concatenate(alone, 1), atol=2e-5)
+    assert found[0, 9] == 0 and found[0, -1] == 0 and (np.delete(found[0], [9, 23]) < 0).all()
+
+
+def test_logits_of_a_sequence_never_exist(devices):
+    """In the compiled scoring and training programs no array holds `position × vocab` logits."""
+    config = tiny_config(vocab_size=None, max_seq_len=128)
+    spec, vocab, length = MeshSpec.of(data=2, model=4), 4096, 128
+    mappings = mappings_for(config, spec)
+
+    def gradient(model, ids):
+        return eqx.filter_grad(lambda m: mean_loss(m, ids, chunk=16).array)(model)
+
+    def forward(model, ids):
+        return token_logprobs(model, ids, chunk=16)
+
+    for function in (forward, gradient):
+        text = (
+            program_for(function, config, vocab, (2, length), mappings).lower(spec.build(devices)).compile().as_text()
+        )
+        per_device = [math.prod(int(n) for n in shape.split(",")) for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+        chunk_logits = 1 * 16 * vocab // 4
+        assert chunk_logits in per_device
+        whole_logits = 1 * length * vocab // 4
+        assert max(per_device) < whole_logits
+
+
+def test_the_loss_of_a_half_precision_policy_is_close(devices):
+    config = tiny_config(cross_entropy_block_size=16)
+    spec = MeshSpec.of(data=2, model=2)
+    tokens = np.random.default_rng(5).integers(0, VOCAB, (4, 24)).astype(np.int32)
+
+    def loss(policy):
+        def function(model, ids):
+            model = Precision.parse(policy).cast_to_compute(model)
+            assert model.head_weight().dtype == Precision.parse(policy).compute
+            return mean_loss(model, ids)
+
+        return run_on(function, config, random_arrays(config), tokens, spec, mappings_for(config, spec), devices).array
+
+    exact, half = loss("f32"), loss("p=f32,c=bf16")
+    assert exact.dtype == half.dtype == np.float32
+    assert half == pytest.approx(exact, rel=0.02) and half != exact
+
+
+def test_weights_choose_what_counts():
+    logprobs = hax.named(jnp.asarray(-RNG.random((3, 17)), jnp.float32), (Batch, Pos))
+    logprobs = hax.where(hax.arange(Pos) == 4, jnp.nan, logprobs)
+    weights = hax.where(hax.arange(Pos) < 4, 1.0, 0.0).broadcast_to((Batch, Pos))
+    total, count = sequence_sums(logprobs, weights)
+    np.testing.assert_allclose(total.array, np.asarray(logprobs.array)[:, :4].sum(-1), rtol=1e-6)
+    assert count.array.tolist() == [4, 4, 4]
+
+
+def test_has_next_ends_with_the_segment():
+    segments = hax.named(np.array([0, 0, 1, 1, 1, 2], np.int32), "position")
+    assert has_next(segments.axes, segments).array.tolist() == [True, False, True, True, False, False]
+    assert has_next(segments.axes).array.tolist() == [True] * 5 + [False]
+
+
+def test_host_sums_are_float64():
+    mean = LossMean()
+    for _ in range(1000):
+        mean += LossMean.of(np.full(100, -0.1, np.float32), np.full(100, 1, np.float32))
+    assert mean.count == 1e5
+    assert mean.loss == pytest.approx(float(np.float32(0.1)), rel=1e-12)
+    assert math.isnan(LossMean().loss)
+
+
+def test_abstract_models_need_no_memory():
+    config = tiny_config(hidden_dim=16384, num_heads=128, num_kv_heads=8, num_layers=126, intermediate_dim=53248)
+    model = abstract_model(config, 128256)
+    assert model.Vocab.size == 128256

@@ -1,0 +1,124 @@
+"""Learning rates against closed forms in float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter.optim import AdamConfig
+from levanter.optim.schedules import CosineLrSchedule, InvSqrtLrSchedule, PolynomialLrSchedule, cycle_ends, steps_of
+
+
+def rates(total: int, **settings) -> np.ndarray:
+    schedule = AdamConfig(**{"learning_rate": 1e-3, **settings}).schedule(total)
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(total + 1, dtype=jnp.int32)), np.float64)
+
+
+def expect(found: np.ndarray, formula) -> None:
+    np.testing.assert_allclose(found, [formula(t) for t in range(len(found))], rtol=2e-6, atol=1e-12)
+
+
+def test_cosine_with_warmup_as_a_fraction():
+    def formula(t):
+        if t < 10:
+            return 1e-3 * t / 10
+        return 1e-4 + 9e-4 * (1 + math.cos(math.pi * (t - 10) / 190)) / 2
+
+    expect(rates(200, warmup=0.05), formula)
+
+
+def test_linear_with_warmup_in_steps():
+    expect(
+        rates(100, warmup=20, lr_schedule="linear", min_lr_ratio=0.0),
+        lambda t: 1e-3 * (t / 20 if t < 20 else 1 - (t - 20) / 80),
+    )
+
+
+def test_constant_without_warmup_begins_at_the_peak():
+    expect(rates(10, warmup=0, lr_schedule="constant"), lambda t: 1e-3)
+
+
+def test_warmup_stable_decay():
+    def formula(t):
+        if t < 10:
+            return 1e-3 * t / 10
+        return 1e-3 if t < 80 else 1e-3 - 9e-4 * (t - 80) / 20
+
+    expect(rates(100, warmup=0.1, decay=0.2, lr_schedule="linear"), formula)
+    expect(rates(100, warmup=10, decay=20, lr_schedule="linear"), formula)
+
+
+def test_inverse_square_root_counts_the_warmup_and_stops_at_the_floor():
+    def formula(t):
+        return 1e-3 * t / 10 if t < 10 else max(1e-3 * min(1, math.sqrt(40 / t)), 2e-4)
+
+    settings = {"warmup": 10, "min_lr_ratio": 0.2, "lr_schedule": InvSqrtLrSchedule(timescale=40)}
+    expect(rates(2000, **settings), formula)
+
+
+def test_inverse_ends_at_the_floor():
+    expect(rates(50, warmup=0, lr_schedule="inv"), lambda t: 1e-3 / (1 + 9 * t / 50))
+
+
+def test_polynomial_and_cosine_exponent():
+    expect(rates(40, warmup=0, lr_schedule=PolynomialLrSchedule(power=3)), lambda t: 1e-4 + 9e-4 * (1 - t / 40) ** 3)
+    expect(
+        rates(40, warmup=0, lr_schedule=CosineLrSchedule(exponent=2)),
+        lambda t: 1e-4 + 9e-4 * ((1 + math.cos(math.pi * t / 40)) / 2) ** 2,
+    )
+
+
+def test_cycles_warm_up_again_from_where_the_last_one_ended():
+    def formula(t):
+        start, rising, low = (0, 10, 0.0) if t < 100 else (100, 20, 1e-4)
+        since = t - start
+        if since < rising:
+            return low + (1e-3 - low) * since / rising
+        return 1e-3 - 9e-4 * (since - rising) / (100 - rising)
+
+    settings = {"warmup": 10, "rewarmup": 20, "lr_schedule": "linear"}
+    found = [rates(200, **settings, **given) for given in ({"cycles": 2}, {"cycle_length": 100}, {"haps": [100]})]
+    for each in found:
+        expect(each, formula)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"cycle_length": 30, "cycles": None}, (30, 60, 90, 100)),
+        ({"cycle_length": 0.5, "cycles": None}, (50, 100)),
+        ({"cycle_length": [20, 30], "cycles": None}, (20, 50, 100)),
+        ({"cycle_length": None, "cycles": 4}, (25, 50, 75, 100)),
+        ({"cycle_length": None, "cycles": [70]}, (70, 100)),
+        ({"cycle_length": None, "cycles": None}, (100,)),
+    ],
+)
+def test_cycle_ends(given, expected):
+    assert cycle_ends(100, **given) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup": 80, "decay": 40}, "do not fit in 100 steps; shorten one of them by 20"),
+        ({"cycles": [60, 40]}, "must rise"),
+        ({"cycles": 2, "cycle_length": 50}, "give one of them"),
+        ({"warmup": 1.5}, "a fraction from 0 to 1, or a whole number"),
+    ],
+)
+def test_what_does_not_fit_in_the_run_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdamConfig(**settings).schedule(100)
+
+
+def test_unknown_shape_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean cosine"):
+        AdamConfig(lr_schedule="cosin")
+
+
+def test_steps_of():
+    assert steps_of(0.25, 1000, key="k") == 250
+    assert steps_of(250, 1000, key="k") == 250
+    assert steps_of(1, 1000, key="k") == 1000  # upstream reads 1 as all of it

@@ -1,0 +1,147 @@
+"""The compile worker on this machine's CPU devices: what it reports, and every way in which it can end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from haliax_ext.meshspec import MeshSpec
+from levanter.hardware import parse_accelerator
+from levanter.plan import aot
+from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, WorkerBadInput, compile_programs
+from levanter.plan.targets import target_of_pod
+
+PROGRAMS = Path(__file__).parents[2] / "aot" / "described_programs.py"
+MESH = {"data": 4, "model": 2}
+
+
+def compile_here(function: str, payload: dict | None = None, **options):
+    return compile_programs(f"{PROGRAMS}:{function}", payload or {"mesh": MESH}, target="local", **options)
+
+
+def test_a_program_compiled_for_the_devices_here(tmp_path):
+    seen = []
+    (compiled,) = compile_here("small", on_event=lambda event: seen.append(event["event"]), keep_text=tmp_path)
+    assert isinstance(compiled, Compiled)
+    assert seen == ["devices", "described", "compiling", "outcome", "done"]
+    assert (compiled.name, compiled.mesh) == ("small", MeshSpec.of(data=4, model=2))
+    # By hand: two bf16 weights over all 8 devices, 64 rows over 4.
+    assert compiled.memory.argument == 2 * 3 * 1024 * 2048 * 2 // 8 + 64 // 4 * 1024 * 2
+    assert compiled.memory.alias == 2 * 3 * 1024 * 2048 * 2 // 8
+    assert compiled.figures is not None
+    assert {over for _, over, _ in compiled.figures.collective_bytes()} == {"data", "model"}
+    assert compiled.coordinates is None
+    assert (tmp_path / "small.hlo.txt").read_text().startswith("HloModule")
+
+
+def test_bad_input_is_handed_on():
+    with pytest.raises(WorkerBadInput, match="heads 12 do not divide by model 8 on local") as caught:
+        compile_here("bad_input")
+    assert caught.value.kind == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (f"{PROGRAMS}:missing", "has no function 'missing'"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("nowhere/file.py:f", "there is no file nowhere/file.py"),
+    ],
+)
+def test_a_function_that_is_not_there(function, message):
+    with pytest.raises(WorkerBadInput, match=message):
+        compile_programs(function, {}, target="local")
+
+
+def test_a_crash_shows_the_last_lines_and_the_program():
+    with pytest.raises(CompileCrash) as caught:
+        compile_here("aborts")
+    assert caught.value.exit_code == 4
+    assert caught.value.program == "doomed"
+    assert "was killed by SIGABRT (program doomed)" in str(caught.value)
+    assert "F0000 check failed: something inside the compiler" in caught.value.last_lines
+
+
+def test_without_the_tpu_compiler_the_install_line_is_shown(monkeypatch):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LibtpuMissing, match=r"compiling for v4-256 .*pip install 'levanter\[plan\]'"):
+        compile_programs("x:y", {}, target="v4-256")
+
+
+def test_gpus_are_not_compiled_for():
+    with pytest.raises(WorkerBadInput, match="h100x8: only TPUs are compiled for"):
+        compile_programs("x:y", {}, target="h100x8")
+
+
+def test_the_environment_of_a_pod(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    environment = aot.worker_environment(parse_accelerator("2xv5p-128"))
+    assert environment["TPU_ACCELERATOR_TYPE"] == "v5p-128"
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+    # For the devices here nothing is changed but the import path.
+    assert aot.worker_environment(None)["JAX_PLATFORMS"] == "tpu"
+
+
+def test_targets_of_named_pods():
+    target = target_of_pod("2xv5p-128")
+    assert (target.name, target.platform, target.kind) == ("2xv5p-128", "tpu", "TPU v5")
+    assert (target.devices, target.granules, target.hosts) == (128, 2, 32)
+    assert target.hbm_bytes == int(95.74 * (1 << 30))
+    assert target_of_pod("tpu7x-16").devices == 16
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from levanter.plan import aot
+aot.LOCK_FILE = Path(sys.argv[2])
+def event(e):
+    if e["event"] == "compiling":
+        aot.LOCK_FILE.touch()
+        print("compiling", flush=True)
+try:
+    aot.compile_programs(sys.argv[1] + ":sleeps", {}, target="local", on_event=event)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise SystemExit(130)
+"""
+
+
+def test_ctrl_c_ends_the_worker_and_leaves_no_lock_file(tmp_path):
+    lock = tmp_path / "lock"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(scratch)}
+    command = [sys.executable, "-c", INTERRUPTED, str(PROGRAMS), str(lock)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "compiling\n"
+        assert lock.exists()
+        assert len(_workers_with(str(scratch))) == 1
+        caller.send_signal(signal.SIGINT)
+        assert caller.stdout.readline() == "interrupted\n"
+        assert caller.wait(timeout=30) == 130
+    assert not lock.exists()
+    assert list(scratch.iterdir()) == []
+    deadline = time.monotonic() + 10
+    while _workers_with(str(scratch)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _workers_with(str(scratch)) == []
+
+
+def _workers_with(argument: str) -> list[str]:
+    """Process ids of workers whose request lies in this folder."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            line = (process / "cmdline").read_bytes().decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "levanter.plan.worker" in line and argument in line:
+            found.append(process.name)
+    return found

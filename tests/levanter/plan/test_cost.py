@@ -1,0 +1,135 @@
+"""Step times and model FLOPs, against published figures and hand sums."""
+
+import pytest
+
+from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Scope, Shape, Span
+from haliax_ext.meshspec import MeshSpec
+from levanter.hardware import parse_accelerator
+from levanter.plan.comms import Network
+from levanter.plan.cost import KERNEL_EFFICIENCY, kernel_flops, mfu, scoring_flops, step_time, training_flops
+
+MESH = MeshSpec.of(data=16, model=8)
+POD = parse_accelerator("v4-256")
+NETWORK = Network.of(MESH, POD)
+LLAMA2_70B = {"matmul_parameters": 68_713_185_280, "layers": 80, "heads": 64, "head_size": 128}
+
+
+def figures(**changes: object) -> CompiledFigures:
+    values: dict = {
+        "cycles": {Scope("layers.mlp"): 1_050_000_000},
+        "has_cycles": True,
+        "hbm_bytes": 0,
+        "collectives": (),
+        "kernels": (),
+        "unestimated": {},
+        "unknown": (),
+    }
+    return CompiledFigures(**(values | changes))
+
+
+def gather(nbytes: int, *, times: int = 1, hidden: int = 0, axis: str = "model", size: int = 8) -> Collective:
+    return Collective(
+        "all-gather", nbytes, times, size, (Span(axis, size, size),), "ici", Scope("layers"), hidden, f"ag.{axis}"
+    )
+
+
+def test_published_mfu_of_llama2_70b_on_v5p():
+    """692 tokens/s/chip at sequence 4096 is published as 65.4 % MFU on 512 chips (matmuls and half of attention)."""
+    pod = parse_accelerator("v5p-1024")
+    flops = training_flops(**LLAMA2_70B, seq=4096)
+    tokens = 1024 * 4096
+    step = tokens / (692 * pod.chips)
+    assert mfu(flops.causal * tokens, accelerator=pod, seconds=step) == pytest.approx(0.654, abs=0.01)
+    assert mfu(flops.full * tokens, accelerator=pod, seconds=step) > 0.654
+
+
+def test_flops_of_a_405b_window_by_hand():
+    """8.03e13 linear and 8e10 attention for 100 tokens, the head on half of the positions apart."""
+    layers, embed, heads, kv, mlp = 126, 16384, 128, 8, 53248
+    weights = layers * (embed * 128 * 2 * (heads + kv) + 3 * embed * mlp)
+    flops = scoring_flops(matmul_parameters=weights, layers=layers, heads=heads, head_size=128, seq=100)
+    assert 100 * flops.matmul == pytest.approx(8.03e13, rel=0.01)
+    assert 100 * flops.causal == pytest.approx(8.03e13 + 5e10, rel=0.01)
+
+
+def test_cycles_over_the_clock():
+    step = step_time(figures(), NETWORK)
+    assert (step.low, step.high, step.exposed) == (1.0, 1.0, 0.0)
+    assert step.bound_by == "compute"
+
+
+def test_a_synchronous_collective_is_exposed_and_an_overlapped_one_is_not():
+    nbytes = 9_000_000_000  # 0.0875 s over an 8-ring of 45 GB/s links, both ways
+    alone = step_time(figures(collectives=(gather(nbytes, times=10),)), NETWORK)
+    assert alone.exposed == pytest.approx(0.875, rel=1e-3)
+    assert (alone.low, alone.high) == (1.0, pytest.approx(1.875, rel=1e-3))
+    half = step_time(figures(collectives=(gather(nbytes, times=10, hidden=int(0.05 * 1.05e9)),)), NETWORK)
+    assert half.exposed == pytest.approx(0.375, rel=1e-3)
+    whole = step_time(figures(collectives=(gather(nbytes, times=10, hidden=10**9),)), NETWORK)
+    assert (whole.exposed, whole.high) == (0.0, 1.0)
+
+
+def test_the_busiest_links_bound_the_low_end():
+    both = (gather(9_000_000_000, times=20), gather(9_000_000_000, times=2, axis="data", size=16))
+    step = step_time(figures(collectives=both), NETWORK)
+    assert [link.over for link in step.links] == ["model", "data"]
+    assert step.bound_by == "links"
+    assert step.low == pytest.approx(1.75, rel=1e-3)
+
+
+def test_memory_and_peak_bound_the_low_end():
+    assert step_time(figures(hbm_bytes=2_400_000_000_000), NETWORK).low == pytest.approx(2.0)
+    # 3 s of all chips at peak: a time below it would claim more than 100 % MFU.
+    flops = 3 * 128 * 275e12
+    step = step_time(figures(), NETWORK, model_flops=flops)
+    assert (step.low, step.bound_by) == (pytest.approx(3.0), "peak")
+    assert mfu(flops, accelerator=POD, seconds=step.low) <= 1.0
+
+
+def kernel(name: str, *, seq: int = 8192, block: int = 512) -> Kernel:
+    blocks = seq // block
+    query, key = Shape("bf16", (2, 32, seq, 128)), Shape("bf16", (2, 8, seq, 128))
+    grid = Shape("s8", (1, blocks, blocks))
+    return Kernel(name, 32, (grid, grid, query, key, key), (query,), Scope("self_attn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "matmuls"),
+    [
+        ("splash_mha_fwd_residuals", 2),
+        ("splash_mha_dq_no_residuals", 3),
+        ("splash_mha_dkv_no_residuals", 4),
+        ("splash_mqa_fwd_no_residuals", 2),
+    ],
+)
+def test_attention_kernels_by_counting_blocks(name, matmuls):
+    blocks = 8192 // 512
+    visited = sum(1 for q in range(blocks) for k in range(blocks) if k <= q)
+    by_hand = 2 * matmuls * 2 * 32 * visited * 512 * 512 * 128
+    assert kernel_flops(kernel(name), causal=True) == by_hand
+    assert kernel_flops(kernel(name), causal=False) == 2 * matmuls * 2 * 32 * 8192 * 8192 * 128
+
+
+def test_kernels_widen_the_range_and_unknown_ones_are_named():
+    known = kernel("splash_mha_fwd_residuals")
+    stranger = Kernel("my_kernel", 3, (), (), Scope("x"))
+    step = step_time(figures(kernels=(known, stranger), unestimated={"sort": 2}), NETWORK)
+    at_peak = 32 * kernel_flops(known, causal=True) / 275e12
+    assert step.low == pytest.approx(1.0 + at_peak)
+    assert step.high == pytest.approx(1.0 + at_peak / KERNEL_EFFICIENCY)
+    assert any("my_kernel (3 executions)" in sentence for sentence in step.unknown)
+    assert any("2 executions of sort" in sentence for sentence in step.unknown)
+
+
+def test_without_cycles_or_a_clock_there_is_no_time():
+    assert step_time(figures(has_cycles=False, cycles={}), NETWORK) is None
+    ironwood = parse_accelerator("tpu7x-256")
+    assert step_time(figures(), Network.of(MeshSpec.of(data=256), ironwood)) is None
+
+
+def test_links_without_a_bandwidth_are_said():
+    mesh = MeshSpec(axes=(("slices", 2), ("data", 64)), dcn=("slices",))
+    crossing = Collective("all-reduce", 1 << 30, 4, 2, (Span("slices", 2, 2),), "dcn", Scope("optimizer"), 0, "ar")
+    step = step_time(figures(collectives=(crossing,)), Network.of(mesh, parse_accelerator("2xv4-128")))
+    assert step.unknown == ("all-reduce over slices (dcn): no bandwidth is known",)
+    assert step.links[0].total_bytes == 4 << 30

@@ -1,0 +1,126 @@
+"""The accelerator table against published shapes, sizes and arithmetic."""
+
+import pytest
+
+from levanter.hardware import GENERATIONS, AcceleratorError, default_topologies, parse_accelerator
+
+# (name, topology string, chips, hosts, wrap-around), from Google's Cloud TPU configuration tables.
+PUBLISHED = [
+    ("v4-8", "v4:2x2x1", 4, 1, (False, False, False)),
+    ("v4-16", "v4:2x2x2", 8, 2, (False, False, False)),
+    ("v4-32", "v4:2x2x4", 16, 4, (False, False, False)),
+    ("v4-64", "v4:2x4x4", 32, 8, (False, False, False)),
+    ("v4-128", "v4:4x4x4", 64, 16, (True, True, True)),
+    ("v4-256", "v4:4x4x8", 128, 32, (True, True, True)),
+    ("v4-384", "v4:4x4x12", 192, 48, (True, True, True)),
+    ("v4-512", "v4:4x8x8", 256, 64, (True, True, True)),
+    ("v4-1024", "v4:8x8x8", 512, 128, (True, True, True)),
+    ("v4-2048", "v4:8x8x16", 1024, 256, (True, True, True)),
+    ("v4-4096", "v4:8x16x16", 2048, 512, (True, True, True)),
+    ("v5p-8", "v5p:2x2x1", 4, 1, (False, False, False)),
+    ("v5p-32", "v5p:2x2x4", 16, 4, (False, False, False)),
+    ("v5p-128", "v5p:4x4x4", 64, 16, (True, True, True)),
+    ("v5p-1024", "v5p:8x8x8", 512, 128, (True, True, True)),
+    ("v5p-4096", "v5p:8x16x16", 2048, 512, (True, True, True)),
+    ("v5p-12288", "v5p:16x16x24", 6144, 1536, (True, True, True)),
+    ("v5litepod-1", "v5e:1x1", 1, 1, (False, False)),
+    ("v5litepod-8", "v5e:2x4", 8, 1, (False, False)),
+    ("v5litepod-16", "v5e:4x4", 16, 4, (False, False)),
+    ("v5e-128", "v5e:8x16", 128, 32, (False, True)),
+    ("v6e-1", "v6e:1x1", 1, 1, (False, False)),
+    ("v6e-4", "v6e:2x2", 4, 1, (False, False)),
+    ("v6e-8", "v6e:2x4", 8, 1, (False, False)),
+    ("v6e-64", "v6e:8x8", 64, 16, (False, False)),
+    ("v6e-256", "v6e:16x16", 256, 64, (True, True)),
+    ("tpu7x-8", "tpu7x:2x2x1", 4, 1, (False, False, False)),
+    ("tpu7x-128", "tpu7x:4x4x4", 64, 16, (True, True, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "topology", "chips", "hosts", "wrap"), PUBLISHED)
+def test_published_configurations(name, topology, chips, hosts, wrap):
+    target = parse_accelerator(name)
+    assert (target.topology_name, target.chips, target.hosts, target.wrap) == (topology, chips, hosts, wrap)
+
+
+def test_host_bounds_and_devices():
+    assert parse_accelerator("v6e-8").chips_per_host_bounds == (2, 4, 1)
+    assert parse_accelerator("v6e-1").chips_per_host_bounds == (1, 1, 1)
+    assert parse_accelerator("v6e-16").chips_per_host_bounds == (2, 2, 1)
+    assert parse_accelerator("v4-256").generation.chip_config_name == "megacore"
+    ironwood = parse_accelerator("tpu7x-16")
+    assert (ironwood.chips, ironwood.devices, ironwood.devices_per_host) == (8, 16, 8)
+    assert 2 * ironwood.peak_flops() == pytest.approx(2307e12)
+
+
+def test_multislice():
+    target = parse_accelerator("2xv5p-128")
+    assert (target.name, target.slices, target.chips, target.hosts) == ("2xv5p-128", 2, 128, 32)
+    assert target.topology_name == "v5p:4x4x4"
+    assert target.libtpu_accelerator_type == "v5p-128"
+    # 200 Gb/s a host of four chips.
+    assert target.dcn_device_bandwidth == pytest.approx(6.25e9)
+
+
+def test_explicit_topologies_keep_their_shape():
+    assert parse_accelerator("v4:4x4x8").name == "v4-256"
+    odd = parse_accelerator("v4:4x8x4")
+    assert (odd.name, odd.topology) == ("v4:4x8x4", (4, 8, 4))
+    assert parse_accelerator("v6e:1x1") == parse_accelerator("v6e-1")
+
+
+def test_names_round_trip_through_their_canonical_form():
+    for generation in GENERATIONS:
+        for chips in default_topologies(generation):
+            name = f"{generation.name}-{chips * generation.cores_per_chip}"
+            target = parse_accelerator(name)
+            assert target.name == name
+            assert target.chips == chips
+
+
+def test_gpus_for_arithmetic():
+    two_hosts = parse_accelerator("h100x16")
+    assert (two_hosts.chips, two_hosts.hosts, two_hosts.slices, two_hosts.can_compile) == (16, 2, 2, False)
+    assert parse_accelerator("h100x4").hosts == 1
+    assert parse_accelerator("a100x8").peak_flops("f32") == pytest.approx(19.5e12)
+
+
+def test_peaks_follow_from_matrix_units_and_clock():
+    """Peak = chips' 128 × 128 matrix units × 2 FLOP × clock, within rounding of the published figure."""
+    for name, units in (("v4-8", 8), ("v5p-8", 8), ("v5litepod-4", 4)):
+        generation = parse_accelerator(name).generation
+        assert generation.clock_hz is not None
+        assert generation.peak_bf16 == pytest.approx(units * 128 * 128 * 2 * generation.clock_hz, rel=0.003)
+
+
+def test_f32_costs_six_passes():
+    target = parse_accelerator("v4-256")
+    assert target.peak_flops("f32") == pytest.approx(275e12 / 6)
+    assert target.peak_flops("high") == pytest.approx(275e12 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("v4-100", ["'v4-100'", "2 cores a chip", "v4-64 or v4-128"]),
+        ("v4-7", ["nearest: v4-8"]),
+        ("v6e-100", ["counts chips", "v6e-64 or v6e-128"]),
+        ("v5p-2x2", ["write v5p:2x2"]),
+        ("v6e-512", ["v6e-128 or v6e-256"]),
+        ("v9-8", ["unknown accelerator 'v9-8'", "did you mean", "Known families: v4, v5litepod, v5e, v5p"]),
+        ("v6-256", ["v6e-256"]),
+        ("tpu", ["unknown accelerator"]),
+        ("0xv4-8", ["0 slices"]),
+        ("v6e:3x3", ["must be even", "v6e:2x4"]),
+        ("v6e:32x32", ["larger than a v6e slice gets"]),
+        ("v6e:4x4x4", ["2 sides, this one has 3"]),
+        ("h100x12", ["hosts of 8", "h100x8 or h100x16"]),
+        ("h100:8", ["named by their number alone"]),
+        ("v4x8", ["write v4-8"]),
+    ],
+)
+def test_bad_names_say_what_is_near(name, fragments):
+    with pytest.raises(AcceleratorError) as caught:
+        parse_accelerator(name)
+    for fragment in fragments:
+        assert fragment in str(caught.value)

@@ -1,0 +1,83 @@
+"""Weights in the dtype they are used in: what is cast where, and that sums of many gradients keep their digits."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from helpers.llama_on_mesh import VOCAB, random_arrays, tiny_config
+
+from haliax_ext.abstract import abstract, leaves, with_arrays
+from levanter.layers.embedding import Embedding
+from levanter.trainer.loss import LmBatch, in_compute_dtype, loss_sum
+
+BF16 = np.dtype(jnp.bfloat16)
+
+
+class Lookup(eqx.Module):
+    table: Embedding
+
+
+def test_the_gradient_of_a_frequent_token_is_added_up_in_float32():
+    """In 16 bits a running sum of ones stops at 256."""
+    Vocab, Embed, Pos = Axis("vocab", 3), Axis("embed", 4), Axis("position", 5000)
+    model = Lookup(Embedding(weight=hax.ones((Vocab, Embed), dtype=jnp.float32)))
+    ids = hax.named(jnp.zeros(Pos.size, jnp.int32).at[-1].set(2), Pos)
+
+    def total(model):
+        rows = in_compute_dtype(model, BF16, None).table(ids)
+        assert rows.dtype == BF16
+        return hax.sum(rows.astype(jnp.float32)).scalar()
+
+    gradient = jax.jit(jax.grad(total))(model).table.weight
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient.array[:, 0], [4999, 0, 1])
+
+
+def test_the_gradient_of_the_head_is_added_up_in_float32():
+    """Many chunks of one position each give what one chunk gives; with tied weights too."""
+    config = tiny_config(tie_word_embeddings=True)
+    template = abstract(lambda: config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0)))
+    model = with_arrays(template, {k: jnp.asarray(v) for k, v in random_arrays(config).items()})
+    rng = np.random.default_rng(0)
+    axes = (Axis("batch", 4), Axis("position", 48))
+    tokens = hax.named(jnp.asarray(rng.integers(0, 3, (4, 48)), jnp.int32), axes)
+
+    def gradient(chunk, dtype):
+        def loss(model):
+            return loss_sum(in_compute_dtype(model, np.dtype(dtype), None), LmBatch(tokens=tokens), chunk=chunk)
+
+        return jax.jit(jax.grad(loss))(model).embeddings.token_embeddings.weight.array
+
+    exact = gradient(48, jnp.float32)
+    errors = [float(jnp.linalg.norm(gradient(chunk, BF16) - exact) / jnp.linalg.norm(exact)) for chunk in (48, 1)]
+    assert errors[0] < 0.03
+    assert errors[1] < 1.05 * errors[0]
+
+
+def test_every_weight_is_used_in_the_compute_dtype_and_none_is_changed():
+    config = tiny_config()
+    template = abstract(lambda: config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0)))
+
+    def used(model):
+        block = in_compute_dtype(model, BF16, None)
+        return block.head_weight(), block.transformer.norm.weight
+
+    for weight in jax.tree.leaves(jax.eval_shape(used, template)):
+        assert weight.dtype == BF16
+    assert {leaf.dtype for leaf in leaves(template)} == {np.dtype(np.float32)}
+
+
+def test_counts_leave_out_what_nothing_follows():
+    axes = (Axis("batch", 1), Axis("position", 6))
+
+    def row(values, dtype):
+        return hax.named(jnp.asarray([values], dtype), axes)
+
+    batch = LmBatch(
+        tokens=row([1, 2, 3, 4, 5, 6], jnp.int32),
+        loss_weights=row([1, 0.5, 1, 1, 0, 1], jnp.float32),
+        segment_ids=row([0, 0, 0, 1, 1, 1], jnp.int32),
+    )
+    np.testing.assert_array_equal(batch.counts().array, [[1, 0.5, 0, 1, 0, 0]])

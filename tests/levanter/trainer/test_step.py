@@ -1,0 +1,268 @@
+"""The train step against PyTorch, under every mapping, and with its batch in parts."""
+
+import dataclasses
+from functools import cache
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from helpers.llama_on_mesh import (
+    VOCAB,
+    leaf_from_source,
+    llama_2d,
+    mappings_for,
+    named_arrays,
+    random_arrays,
+    tiny_config,
+)
+from jax.sharding import NamedSharding
+
+from haliax_ext.abstract import leaves, with_arrays
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+from levanter.models import LlamaConfig
+from levanter.models.precision import Precision
+from levanter.optim import AdafactorConfig, AdamConfig, OptimizerConfig
+from levanter.trainer.batch_plan import plan_batch
+from levanter.trainer.loss import LmBatch, abstract_batch
+from levanter.trainer.state import abstract_state, init_program, plan_state
+from levanter.trainer.step import StepRecipe, step_program
+
+CONFIG = tiny_config(num_kv_heads=8)
+ROWS, POSITIONS = 16, 32
+ADAM = AdamConfig(learning_rate=3e-3, warmup=2, weight_decay=0.1)
+RNG = np.random.default_rng(7)
+TOKENS = RNG.integers(0, VOCAB, (3, ROWS, POSITIONS)).astype(np.int32)
+WEIGHTS = (RNG.random((3, ROWS, POSITIONS)) * (RNG.random((3, ROWS, 1)) > 0.2)).astype(np.float32)
+SEGMENTS = np.sort(RNG.integers(0, 3, (3, ROWS, POSITIONS)), axis=-1).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One run of a few steps on a mesh of virtual devices."""
+
+    spec: MeshSpec
+    mappings: Mappings
+    per_device: int = -1
+    precision: str = "f32"
+    packed: bool = True
+    optimizer: OptimizerConfig = ADAM
+    config: LlamaConfig = CONFIG
+
+    def programs(self):
+        config, precision = self.config, Precision.parse(self.precision)
+        Vocab = hax.Axis("vocab", VOCAB)
+        optimizer = self.optimizer.build(10)
+        state = abstract_state(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)), optimizer, precision)
+        plan = plan_state(state, self.mappings, self.spec)
+        plan.whole.check()
+        ways = self.spec.ways(self.mappings.compute.mesh_axes("batch"))
+        batches = plan_batch(ROWS, per_device=self.per_device, ways=ways, positions=POSITIONS)
+
+        recipe = StepRecipe(
+            optimizer=optimizer,
+            schedule=self.optimizer.schedule(10),
+            precision=precision,
+            accumulation=batches.accumulation,
+            parameters=plan.parameters,
+            chunk=12,
+        )
+        program = step_program(
+            recipe,
+            state=state,
+            plan=plan,
+            batch=abstract_batch(
+                hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS), weights=self.packed, segments=self.packed
+            ),
+            mappings=self.mappings,
+        )
+        init = init_program(plan, lambda key: config.build(Vocab, key=key), optimizer, precision)
+        return plan, init, program
+
+    def batch(self, n: int, mesh) -> LmBatch:
+        sharding = NamedSharding(mesh, self.mappings.compute.spec(("batch", "position")))
+        axes = (hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS))
+
+        def placed(values):
+            return hax.NamedArray(jax.device_put(values[n], sharding), axes)
+
+        if not self.packed:
+            return LmBatch(tokens=placed(TOKENS))
+        return LmBatch(tokens=placed(TOKENS), loss_weights=placed(WEIGHTS), segment_ids=placed(SEGMENTS))
+
+    def run(self, devices, *, arrays=None, steps=3):
+        """The metrics of each step, and the last state's arrays by path."""
+        mesh = self.spec.build(devices[: self.spec.size])
+        plan, _, program = self.programs()
+        values = random_arrays(self.config) if arrays is None else arrays
+        template = program.inputs[0].value
+        # Every statistic begins at zero.
+        whole = {leaf.path: np.zeros(leaf.shape, leaf.dtype) for leaf in leaves(template)}
+        whole |= {f"model.{path}": value for path, value in values.items()}
+        state = with_arrays(template, {p: jax.device_put(v, plan.whole.sharding(p, mesh)) for p, v in whole.items()})
+        step = program.jit(mesh)
+        history = []
+        for n in range(steps):
+            state, metrics = step(state, self.batch(n, mesh))
+            history.append({k: float(v) for k, v in vars(metrics).items()})
+        paths = [leaf.path for leaf in leaves(state)]
+        for leaf, array in zip(leaves(state), jax.tree.leaves(state), strict=True):
+            assert array.sharding.is_equivalent_to(plan.whole.sharding(leaf.path, mesh), array.ndim), leaf.path
+        return history, dict(zip(paths, map(np.asarray, jax.tree.leaves(state)), strict=True))
+
+
+def mesh_setup(data: int, model: int, **changes) -> Setup:
+    spec = MeshSpec.of(data=data, model=model)
+    return Setup(spec, mappings_for(CONFIG, spec), **changes)
+
+
+@cache
+def on_one_device(devices, precision="f32", optimizer=ADAM):
+    return mesh_setup(1, 1, precision=precision, optimizer=optimizer).run(devices)
+
+
+def assert_same_run(found, expected, *, loss=1e-5, atol=1e-5):
+    for step, (ours, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
+        for name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=loss), (name, step)
+    for path, value in expected[1].items():
+        np.testing.assert_allclose(found[1][path], value, atol=atol, rtol=1e-4, err_msg=path)
+
+
+def test_three_steps_equal_torch(devices):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig as HfLlamaConfig
+    from transformers import LlamaForCausalLM
+
+    config = tiny_config()
+    theirs = LlamaForCausalLM(
+        HfLlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            attn_implementation="eager",  # pyright: ignore
+        )
+    ).float()
+    rng = np.random.default_rng(3)
+    for key, parameter in theirs.named_parameters():
+        noise = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
+        parameter.data = 1 + 0.1 * noise if key.endswith("norm.weight") else 0.15 * noise
+    start = {key: p.detach().numpy().copy() for key, p in theirs.named_parameters()}
+
+    def decays(key):
+        return "norm" not in key and "embed_tokens" not in key
+
+    named = list(theirs.named_parameters())
+    groups = [
+        {"params": [p for k, p in named if decays(k)], "weight_decay": 0.1},
+        {"params": [p for k, p in named if not decays(k)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    expected = []
+    for n, rate in enumerate([0.0, 1.5e-3, 3e-3]):
+        tokens = torch.from_numpy(TOKENS[n]).long()
+        logits = theirs(tokens).logits[:, :-1].reshape(-1, VOCAB)
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        expected.append((loss.item(), norm.item(), rate))
+
+    spec = MeshSpec.of(data=4, model=2)
+    setup = Setup(spec, mappings_for(config, spec), config=config, packed=False)
+    history, found = setup.run(devices, arrays=named_arrays(config, start))
+    for ours, (loss, norm, rate) in zip(history, expected, strict=True):
+        assert ours["loss"] == pytest.approx(loss, rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert ours["learning_rate"] == pytest.approx(rate, rel=1e-6)
+        assert ours["weight"] == ROWS * (POSITIONS - 1)
+    ends = {key: p.detach().numpy() for key, p in theirs.named_parameters()}
+    plan, _, _ = setup.programs()
+    for leaf in (p.leaf for p in plan.parameters.leaves):
+        want = leaf_from_source(leaf, config.weight_rules(), ends)
+        # Adam divides by the gradient's size: where that is near 0, rounding is all there is.
+        np.testing.assert_allclose(found[f"model.{leaf.path}"], want, atol=2e-5, rtol=1e-4, err_msg=leaf.path)
+
+
+MESHES = {
+    "8x1": mesh_setup(8, 1),
+    "4x2": mesh_setup(4, 2),
+    "2x4": mesh_setup(2, 4),
+    "1x8": mesh_setup(1, 8),
+    "2d": Setup(MeshSpec.of(data=4, model=2), llama_2d(CONFIG)),
+    "4x2_accumulated": mesh_setup(4, 2, per_device=1),
+    "8x1_accumulated": mesh_setup(8, 1, per_device=1),
+    "position_over_model": Setup(
+        spec := MeshSpec.of(data=2, model=4), mappings_for(CONFIG, spec, residual={"position": "model"})
+    ),
+}
+IN_ANY_TEST_RUN = ("1x8", "2d", "4x2_accumulated")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in IN_ANY_TEST_RUN else pytest.mark.slow) for c in MESHES]
+)
+def test_every_mapping_and_every_division_of_the_batch_takes_the_same_steps(case, devices):
+    setup = MESHES[case]
+    if setup.spec.shape["model"] > 1:
+        assert setup.mappings.params["vocab"] in ("model", ("model",))
+    assert_same_run(setup.run(devices), on_one_device(tuple(devices)))
+
+
+@pytest.mark.slow
+def test_adafactor_takes_the_same_steps_on_a_mesh(devices):
+    optimizer = AdafactorConfig(learning_rate=3e-3, warmup=2, scale_parameter=True)
+    found = mesh_setup(2, 4, optimizer=optimizer, per_device=2).run(devices)
+    assert_same_run(found, on_one_device(tuple(devices), optimizer=optimizer))
+
+
+def test_sixteen_bit_compute_keeps_parameters_and_gradients_in_float32(devices):
+    history, arrays = mesh_setup(4, 2, precision="p=f32,c=bf16", per_device=2).run(devices)
+    exact, _ = on_one_device(tuple(devices))
+    assert exact[0]["weight"] == pytest.approx((WEIGHTS[0] * _followed(SEGMENTS[0])).sum(), rel=1e-6)
+    for ours, theirs in zip(history, exact, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=5e-3)
+        assert ours["loss"] != theirs["loss"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-2)
+    kinds = {a.dtype for path, a in arrays.items() if not path.endswith(("step", "count", "key"))}
+    assert kinds == {np.dtype(np.float32)}
+
+
+def test_no_array_has_the_size_of_whole_logits_or_of_a_second_copy_of_a_stack(devices):
+    setup = mesh_setup(4, 2, precision="p=f32,c=bf16", packed=False)
+    _, _, program = setup.programs()
+    text = program.lower(setup.spec.build(devices)).as_text()
+    for shape in (f"{ROWS}x{POSITIONS}x{VOCAB}x", f"{CONFIG.num_layers}x96x64xbf16", f"{CONFIG.num_layers}x64x96xbf16"):
+        assert shape not in text, shape
+    assert f"{CONFIG.num_layers}x96x64xf32" in text
+
+
+def test_a_fresh_state_and_a_batch_that_counts_nothing(devices):
+    setup = mesh_setup(1, 1, optimizer=dataclasses.replace(ADAM, weight_decay=0.0))
+    mesh = setup.spec.build(devices[:1])
+    _, init, program = setup.programs()
+    state = init.jit(mesh)(jax.random.PRNGKey(0))
+    deviations = [np.asarray(x).std() for x in jax.tree.leaves(state.model.transformer.layers.stacked.mlp)]
+    np.testing.assert_allclose(deviations, CONFIG.initializer_range, rtol=0.02)
+    before = [np.asarray(x) for x in jax.tree.leaves(state.model)]
+    batch = setup.batch(0, mesh)
+    assert batch.loss_weights is not None
+    nothing = dataclasses.replace(batch, loss_weights=batch.loss_weights * 0.0)
+    state, metrics = program.jit(mesh)(state, nothing)
+    assert float(metrics.loss) == 0.0 and float(metrics.grad_norm) == 0.0
+    for old, new in zip(before, jax.tree.leaves(state.model), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(new))
+
+
+def _followed(segments: np.ndarray) -> np.ndarray:
+    inside = np.zeros(segments.shape, np.float32)
+    inside[:, :-1] = segments[:, :-1] == segments[:, 1:]
+    return inside
