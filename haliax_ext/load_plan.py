@@ -275,12 +275,23 @@ class LoadPlan:
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, self.summary])
+
+    @property
+    def summary(self) -> str:
+        """Totals: bytes in storage, read, and on a device; how many leaves take which strategy."""
         most = max(self.bytes_by_host, default=0)
-        lines.append(
-            f"{gib(self.source_bytes)} in storage, read {self.amplification:.3f}× by {self.num_hosts} hosts, at most "
-            f"{gib(most)} by one; {gib(self.bytes_per_device)} on each device, {gib(self.transient_device_bytes)} "
-            f"beyond that while loading"
+        ways = ", ".join(
+            f"{sum(load.strategy == way for load in self.loads)} {way}"
+            for way in ("direct", "exchange")
+            if any(load.strategy == way for load in self.loads)
         )
+        hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
+        lines = [
+            f"loading {len(self.loads)} arrays ({ways}): {gib(self.source_bytes)} in storage, read "
+            f"{self.amplification:.3f}× by {hosts}, at most {gib(most)} by one;",
+            f"  {gib(self.bytes_per_device)} on each device, {gib(self.transient_device_bytes)} beyond that while loading",
+        ]
         if self.skipped:
-            lines.append(f"not in the source: {', '.join(self.skipped)}")
+            lines.append(f"  not in the source: {', '.join(self.skipped)}")
         return "\n".join(lines)

@@ -149,7 +149,7 @@ class RunPlan:
         lines = [f"{check.status:>9}  {check.name}: {check.message}" for check in self.checks]
         lines += ["", summarize(self.sharding)]
         if self.load is not None:
-            lines += ["", str(self.load)]
+            lines += ["", self.load.summary]
         lines += ["", "runs: " + " → ".join(program.name for program in self.programs)]
         return "\n".join(lines)
 

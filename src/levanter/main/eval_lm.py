@@ -103,6 +103,10 @@ class EvalLmConfig:
         for name in ("log_entropy", "log_top2_gap", "log_param_stats"):
             if getattr(self, name):
                 problems.append(f"{name}: not supported yet; set it to false")
+        if self.trainer.quantization is not None:
+            problems.append("trainer.quantization: not supported yet, and it would change the numbers; set it to null")
+        if self.trainer.use_explicit_mesh_axes:
+            problems.append("trainer.use_explicit_mesh_axes: not supported; meshes have JAX's automatic axes")
         if problems:
             raise ValueError("\n".join(problems))
 
