@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all test-aot lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,13 +27,16 @@ test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 c
 	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not aot'
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not aot'
+
+test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU
+	$(BIN)/python -m pytest -q -m aot
 
 lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

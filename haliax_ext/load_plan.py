@@ -290,7 +290,8 @@ class LoadPlan:
         lines = [
             f"loading {len(self.loads)} arrays ({ways}): {gib(self.source_bytes)} in storage, read "
             f"{self.amplification:.3f}× by {hosts}, at most {gib(most)} by one;",
-            f"  {gib(self.bytes_per_device)} on each device, {gib(self.transient_device_bytes)} beyond that while loading",
+            f"  {gib(self.bytes_per_device)} on each device, "
+            f"{gib(self.transient_device_bytes)} beyond that while loading",
         ]
         if self.skipped:
             lines.append(f"  not in the source: {', '.join(self.skipped)}")

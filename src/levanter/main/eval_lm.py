@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from haliax_ext.abstract import with_arrays
+from haliax_ext.abstract import leaf_of, with_arrays
 from haliax_ext.load_progress import LoadReport
 from haliax_ext.mapping import AxisMapping
-from haliax_ext.program import Input, Program
+from haliax_ext.program import Input, Program, spec_of
 from levanter.config import plain, written
 from levanter.data import (
     EvalBatches,
@@ -199,7 +199,7 @@ def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
 def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> Program:
     """The Program that scores one batch: model, tokens and segments → log-probabilities, `[batch, position]`."""
     Batch, Pos = hax.Axis(pretrained.resolved.batch_axis, rows), hax.Axis("position", positions)
-    ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
     mappings = pretrained.resolved.mappings
 
     def score(model: Any, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
@@ -286,7 +286,8 @@ def _on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray
     placed = []
     for declared, data in zip(program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True):
         axes = declared.value.axes
-        sharding = NamedSharding(mesh, declared.placement.spec([a.name for a in axes]))
+        assert declared.placement is not None
+        sharding = NamedSharding(mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
         array = jax.make_array_from_callback(data.shape, sharding, lambda index, data=data: data[index])
         placed.append(hax.NamedArray(array, axes))
     return placed

@@ -118,7 +118,10 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
         ({"trainer__mesh__axes": {"data": 1, "model": 8}}, "cannot be cut over model 8"),
         ({"trainer__mesh__axes": {"data": 3, "model": 2}}, "there are 8 devices"),
         ({"hf_checkpoint": "/nowhere/model"}, "/nowhere/model"),
-        ({"data__components": {"docs": {"source": {"validation_urls": ["/nowhere/docs.jsonl"]}}}}, "/nowhere/docs.jsonl"),
+        (
+            {"data__components": {"docs": {"source": {"validation_urls": ["/nowhere/docs.jsonl"]}}}},
+            "/nowhere/docs.jsonl",
+        ),
         ({"model": {"type": "llama", "num_layers": 3}}, "model.num_layers"),
         ({"model": {"type": "lama"}}, "llama"),
         ({"max_eval_length": 1}, "max_eval_length"),
@@ -147,7 +150,9 @@ def test_unreadable_text_is_found_before_a_weight_is_read(tmp_path, folder, caps
 
 
 def test_a_large_replication_is_refused_with_code_3(tmp_path, folder, texts, capsys):
-    path = config_file(tmp_path, folder, texts, trainer__mesh__hbm_gib=1e-4, trainer__mesh__shared_mapping={"vocab": None})
+    path = config_file(
+        tmp_path, folder, texts, trainer__mesh__hbm_gib=1e-4, trainer__mesh__shared_mapping={"vocab": None}
+    )
     assert run(path) == 3
     shown = capsys.readouterr().err
     assert "embeddings.token_embeddings.weight [vocab 320, embed 32]" in shown

