@@ -40,7 +40,7 @@ from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, write_result
 from levanter.io import Progress
 from levanter.main.entry import run_entry_point
-from levanter.main.local import local_target, run_id
+from levanter.main.local import configure_jax, local_target, run_id
 from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.mesh import local_devices, mesh_report, require_accelerator
 from levanter.models.registry import LmConfig
@@ -295,6 +295,7 @@ def _on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray
 
 def main(config: EvalLmConfig) -> int:
     """Runs an evaluation on the devices that are here."""
+    configure_jax(config.trainer)
     found = local_devices(config.trainer.mesh)
     require_accelerator(wanted=config.trainer.require_accelerator, found=found)
     plan = describe(config, local_target(found))

