@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 
-.PHONY: help demo test test-all test-aot lint clean
+.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci lint clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 $(BIN)/.core: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,14 +23,24 @@ $(BIN)/.dev: pyproject.toml $(BIN)/.core
 demo: $(BIN)/.core  ## score real text with a real model on 8 virtual CPU devices
 	$(CPU8) $(BIN)/python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
 
+demo-memorization: $(BIN)/.core  ## a model learns half a text; the report shows which half (<= 5 minutes)
+	JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_memorization
+
+demo-train: $(BIN)/.core  ## train a small model on 8 virtual CPU devices, and compare its held-out loss (<= 5 minutes)
+	rm -rf logs/demo_train
+	$(CPU8) $(BIN)/python -m levanter.main.demo_train --config_path config/train/demo.yaml
+
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not aot'
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not aot'
 
-test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU
+test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU (<= 40 minutes)
 	$(BIN)/python -m pytest -q -m aot
+
+test-aot-ci: $(BIN)/.dev  ## about a dozen of these compiles, at full depth (<= 8 minutes)
+	$(BIN)/python -m pytest -q -m 'aot and ci'
 
 lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 	$(BIN)/ruff check .

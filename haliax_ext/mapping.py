@@ -11,12 +11,15 @@ everything below what it matches, so `**.self_attn.*` covers `layers.self_attn.q
 import contextlib
 import contextvars
 import functools
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import haliax as hax
+import jax
+from haliax.partitioning import current_thread_local_mapping
 from jax.sharding import PartitionSpec
 
 from haliax_ext.errors import ShardingError, UnknownAxisError, nearest
@@ -224,20 +227,51 @@ def path_matches(pattern: str, path: str) -> bool:
 
 
 _residual: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("residual_mapping", default=None)
+_params: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("parameter_mapping", default=None)
 
 
 @contextlib.contextmanager
 def mappings_in_scope(mappings: Mappings) -> Iterator[None]:
-    """Puts the compute mapping in Haliax's scope and the residual mapping in ours, for tracing."""
-    token = _residual.set(mappings.residual_stream)
+    """Puts the compute mapping in Haliax's scope and the residual and parameter mappings in ours, for tracing."""
+    residual, params = _residual.set(mappings.residual_stream), _params.set(mappings.params)
     try:
         with hax.axis_mapping(mappings.compute):
             yield
     finally:
-        _residual.reset(token)
+        _residual.reset(residual)
+        _params.reset(params)
 
 
 def shard_residual(x: hax.NamedArray) -> hax.NamedArray:
     """Constrains the residual stream at a block boundary; the identity where no mapping is in scope."""
     mapping = _residual.get()
     return hax.auto_sharded(x) if mapping is None else hax.shard(x, mapping)
+
+
+def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
+    """Constrains what has a parameter's axes to lie as one does; the identity where no mapping is in scope.
+
+    Rules for single paths are not looked at, and a mesh axis that two axes want goes to the first.
+    """
+    mapping = _params.get()
+    if mapping is None:
+        return x
+    taken: set[str] = set()
+    free: dict[str, tuple[str, ...]] = {}
+    for axis in x.axes:
+        free[axis.name] = tuple(m for m in mapping.mesh_axes(axis.name) if m not in taken)
+        taken |= set(free[axis.name])
+    return hax.shard(x, AxisMapping(free))
+
+
+def compute_mapping_in_scope() -> AxisMapping:
+    """The mapping that activations are constrained by while tracing; empty where none is in scope."""
+    return AxisMapping(current_thread_local_mapping() or {})
+
+
+def ways_in_scope(axis_name: str) -> int:
+    """Into how many parts the mapping and the mesh in scope cut an activation's axis; 1 where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    return math.prod(mesh.shape.get(name, 1) for name in compute_mapping_in_scope().mesh_axes(axis_name))

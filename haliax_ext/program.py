@@ -60,6 +60,8 @@ class Program:
             replicated.
         donate: names of the inputs whose buffers may be reused.
         matmul_precision: JAX's default matmul precision while tracing (`highest` makes f32 mean f32 on TPU).
+        compiler_options: XLA's, over its defaults, for running and for planning alike. They are those of the devices
+            the program is for; another platform's compiler refuses them.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Program:
     out_placement: Placement = None
     donate: tuple[str, ...] = ()
     matmul_precision: str | None = None
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         names = [i.name for i in self.inputs]
@@ -137,6 +140,8 @@ class Program:
             in_shardings=in_shardings,
             out_shardings=_shardings(out, placement, mesh),
             donate_argnums=tuple(n for n, i in enumerate(self.inputs) if i.name in self.donate),
+            # They go into whatever is lowered from the jit: `.lower(mesh).compile()` needs none of its own.
+            compiler_options=dict(self.compiler_options) or None,
         )
         return _Compiled(jitted=jitted, template=out)
 

@@ -306,15 +306,24 @@ class WeightRules:
     def _is_ignored(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
-    def sources(self, leaves: Iterable[Leaf]) -> dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]]:
-        """The inverse direction: every source tensor's name, shape and the pieces of leaves it is made of."""
-        leaves = tuple(leaves)
+    def sources(
+        self, leaves: Iterable[Leaf], *, true_sizes: Mapping[str, int] | None = None
+    ) -> dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]]:
+        """The inverse direction: every source tensor's name, shape and the pieces of leaves it is made of.
+
+        Args:
+            leaves: the model's.
+            true_sizes: of axes that are padded in the leaves; what is beyond is left out.
+        """
+        leaves, true_sizes = tuple(leaves), true_sizes or {}
         self.check(leaves)
         table = self.by_target()
         found: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
         for leaf in leaves:
             rule = table[leaf.path]
-            layout = rule.layout(leaf)
+            cut = {name: true_sizes[name] for name in rule.padded if name in true_sizes}
+            kept = Leaf(leaf.path, tuple((name, cut.get(name, size)) for name, size in leaf.axes), leaf.dtype)
+            layout = rule.layout(leaf, rule.source_shape(kept))
             digits = [tuple((0, size) for size in sizes) for sizes in layout.group_sizes]
             for stack in itertools.product(*(range(leaf.axis_size(name)) for name in rule.stacked)):
                 box = list(layout.whole)

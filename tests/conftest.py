@@ -19,10 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A landing is judged by the same examples every time; new ones are searched for on developers' machines.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+# A landing is judged by the same examples every time; new ones are searched for on developers' machines. How long one
+# takes says more about the machine than about the code.
+_UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, **_UNTIMED)
+hypothesis.settings.register_profile("developer", **_UNTIMED)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ axes, and for a permute the same direction).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -132,13 +132,19 @@ class CompiledFigures:
         return dict(sums.most_common())
 
 
-def read_figures(text: str, mesh: MeshSpec) -> CompiledFigures:
+def read_figures(text: str, mesh: MeshSpec, *, trips: Mapping[int, int] | None = None) -> CompiledFigures:
     """Reads the optimized text of a program compiled for `mesh`.
+
+    Args:
+        text: what the compiler prints.
+        mesh: what it was compiled for.
+        trips: trip counts to be taken for others. A program that scans 7 layers, read with `{7: 80}`, has the figures
+            of one that scans 80, as long as nothing else in it runs 7 times.
 
     Raises:
         HloTextError: the text is not that of a compiled module.
     """
-    reader = _Reader(parse_module(text), mesh)
+    reader = _Reader(parse_module(text), mesh, trips or {})
     reader.visit(reader.module.entry, 1)
     return reader.figures()
 
@@ -159,6 +165,7 @@ class _Flight:
 class _Reader:
     module: Module
     mesh: MeshSpec
+    trips: Mapping[int, int]
     cycles: Counter[Scope] = field(default_factory=Counter)
     estimates: int = 0
     hbm_bytes: int = 0
@@ -216,6 +223,7 @@ class _Reader:
 
     def _loop(self, computation: Computation, loop: Instruction, times: int) -> int:
         count = trip_count(self.module, computation, loop)
+        count = self.trips.get(count, count) if count is not None else None
         if count is None:
             self.unknown[f"{loop.name} ({loop.op_name or 'no name'}): how often it runs is not known; counted once"] = (
                 None

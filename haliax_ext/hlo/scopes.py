@@ -4,9 +4,12 @@
 is module `layers.mlp`, pass `remat`: what JAX wraps around the user's names (transformations, control flow, calls) is
 taken off, and so are the last part, which is the primitive, and einsum subscripts. Haliax names its scans
 (`scan(layers)`) and its matmuls by their axes (`contract embed -> batch, position, mlp`): the one is a module like
-any other, the other is kept as the scope's `contraction`.
+any other, the other is kept as the scope's `contraction`. Where the compiler made one instruction of several it prints
+what they share and the rest of each, `layers/(mlp/up/dot:mlp/gate/dot)`: the module is the one that holds them all.
+Kernels wrap themselves in scopes of their own, which are taken off too.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -56,8 +59,44 @@ _CONTRACT = "contract "
 UNNAMED = "(unnamed)"
 
 
+_KERNEL_SCOPE = re.compile(r"(static|dynamic)_sparsity_splash|splash_m[hq]a_\w+")
+
+
 def scope_of(op_name: str) -> Scope:
     """Module and pass of an instruction; module `(unnamed)` where the compiler kept no trace of it."""
+    start = op_name.find("/(")
+    if start >= 0 and op_name.endswith(")"):
+        shared, several = op_name[:start], _alternatives(op_name[start + 2 : -1])
+        return _common([_scope_of_one(f"{shared}/{rest}") for rest in several])
+    return _scope_of_one(op_name)
+
+
+def _alternatives(text: str) -> list[str]:
+    """`text` cut at its colons that stand in no parentheses."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == ":" and not depth:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return pieces
+
+
+def _common(scopes: list[Scope]) -> Scope:
+    """The module that holds all of them; the pass and the matmul, where they agree in it."""
+    paths = [[] if scope.module == UNNAMED else scope.module.split(".") for scope in scopes]
+    shared = [names[0] for names in itertools.takewhile(lambda n: len(set(n)) == 1, zip(*paths, strict=False))]
+    passes = {scope.during for scope in scopes}
+    contractions = {scope.contraction for scope in scopes}
+    return Scope(
+        ".".join(shared) or UNNAMED,
+        "remat" if "remat" in passes else "backward" if "backward" in passes else "forward",
+        contractions.pop() if len(contractions) == 1 else "",
+    )
+
+
+def _scope_of_one(op_name: str) -> Scope:
     parts = op_name.split("/")
     if len(parts) < 2:
         return Scope(UNNAMED)
@@ -77,7 +116,7 @@ def scope_of(op_name: str) -> Scope:
         remat |= inner == "rematted_computation"
         if inner.startswith(_CONTRACT):
             contraction = inner.removeprefix(_CONTRACT)
-        elif inner and inner not in _CONTROL and "->" not in inner:
+        elif inner and inner not in _CONTROL and "->" not in inner and not _KERNEL_SCOPE.fullmatch(inner):
             names.append(inner)
     module = ".".join(names) or UNNAMED
     return Scope(module, "remat" if remat else "backward" if backward else "forward", contraction)

@@ -72,13 +72,55 @@ class Check:
         name: a few words (`tokenizer`, `text`).
         status: `ok`; `note` (a fact to print); `unchecked` (absent or remote, not looked at here); `error`.
         message: what was found.
-        error: the exception that a run raises, for status `error`.
+        error: the exception that a run raises, for status `error`; for `unchecked`, the one that it raises where the
+            input is needed (a run, a launch), which planning only lists.
     """
 
     name: str
     status: Literal["ok", "note", "unchecked", "error"]
     message: str
     error: ValueError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a config tells planning that a run would find out by itself: the block `plan:`.
+
+    Attributes:
+        assume_tokens: tokens to score where the text is not at hand.
+    """
+
+    assume_tokens: int | None = None
+
+    def __post_init__(self):
+        if self.assume_tokens is not None and self.assume_tokens < 1:
+            raise ValueError(f"plan.assume_tokens must be positive, got {self.assume_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How much one Program does and how often it runs, for modelled times.
+
+    Attributes:
+        program: the Program's name.
+        tokens: tokens one execution handles, over all devices, padding included.
+        unit: what is counted, for people (`tokens`, `windows`).
+        items: of that unit, how many one execution handles.
+        flops_full: model FLOPs of one execution over all devices, attention over every pair of positions; the
+            mathematics only, never what is recomputed.
+        flops_causal: the same with attention over the causal half of the pairs.
+        executions: how often it runs in the whole job; `None` where that is not known here.
+        reason: where `executions` comes from, or what would make it known.
+    """
+
+    program: str
+    tokens: int
+    unit: str
+    items: int
+    flops_full: float
+    flops_causal: float
+    executions: int | None
+    reason: str
 
 
 class RunRefused(ValueError):
@@ -107,6 +149,7 @@ class RunPlan:
         activations: the named activations, planned under the compute mapping.
         load: which bytes are read by whom; None where weights are made, not read.
         programs: the functions that run, in order.
+        workloads: how much the Programs do, for those that make up the job's time.
         notes: every decision that the user did not write.
         work: what `execute` needs beside the Programs (batches, outputs), of the entry point's own type.
     """
@@ -119,6 +162,7 @@ class RunPlan:
     activations: ShardingPlan
     load: LoadPlan | None
     programs: tuple[Program, ...]
+    workloads: tuple[Workload, ...] = ()
     notes: tuple[str, ...] = ()
     work: Any = field(repr=False, default=None)
 
@@ -128,8 +172,14 @@ class RunPlan:
 
     @property
     def errors(self) -> tuple[ValueError, ...]:
-        found = [check.error for check in self.checks if check.error is not None]
+        """What is wrong with the plan wherever it runs."""
+        found = [check.error for check in self.checks if check.status == "error" and check.error is not None]
         return (*found, *self.sharding.errors, *self.activations.errors)
+
+    @property
+    def missing(self) -> tuple[ValueError, ...]:
+        """Inputs that were not at hand, each as the error that a run would raise."""
+        return tuple(check.error for check in self.checks if check.status == "unchecked" and check.error is not None)
 
     @property
     def exit_code(self) -> int:
@@ -139,9 +189,10 @@ class RunPlan:
         return BAD_INPUT if self.errors else OK
 
     def check(self) -> "RunPlan":
-        """Returns the plan, or raises `RunRefused` with everything that is wrong with it."""
-        if self.errors:
-            raise RunRefused(self.errors, exit_code=self.exit_code)
+        """Returns the plan, or raises `RunRefused` with everything that keeps it from running here."""
+        found = (*self.errors, *self.missing)
+        if found:
+            raise RunRefused(found, exit_code=self.exit_code or BAD_INPUT)
         return self
 
     def report(self) -> str:

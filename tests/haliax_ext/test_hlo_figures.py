@@ -43,6 +43,17 @@ def test_bytes_by_kind_and_mesh_axis(v4):
     assert v4.unknown == ()
 
 
+def test_a_scan_read_at_another_depth(v4):
+    deep = read_figures((GOLDEN / "small_v4.txt").read_text(), MESH, trips={LAYERS: 10 * LAYERS})
+    shallow, deeper = v4.collective_bytes(), deep.collective_bytes()
+    outside = ("all-reduce", "data", "ici")
+    assert {key: nbytes // 10 for key, nbytes in deeper.items() if key != outside} == {
+        key: nbytes for key, nbytes in shallow.items() if key != outside
+    }
+    assert deeper[outside] == shallow[outside]
+    assert v4.total_cycles < deep.total_cycles <= 10 * v4.total_cycles
+
+
 def test_what_crosses_slices_is_dcn(two_slices):
     totals = two_slices.collective_bytes()
     gradients = LAYERS * 2 * (EMBED * MLP // 4) * 2  # already scattered over data × model

@@ -169,3 +169,24 @@ class TestNamedJit:
     def test_without_a_mesh(self):
         with pytest.raises(ValueError, match="needs a mesh in scope"):
             named_jit(lambda x: x).lower(hax.ones(Batch))
+
+
+def test_compiler_options_reach_the_run_and_the_plan(devices):
+    """The compiler itself is the witness: it refuses an option that it does not know, wherever it gets one."""
+    spec = MeshSpec.of(data=4, model=2)
+    mesh = spec.build(devices)
+    prog, plan = program(spec, compiler_options={"xla_no_such_option": "1"})
+    _, model, x = real_inputs(plan, mesh)
+    lowered = prog.lower(mesh)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
+        lowered.compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
+        prog.jit(mesh)(model, x)
+    known, _ = program(spec, compiler_options={"xla_cpu_enable_fast_math": "True"})
+    known.lower(mesh).compile()
+    known.jit(mesh)(model, x)
+    # Lowering for another platform carries them along and asks nobody.
+    assert (
+        '"data"'
+        in program(spec, compiler_options={"xla_jf_any": "1"})[0].lower(spec.abstract(), platform="tpu").as_text()
+    )

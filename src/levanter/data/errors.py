@@ -16,6 +16,15 @@ class ManyDataErrors(DataError):
         super().__init__("\n".join(lines + [f"[{i}] {problem}" for i, problem in enumerate(problems, 1)]))
 
 
+class AbsentTextError(ManyDataErrors):
+    """Nothing is wrong with the configuration of the data, but files are absent or out of reach from here."""
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__(problems)
+        if len(problems) == 1:
+            self.args = (problems[0],)
+
+
 def raise_problems(problems: Sequence[str]) -> None:
     """Raises nothing, the one problem, or all of them together."""
     if len(problems) == 1:

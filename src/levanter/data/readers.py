@@ -18,7 +18,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import IO, Any
@@ -59,6 +59,24 @@ def read_documents(path: str, format: TextLmDatasetFormat) -> Iterator[Document]
             yield from _json(path, file, format.text_key)
         else:
             yield from _json_lines(path, file, format.text_key)
+
+
+def read_records(path: str) -> Iterator[tuple[Any, str]]:
+    """Reads the records of a file whole, each with where it stands: JSON values, or rows of Parquet as mappings.
+
+    Raises:
+        MissingFileError: there is no such file.
+        DataError: another ending, damage, or a line that is not JSON.
+    """
+    kind, compression = kind_of(path)
+    if kind == "txt":
+        known = ".jsonl, .json (also with .gz or .zst) and .parquet"
+        raise DataError(f"{path}: records are read from {known}; rows are not read from .{kind}")
+    if kind == "parquet":
+        yield from _parquet_rows(path)
+        return
+    with _decompressed(path, compression) as file:
+        yield from (_json_list(path, file) if kind == "json" else _json_values(path, file))
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
@@ -169,6 +187,11 @@ def _lines_as_text(path: str, file: IO[bytes]) -> Iterator[Document]:
 
 
 def _json_lines(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
+    for record, origin in _json_values(path, file):
+        yield Document(_text_of(record, key, origin), origin)
+
+
+def _json_values(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
     for number, offset, line in _lines(file):
         origin = f"{path}:{number}"
         text = _decode(path, line, offset)
@@ -177,10 +200,16 @@ def _json_lines(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
         except json.JSONDecodeError as error:
             hint = "; the file looks like one JSON value: name it .json" if number == 1 and text.strip() in "[{" else ""
             raise DataError(f"{origin}: not JSON at column {error.colno} ({error.msg}){hint}") from error
-        yield Document(_text_of(record, key, origin), origin)
+        yield record, origin
 
 
 def _json(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
+    for record, origin in _json_list(path, file):
+        text = _checked(record, origin) if isinstance(record, str) else _text_of(record, key, origin)
+        yield Document(text, origin)
+
+
+def _json_list(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
     content, offset = _without_mark(file.read())
     text = _decode(path, content, offset)
     try:
@@ -190,9 +219,7 @@ def _json(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
         raise DataError(f"{path}:{error.lineno}: not JSON at column {error.colno} ({error.msg}){hint}") from error
     records = value if isinstance(value, list) else [value]
     for number, record in enumerate(records):
-        origin = f"{path}[{number}]" if isinstance(value, list) else path
-        text = _checked(record, origin) if isinstance(record, str) else _text_of(record, key, origin)
-        yield Document(text, origin)
+        yield record, f"{path}[{number}]" if isinstance(value, list) else path
 
 
 def _text_of(record: Any, key: str, origin: str) -> str:
@@ -223,7 +250,8 @@ def _missing_key(what: str, key: str, known: list[str]) -> str:
     return f"no {what} {key!r} (format.text_key); it has {', '.join(map(repr, known)) or 'none'}{hint}"
 
 
-def _parquet(path: str, key: str) -> Iterator[Document]:
+@contextlib.contextmanager
+def _parquet_file(path: str) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -235,25 +263,42 @@ def _parquet(path: str, key: str) -> Iterator[Document]:
             file = pq.ParquetFile(raw)
         except pa.ArrowInvalid as error:
             raise DataError(f"{path}: not a Parquet file ({error})") from error
+        yield file
+
+
+def _parquet(path: str, key: str) -> Iterator[Document]:
+    import pyarrow as pa
+
+    with _parquet_file(path) as file:
         schema = file.schema_arrow
         if key not in schema.names:
             raise DataError(f"{path}: {_missing_key('column', key, schema.names)}")
         kind = schema.field(key).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(f"{path}: column {key!r} is {kind}, expected string")
-        yield from _rows(path, file.iter_batches(columns=[key], batch_size=4096), key, pa.ArrowInvalid)
+        for text, row in _rows(path, file, [key], lambda batch: batch.column(0).to_pylist()):
+            if text is None:
+                raise DataError(f"{path}: row {row} has no {key!r} (null)")
+            yield Document(text, f"{path}:{row}")
 
 
-def _rows(path: str, batches: Any, key: str, damage: type[Exception]) -> Iterator[Document]:
+def _parquet_rows(path: str) -> Iterator[tuple[Any, str]]:
+    with _parquet_file(path) as file:
+        for record, row in _rows(path, file, None, lambda batch: batch.to_pylist()):
+            yield record, f"{path}:{row}"
+
+
+def _rows(path: str, file: Any, columns: list[str] | None, values: Callable[[Any], list]) -> Iterator[tuple[Any, int]]:
+    """The values of each row of some columns, and the row's number."""
+    import pyarrow as pa
+
     row = 0
     try:
-        for batch in batches:
-            for text in batch.column(0).to_pylist():
-                if text is None:
-                    raise DataError(f"{path}: row {row} has no {key!r} (null)")
-                yield Document(text, f"{path}:{row}")
+        for batch in file.iter_batches(columns=columns, batch_size=4096):
+            for value in values(batch):
+                yield value, row
                 row += 1
-    except (damage, OSError) as error:
+    except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: damaged behind row {row} ({error})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 in or behind row {row} ({error.reason})") from error

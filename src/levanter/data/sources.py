@@ -68,12 +68,17 @@ class PythonDocsSource(DatasetSourceBase):
 
     Attributes:
         max_chars: how many characters to take from the beginning; all where absent.
+        hold_out_every: makes each topic a document of its own, and every so manieth of them validation data; the
+            others are training data.
     """
 
     max_chars: int | None = None
+    hold_out_every: int | None = None
     split: Literal["validation"] = "validation"
     tags: list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.max_chars is not None and self.max_chars < 1:
             raise ValueError(f"max_chars must be at least 1, got {self.max_chars}")
+        if self.hold_out_every is not None and self.hold_out_every < 2:
+            raise ValueError(f"hold_out_every must be at least 2 (of two topics, one), got {self.hold_out_every}")

@@ -14,6 +14,7 @@ from levanter.hardware.accelerator import Accelerator as Accelerator
 from levanter.hardware.accelerator import AcceleratorError as AcceleratorError
 from levanter.hardware.accelerator import default_topologies as default_topologies
 from levanter.hardware.accelerator import parse_accelerator as parse_accelerator
+from levanter.hardware.compiler import compiler_options as compiler_options
 from levanter.hardware.generations import GENERATIONS as GENERATIONS
 from levanter.hardware.generations import Generation as Generation
 from levanter.hardware.generations import Precision as Precision

@@ -120,7 +120,8 @@ class Accelerator:
     def __str__(self) -> str:
         shape = "×".join(map(str, self.topology))
         what = f"{self.slices} slices of {shape}" if self.slices > 1 else shape
-        return f"{self.name} ({what}: {self.chips} chips, {self.hosts} hosts)"
+        chips, hosts = ("1 chip" if self.chips == 1 else f"{self.chips} chips"), "host" if self.hosts == 1 else "hosts"
+        return f"{self.name} ({what}: {chips}, {self.hosts} {hosts})"
 
 
 _NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<family>[a-z]\w*?)(?P<sep>[-:x])(?P<size>\d+(?:x\d+)*)")

@@ -7,6 +7,8 @@ from levanter.io.paths import UnreadableFileError as UnreadableFileError
 from levanter.io.paths import exists as exists
 from levanter.io.paths import expand as expand
 from levanter.io.paths import file_size as file_size
+from levanter.io.paths import is_remote as is_remote
 from levanter.io.paths import join as join
+from levanter.io.paths import local_path as local_path
 from levanter.io.paths import open_read as open_read
 from levanter.io.progress import Progress as Progress

@@ -7,6 +7,7 @@ from haliax import Axis, NamedArray
 
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear
+from levanter.layers.saved import saved
 
 
 class GatedMlp(eqx.Module):
@@ -29,6 +30,10 @@ class GatedMlp(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        gate = hax.auto_sharded(self.gate_proj(x))
-        up = hax.auto_sharded(self.up_proj(x))
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
+        with jax.named_scope("gate_proj"):
+            gate = saved(hax.auto_sharded(self.gate_proj(x)), "gate")
+        with jax.named_scope("up_proj"):
+            up = saved(hax.auto_sharded(self.up_proj(x)), "up")
+        gated = ACTIVATIONS[self.activation](gate) * up
+        with jax.named_scope("down_proj"):
+            return self.down_proj(gated)

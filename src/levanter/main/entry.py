@@ -26,10 +26,18 @@ def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv
         main: takes the config; may return an exit code.
         argv: the command line without the program's name.
     """
-    try:
+
+    def run() -> int | None:
         setup_logging()
-        config = load(config_class, list(sys.argv[1:] if argv is None else argv))
-        return main(config) or OK
+        return main(load(config_class, list(sys.argv[1:] if argv is None else argv)))
+
+    return shell(run)
+
+
+def shell(run: Callable[[], int | None]) -> int:
+    """Calls `run` and turns what happens into an exit code; errors of the user are shown without a traceback."""
+    try:
+        return run() or OK
     except HelpRequested as help_text:
         print(help_text)
         return OK
@@ -50,12 +58,19 @@ def is_user_error(error: BaseException) -> bool:
 
     A `ValueError` that JAX raises during a run is a bug of ours and keeps its traceback.
     """
-    if isinstance(error, RunRefused) or type(error).__module__.split(".")[0] in OUR_PACKAGES:
+    if isinstance(error, RunRefused) or _is_ours(type(error).__module__):
         return True
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    module = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return frame is not None and _is_ours(frame.tb_frame.f_globals.get("__name__", ""))
+
+
+def _is_ours(module: str) -> bool:
+    if module == "__main__":
+        # `python -m levanter.main.x`: the module keeps its own name in its spec only.
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        module = spec.name if spec is not None else ""
     return module.split(".")[0] in OUR_PACKAGES
 
 

@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program, spec_of
 from levanter.config import plain, written
 from levanter.data import (
+    AbsentTextError,
+    DataError,
     EvalBatches,
     EvalRows,
     EvalSequences,
@@ -38,14 +40,15 @@ from levanter.data import (
 )
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, write_result
-from levanter.io import Progress
+from levanter.io import MissingFileError, Progress, UnreadableFileError
 from levanter.main.entry import run_entry_point
-from levanter.main.local import configure_jax, local_target, run_id
+from levanter.main.local import configure_jax, local_target, output_checks, run_id
 from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
+from levanter.main.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
 from levanter.mesh import local_devices, mesh_report, require_accelerator
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
-from levanter.run import Check, RunPlan, Target
+from levanter.run import Check, PlanOptions, RunPlan, Target
 from levanter.tracker import start_trackers
 from levanter.trainer.config import TrainerConfig
 
@@ -73,6 +76,7 @@ class EvalLmConfig:
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
         log_entropy, log_top2_gap, log_param_stats: extra metrics, not supported yet.
+        plan: what planning is told that a run would find out by itself.
     """
 
     hf_checkpoint: str | None = None
@@ -89,6 +93,7 @@ class EvalLmConfig:
     log_entropy: bool = False
     log_top2_gap: bool = False
     log_param_stats: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self):
         problems = []
@@ -96,7 +101,7 @@ class EvalLmConfig:
             problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
         if self.checkpoint_path is not None:
             problems.append("checkpoint_path: checkpoints of our own runs come with training; use hf_checkpoint")
-        elif not (self.hf_checkpoint or self.initialize_from_hf):
+        elif not (self.hf_checkpoint or self.initialize_from_hf or self.model):
             problems.append("no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file)")
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
@@ -117,12 +122,21 @@ class EvalLmConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalWork:
-    """What `execute` needs beside the Programs."""
+    """What `execute` needs beside the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        pretrained: the model.
+        data: the sets of text; None where they are not here.
+        batch_rows: rows of a batch.
+        sequences: the text's rows, where planning has made them.
+    """
 
     config: EvalLmConfig
     pretrained: PretrainedModel
-    data: EvaluationData
+    data: EvaluationData | None
     batch_rows: int
+    sequences: EvalSequences | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +164,11 @@ class Evaluation:
 
 
 def describe(config: EvalLmConfig, target: Target) -> RunPlan:
-    """Describes the evaluation for `target`; reads metadata, no weight, no document."""
-    checks = []
-    data = resolve_evaluation(config.data, split="train" if config.eval_on_train else None)
-    checks.append(Check(name="data", status="ok", message="; ".join(map(str, data.sets))))
-    checks += [Check(name="data", status="note", message=note) for note in data.notes]
+    """Describes the evaluation for `target`; reads metadata, no weight, and of the text at most a short one."""
+    data, checks = _find_data(config)
     pretrained = describe_pretrained(
         ModelChoice(
-            reference=config.reference,
+            reference=config.reference or None,
             model=config.model,
             tokenizer=config.data.tokenizer if "tokenizer" in written(config.data) else None,
             trainer=config.trainer,
@@ -171,6 +182,14 @@ def describe(config: EvalLmConfig, target: Target) -> RunPlan:
     checks += pretrained.checks
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
+    output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
+    checks += output_checks(*output)
+    work = EvalWork(config=config, pretrained=pretrained, data=data, batch_rows=rows)
+    try:
+        batches, how, sequences = _count_batches(work)
+    except (DataError, MissingFileError, UnreadableFileError) as error:
+        checks.append(Check(name="text", status="error", message=str(error), error=error))
+        batches, how, sequences = None, "the text cannot be read", None
     return RunPlan(
         entry_point="eval_lm",
         target=target,
@@ -180,9 +199,42 @@ def describe(config: EvalLmConfig, target: Target) -> RunPlan:
         activations=pretrained.activations,
         load=pretrained.load_plan,
         programs=(score_program(pretrained, rows=rows, positions=config.max_eval_length),),
+        workloads=(
+            scoring_workload(pretrained, rows=rows, positions=config.max_eval_length, runs=batches, reason=how),
+        ),
         notes=pretrained.notes,
-        work=EvalWork(config=config, pretrained=pretrained, data=data, batch_rows=rows),
+        work=replace(work, sequences=sequences),
     )
+
+
+def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
+    """The sets of text, where they are here."""
+    try:
+        data = resolve_evaluation(config.data, split="train" if config.eval_on_train else None)
+    except AbsentTextError as error:
+        return None, [Check(name="text", status="unchecked", message=str(error), error=error)]
+    except DataError as error:
+        return None, [Check(name="data", status="error", message=str(error), error=error)]
+    notes = [Check(name="data", status="note", message=note) for note in data.notes]
+    return data, [Check(name="data", status="ok", message="; ".join(map(str, data.sets))), *notes]
+
+
+def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | None]:
+    """How many batches the text makes, how that is known, and the text's rows if they had to be made for it."""
+    config, limit = work.config, work.config.trainer.max_eval_batches
+    if (tokens := config.plan.assume_tokens) is not None:
+        # Rows share one token with the next, so that every token but the first is scored once.
+        rows = -(-(tokens - 1) // (config.max_eval_length - 1)) if tokens > 1 else 1
+        batches = -(-rows // work.batch_rows)
+        return batches if limit is None else min(batches, limit), f"{tokens:,} tokens (plan.assume_tokens)", None
+    if work.data is None or work.pretrained.found_tokenizer is None:
+        what = "the text" if work.data is None else "the tokenizer"
+        return None, f"{what} is not here; give plan.assume_tokens (--assume_tokens N)", None
+    if not all(is_short(each) for each in work.data.sets):
+        return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; give plan.assume_tokens", None
+    sequences = _tokenize(work, show=False)
+    batches = _batches(work, sequences)
+    return len(batches), f"{len(sequences.stream):,} tokens of text", sequences
 
 
 def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
@@ -217,21 +269,17 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> 
         # A few kilobytes that every host reads: whole on every device.
         out_placement=AxisMapping(),
         matmul_precision=pretrained.precision.matmul,
+        compiler_options=pretrained.compiler_options,
     )
 
 
 def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
     """Tokenizes, loads, scores; nothing runs that is not in `plan`."""
     work: EvalWork = plan.work
-    limit = work.config.trainer.max_eval_batches
     show = jax.process_index() == 0
     # Text first: whatever is wrong with it is said before a weight is read.
-    sequences = _tokenize(work, show=show)
-    batches = EvalBatches(
-        sequences=sequences,
-        batch_size=work.batch_rows,
-        max_rows_per_set=None if limit is None else limit * work.batch_rows,
-    )
+    sequences = work.sequences or _tokenize(work, show=show)
+    batches = _batches(work, sequences)
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     program = plan.program("score")
@@ -266,8 +314,18 @@ def _scored_tokens(batches: EvalBatches) -> int:
     return sum(int(batches.sequences.take(rows[i : i + step]).scored_tokens.sum()) for i in range(0, len(rows), step))
 
 
+def _batches(work: EvalWork, sequences: EvalSequences) -> EvalBatches:
+    limit = work.config.trainer.max_eval_batches
+    return EvalBatches(
+        sequences=sequences,
+        batch_size=work.batch_rows,
+        max_rows_per_set=None if limit is None else limit * work.batch_rows,
+    )
+
+
 def _tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
     config = work.config
+    assert work.data is not None, "a plan without its text must not run: RunPlan.check() comes first"
     with Progress("tokenizing", total=None, unit="characters", show=show) as progress:
         return build_sequences(
             work.data.sets,

@@ -1,10 +1,10 @@
 """From "which model, on which mesh" to all that a run needs of it: what entry points that read weights share.
 
-`describe_pretrained` opens the checkpoint's metadata, resolves the mesh for the model's axes, plans every parameter's
-place and the bytes to read, and collects what is wrong. `load_pretrained` then streams the weights.
+`describe_pretrained` finds the model (`origin`), resolves the mesh for its axes, plans every parameter's place and the
+bytes to read, and collects what is wrong and what is not at hand. `load_pretrained` then streams the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,23 +14,23 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.activations import plan_activations
+from haliax_ext.expected import ExpectedSource
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import Loaded, load
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.rules import WeightMismatchError
-from levanter.compat.hf.checkpoint import PretrainedCheckpoint, open_checkpoint
-from levanter.compat.hf.tokenizer import check_vocabulary
-from levanter.compat.hf.tokenizer import load as load_tokenizer
-from levanter.config import plain, written
-from levanter.data import PassthroughTokenizer, Tokenizer
+from levanter.compat.hf.checkpoint import PretrainedCheckpoint
+from levanter.data import Tokenizer
+from levanter.hardware import compiler_options
 from levanter.io import Progress
+from levanter.main.origin import Origin, find_origin, find_tokenizer, vocabulary
 from levanter.mesh import ModelAxes, ResolvedMesh, resolve
 from levanter.models.activations import transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import DEFAULT_CHUNK
+from levanter.models.scoring import planned_chunk
 from levanter.run import Check, Target
 from levanter.trainer.config import TrainerConfig
 
@@ -42,7 +42,7 @@ class ModelChoice:
     """What a config says about the model.
 
     Attributes:
-        reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file.
+        reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file; None where none is named.
         model: the architecture as the config has it; it must agree with the checkpoint.
         tokenizer: a tokenizer other than the checkpoint's own; None for its own.
         trainer: mesh and precision.
@@ -50,7 +50,7 @@ class ModelChoice:
         memory_gib: host memory for reading.
     """
 
-    reference: str
+    reference: str | None
     model: LmConfig | None
     tokenizer: str | None
     trainer: TrainerConfig
@@ -68,33 +68,47 @@ class PretrainedModel:
 
     Attributes:
         choice: what the config asked for.
-        checkpoint: where it comes from.
+        origin: where it comes from, as far as that is known here.
         config: its architecture, with the choices for this platform made.
         precision: the dtype policy; weights are loaded in its compute dtype, since nothing updates them.
-        tokenizer: its tokenizer.
+        found_tokenizer: its tokenizer; None where it is not here.
         Vocab: rows of its embedding.
         abstract: the module without memory.
         resolved: mesh and mappings.
         sharding: where every parameter goes.
         activations: the named activations under the compute mapping.
         load_plan: which bytes are read by whom; None where `sharding` has errors.
+        compiler_options: XLA's, for the Programs of this run.
         checks: what was looked at.
         notes: decisions the user did not write.
     """
 
     choice: ModelChoice
-    checkpoint: PretrainedCheckpoint
+    origin: Origin
     config: LmConfig
     precision: Precision
-    tokenizer: Tokenizer
+    found_tokenizer: Tokenizer | None
     Vocab: hax.Axis
     abstract: Any
     resolved: ResolvedMesh
     sharding: ShardingPlan
     activations: ShardingPlan
     load_plan: LoadPlan | None
+    compiler_options: Mapping[str, str]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+
+    @property
+    def checkpoint(self) -> PretrainedCheckpoint:
+        """The checkpoint, in a run: a plan without it does not pass `RunPlan.check`."""
+        assert self.origin.checkpoint is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
+        return self.origin.checkpoint
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, in a run: a plan without it does not pass `RunPlan.check`."""
+        assert self.found_tokenizer is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
+        return self.found_tokenizer
 
 
 def describe_pretrained(
@@ -109,20 +123,23 @@ def describe_pretrained(
         positions: tokens in a sequence.
 
     Raises:
-        ValueError: the checkpoint, the tokenizer or the mesh cannot be read or resolved at all. What is wrong with the
-            sharding is in the plans.
+        ValueError: checkpoint or tokenizer are there and broken, nothing says what the model looks like, or the mesh
+            cannot be resolved at all. What is wrong with the sharding is in the plans; what is not here is a check.
     """
     trainer = choice.trainer
-    checkpoint = open_checkpoint(choice.reference, allow_pickle=choice.allow_pickle)
+    origin = find_origin(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
     precision = Precision.parse(trainer.mp)
-    config, reasons = _architecture(choice, checkpoint).for_platform(target.platform, compute_dtype=precision.compute)
-    Vocab = hax.Axis("vocab", checkpoint.vocab_size)
-    tokenizer = _tokenizer(choice, checkpoint)
+    config, reasons = origin.architecture.for_platform(
+        target.platform, compute_dtype=precision.compute, length=positions
+    )
+    tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
+    names = (choice.tokenizer, config.tokenizer, choice.reference)
+    vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
+    Vocab, config = hax.Axis("vocab", vocab), replace(config, vocab_size=vocab)
     checks = [
-        Check(name="model", status="ok", message=checkpoint.description),
-        *(Check(name="model", status="note", message=f"not reached: {each}") for each in checkpoint.passed_over),
-        *(Check(name="model", status="note", message=str(finding)) for finding in checkpoint.findings),
-        Check(name="tokenizer", status="ok", message=f"{tokenizer.name}, {tokenizer.vocab_size} ids"),
+        *origin.checks,
+        tokenizer_check,
+        Check(name="vocabulary", status="ok", message=f"{vocab} ids, {how}"),
         *(Check(name="kernels", status="ok", message=reason) for reason in reasons),
         Check(
             name="precision",
@@ -153,7 +170,13 @@ def describe_pretrained(
             batch=(batch_name, batch(resolved.batch_ways)),
             positions=positions,
             vocab=Vocab.size,
-            chunk=getattr(config, "cross_entropy_block_size", None) or DEFAULT_CHUNK,
+            chunk=planned_chunk(
+                config,
+                batch=(batch_name, batch(resolved.batch_ways)),
+                vocab=Vocab.size,
+                mapping=resolved.mappings.compute,
+                mesh=resolved.spec,
+            ),
             dtype=precision.compute,
         ),
         resolved.mappings,
@@ -161,11 +184,13 @@ def describe_pretrained(
     )
     load_plan = None
     if not sharding.errors:
+        rules = config.weight_rules(Vocab)
+        expected = ExpectedSource.of(rules, leaves(module), dtype=origin.stored)
         try:
             load_plan = plan_loading(
                 sharding,
-                config.weight_rules(Vocab),
-                checkpoint.source,
+                rules,
+                expected if origin.checkpoint is None else origin.checkpoint.source,
                 hosts=target.host_layout(resolved.spec),
                 memory_bytes=choice.memory_bytes,
             )
@@ -173,40 +198,20 @@ def describe_pretrained(
             checks.append(Check(name="weights", status="error", message=str(error), error=error))
     return PretrainedModel(
         choice=choice,
-        checkpoint=checkpoint,
+        origin=origin,
         config=config,
         precision=precision,
-        tokenizer=tokenizer,
+        found_tokenizer=tokenizer,
         Vocab=Vocab,
         abstract=module,
         resolved=resolved,
         sharding=sharding,
         activations=activations,
         load_plan=load_plan,
+        compiler_options=compiler_options(target.platform, target.kind),
         checks=tuple(checks),
         notes=resolved.notes,
     )
-
-
-def _architecture(choice: ModelChoice, checkpoint: PretrainedCheckpoint) -> LmConfig:
-    """The checkpoint's architecture with the user's choices of how to run it (backend, blocks, lengths)."""
-    if choice.model is None:
-        return checkpoint.config
-    keys = written(choice.model)
-    block = {key: value for key, value in plain(choice.model).items() if key in keys or key == "type"}
-    checkpoint.check_model_block(block)
-    free = keys - set(checkpoint.bridged.family.architecture_fields)
-    return replace(checkpoint.config, **{key: getattr(choice.model, key) for key in sorted(free)})
-
-
-def _tokenizer(choice: ModelChoice, checkpoint: PretrainedCheckpoint) -> Tokenizer:
-    if choice.tokenizer is None:
-        return checkpoint.tokenizer()
-    if choice.tokenizer == "passthrough":
-        return PassthroughTokenizer(checkpoint.vocab_size)
-    found = load_tokenizer(choice.tokenizer)
-    check_vocabulary(found, checkpoint.vocab_size, where=checkpoint.where)
-    return found
 
 
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded:

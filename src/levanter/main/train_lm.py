@@ -10,7 +10,6 @@ these same Programs for a pod that is not there.
 
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,27 +17,30 @@ import haliax as hax
 import jax
 
 from haliax_ext.activations import plan_activations
+from haliax_ext.expected import ExpectedSource
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.program import Program
 from haliax_ext.rules import WeightMismatchError
-from levanter.compat.hf.checkpoint import PretrainedCheckpoint, open_checkpoint
-from levanter.compat.hf.errors import MissingFileError, UnreachableError
-from levanter.compat.hf.tokenizer import load as load_tokenizer
-from levanter.config import plain, written
-from levanter.data import LmDataConfig
+from levanter.config import plain
+from levanter.data import EvaluationData, LmDataConfig, Tokenizer
+from levanter.hardware import compiler_options
 from levanter.main.entry import run_entry_point
-from levanter.main.local import local_target
-from levanter.mesh import ModelAxes, ResolvedMesh, local_devices, mesh_report, resolve
+from levanter.main.local import configure_jax, local_target, run_id
+from levanter.main.origin import Origin, find_origin, find_tokenizer, vocabulary
+from levanter.main.train_evaluation import evaluate_program, find_validation
+from levanter.main.train_run import Trained, execute
+from levanter.main.workloads import distinct, program_name, training_workloads
+from levanter.mesh import ModelAxes, ResolvedMesh, local_devices, mesh_report, require_accelerator, resolve
 from levanter.models import LlamaConfig
 from levanter.models.activations import transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import DEFAULT_CHUNK
-from levanter.models.vocabularies import known_vocabulary
+from levanter.models.scoring import planned_chunk
 from levanter.optim import AdamConfig, OptimizerConfig
-from levanter.run import BAD_INPUT, Check, RunPlan, Target
+from levanter.run import OK, PREEMPTED, Check, PlanOptions, RunPlan, Target
+from levanter.tracker import start_trackers
 from levanter.trainer.batch_plan import BatchPlan, BatchStage, plan_batches
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.loss import abstract_batch
@@ -73,6 +75,7 @@ class TrainLmConfig:
         hf_save_path, hf_save_steps, hf_save_dtype, hf_upload, hf_generation_eos_token_ids: the Hugging Face export.
         adapter, peft_save_path, peft_hf_upload, merged_hf_save_path, merged_hf_upload: low-rank adapters.
         eval_harness, eval_harness_steps, labeled_eval, log_entropy: what is evaluated during training.
+        plan: what planning is told that a run would find out by itself.
     """
 
     data: LmDataConfig = field(default_factory=LmDataConfig)
@@ -101,6 +104,7 @@ class TrainLmConfig:
     eval_harness_steps: int = 10_000
     labeled_eval: dict[str, Any] | None = None
     log_entropy: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
         problems = []
@@ -141,7 +145,9 @@ class TrainWork:
         state_plan: where it lies.
         batches: batch plans by first step.
         bytes_by_group: bytes on a device of what stays there, by kind.
-        checkpoint: where the first weights come from; None where they are made.
+        origin: where the first weights come from; None where they are made.
+        tokenizer: text to ids; None where it is not here.
+        validation: what is evaluated between steps; None for nothing.
     """
 
     config: TrainLmConfig
@@ -153,7 +159,9 @@ class TrainWork:
     state_plan: StatePlan
     batches: tuple[BatchStage, ...]
     bytes_by_group: dict[str, int]
-    checkpoint: PretrainedCheckpoint | None
+    origin: Origin | None
+    tokenizer: Tokenizer | None
+    validation: EvaluationData | None
 
 
 def describe(config: TrainLmConfig, target: Target) -> RunPlan:
@@ -165,13 +173,13 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     """
     trainer, positions = config.trainer, config.positions
     precision = Precision.parse(trainer.mp)
-    checkpoint, checks = _open(config)
-    checks += _unsupported(config)
-    architecture = _architecture(config, checkpoint)
+    origin = _origin(config)
+    checks = [*(() if origin is None else origin.checks), *_unsupported(config)]
+    architecture = config.model if origin is None else origin.architecture
     model, reasons = architecture.for_platform(target.platform, compute_dtype=precision.compute, length=positions)
     checks += [Check(name="kernels", status="ok", message=reason) for reason in reasons]
     checks.append(Check(name="precision", status="ok", message=str(precision)))
-    vocab, vocab_check = _vocabulary(config, model)
+    vocab, tokenizer, vocab_checks = _vocabulary(config, model)
     resolved = resolve(
         trainer.mesh,
         ModelAxes(
@@ -184,11 +192,10 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     )
     Vocab = hax.Axis("vocab", _rounded(vocab, resolved))
     model = replace(model, vocab_size=vocab)
+    checks += vocab_checks
     if Vocab.size != vocab:
-        vocab_check = replace(
-            vocab_check, message=f"{vocab_check.message}; {Vocab.size} rows, a multiple of what the mesh cuts"
-        )
-    checks.append(vocab_check)
+        rounded = f"{Vocab.size} rows of embedding and head, a multiple of what the mesh cuts"
+        checks.append(Check(name="vocabulary", status="note", message=rounded))
     batches = plan_batches(
         trainer.train_batch_size,
         per_device=trainer.per_device_parallelism,
@@ -214,15 +221,21 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
             batch=(resolved.batch_axis, largest.microbatch),
             positions=positions,
             vocab=Vocab.size,
-            chunk=model.cross_entropy_block_size or DEFAULT_CHUNK,
+            chunk=planned_chunk(
+                model,
+                batch=(resolved.batch_axis, largest.microbatch),
+                vocab=Vocab.size,
+                mapping=resolved.mappings.compute,
+                mesh=resolved.spec,
+            ),
             dtype=precision.compute,
         ),
         resolved.mappings,
         resolved.spec,
     )
     load = None
-    if checkpoint is not None and not state_plan.parameters.errors:
-        load, problems = _load_plan(checkpoint, model, Vocab, state_plan, target)
+    if origin is not None and not state_plan.parameters.errors:
+        load, problems = _load_plan(origin, model, Vocab, state_plan, target)
         checks += problems
     if config.reference is None:
         first = init_program(state_plan, build, transformation, precision)
@@ -251,8 +264,25 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
             ),
             mappings=resolved.mappings,
             name=program_name(stage),
+            compiler_options=compiler_options(target.platform, target.kind),
         )
 
+    validation, validation_checks = find_validation(config.data)
+    checks += validation_checks
+    evaluations = []
+    if validation is not None:
+        per_device = trainer.per_device_eval_parallelism
+        evaluations.append(
+            evaluate_program(
+                state.model,
+                state_plan,
+                rows=resolved.batch_ways * (largest.per_device if per_device == -1 else per_device),
+                positions=positions,
+                precision=precision,
+                resolved=resolved,
+                compiler_options=compiler_options(target.platform, target.kind),
+            )
+        )
     return RunPlan(
         entry_point="train_lm",
         target=target,
@@ -261,7 +291,8 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
         sharding=state_plan.whole,
         activations=activations,
         load=load,
-        programs=(first, *(step(stage) for stage in _distinct(batches))),
+        programs=(first, *(step(stage) for stage in distinct(batches)), *evaluations),
+        workloads=tuple(training_workloads(model, batches, vocab, positions=positions, steps=trainer.num_train_steps)),
         notes=resolved.notes,
         work=TrainWork(
             config=config,
@@ -273,75 +304,28 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
             state_plan=state_plan,
             batches=batches,
             bytes_by_group=state_plan.bytes_by_group,
-            checkpoint=checkpoint,
+            origin=origin,
+            tokenizer=tokenizer,
+            validation=validation,
         ),
     )
 
 
-def program_name(stage: BatchStage) -> str:
-    """What the train step of a stage is called: `train_step`, and with the first step of later stages."""
-    return "train_step" if stage.start == 0 else f"train_step_from_{stage.start}"
-
-
-def _distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
-    """The stages that need a Program of their own: one for each size."""
-    seen = set()
-    for stage in batches:
-        key = (stage.plan.placed_rows, stage.plan.accumulation)
-        if key not in seen:
-            yield stage
-        seen.add(key)
-
-
-def _open(config: TrainLmConfig) -> tuple[PretrainedCheckpoint | None, list[Check]]:
-    """The checkpoint that the run begins from, where it can be reached."""
+def _origin(config: TrainLmConfig) -> Origin | None:
+    """The checkpoint that the run begins from, as far as it can be reached; None where weights are made."""
     if config.reference is None:
-        return None, []
-    try:
-        checkpoint = open_checkpoint(config.reference)
-    except (UnreachableError, MissingFileError) as error:
-        message = f"not checked here, the architecture is that of model: {error}"
-        return None, [Check(name="weights", status="unchecked", message=message)]
-    return checkpoint, [
-        Check(name="weights", status="ok", message=checkpoint.description),
-        *(Check(name="weights", status="note", message=f"not reached: {each}") for each in checkpoint.passed_over),
-        *(Check(name="weights", status="note", message=str(finding)) for finding in checkpoint.findings),
-    ]
+        return None
+    return find_origin(config.reference, config.model, block_is_whole=not config.use_hf_model_config)
 
 
-def _architecture(config: TrainLmConfig, checkpoint: PretrainedCheckpoint | None) -> LmConfig:
-    """The architecture: `model`, or the checkpoint's with what `model` says of how it is run."""
-    if checkpoint is None:
-        return config.model
-    keys = written(config.model)
-    block = {key: value for key, value in plain(config.model).items() if key in keys or key == "type"}
-    if not config.use_hf_model_config:
-        checkpoint.check_model_block({**plain(config.model), **block})
-        return replace(config.model, vocab_size=checkpoint.vocab_size)
-    free = keys - set(checkpoint.bridged.family.architecture_fields)
-    return replace(checkpoint.config, **{key: getattr(config.model, key) for key in sorted(free)})
-
-
-def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Check]:
-    """How many ids there are, and how that is known."""
-    if model.vocab_size is not None:
-        return model.vocab_size, Check(name="vocabulary", status="ok", message=f"{model.vocab_size} ids, as configured")
+def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
+    """How many ids there are, the tokenizer where it is here, and what was looked at to know it."""
     name = config.data.tokenizer
-    if config.data.vocab_size is not None:
-        size, how = config.data.vocab_size, "data.vocab_size"
-        return size, Check(name="vocabulary", status="ok", message=f"{size} ids ({how})")
-    try:
-        size = load_tokenizer(name).vocab_size
-        return size, Check(name="vocabulary", status="ok", message=f"{size} ids (tokenizer {name})")
-    except (UnreachableError, MissingFileError) as error:
-        size = known_vocabulary(name)
-        if size is None:
-            raise ValueError(
-                f"the size of the vocabulary is not known: model.vocab_size is not given, and the tokenizer cannot be "
-                f"read here ({error})\n  → give model.vocab_size"
-            ) from error
-        message = f"{size} ids, as {name} is known to have; the tokenizer itself is not checked here"
-        return size, Check(name="vocabulary", status="unchecked", message=message)
+    if model.vocab_size is None and config.data.vocab_size is not None:
+        model = replace(model, vocab_size=config.data.vocab_size)
+    found, tokenizer = find_tokenizer(name, origin=None, size=model.vocab_size)
+    size, how = vocabulary(model, tokenizer=found, names=(name, model.tokenizer))
+    return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
 
 
 def _rounded(vocab: int, resolved: ResolvedMesh) -> int:
@@ -353,13 +337,16 @@ def _rounded(vocab: int, resolved: ResolvedMesh) -> int:
 
 
 def _load_plan(
-    checkpoint: PretrainedCheckpoint, model: LmConfig, Vocab: hax.Axis, plan: StatePlan, target: Target
+    origin: Origin, model: LmConfig, Vocab: hax.Axis, plan: StatePlan, target: Target
 ) -> tuple[LoadPlan | None, list[Check]]:
+    rules = model.weight_rules(Vocab)
+    leaves = [leaf_plan.leaf for leaf_plan in plan.parameters.leaves]
+    expected = ExpectedSource.of(rules, leaves, dtype=origin.stored)
     try:
         return plan_loading(
             plan.parameters,
-            model.weight_rules(Vocab),
-            checkpoint.source,
+            rules,
+            expected if origin.checkpoint is None else origin.checkpoint.source,
             hosts=target.host_layout(plan.parameters.mesh),
         ), []
     except WeightMismatchError as error:
@@ -379,6 +366,8 @@ def _unsupported(config: TrainLmConfig) -> list[Check]:
         "eval_harness": config.eval_harness is not None,
         "labeled_eval": config.labeled_eval is not None,
         "log_entropy": config.log_entropy,
+        "hf_upload": bool(config.hf_upload),
+        "trainer.profiler": trainer.profiler.enabled,
     }
     errors = [ValueError(f"{key}: not supported yet; leave it out") for key, given in changing.items() if given]
     return [
@@ -391,16 +380,35 @@ def _unsupported(config: TrainLmConfig) -> list[Check]:
     ]
 
 
-def main(config: TrainLmConfig) -> int:
-    """Prints the plan of a run on the devices that are here; running it is not built yet."""
+def train(config: TrainLmConfig) -> Trained:
+    """Trains on the devices that are here; prints the plan before and what came of it behind."""
+    configure_jax(config.trainer)
     found = local_devices(config.trainer.mesh)
+    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
     plan = describe(config, local_target(found))
-    if jax.process_index() == 0:
+    show = jax.process_index() == 0
+    if show:
         print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=plan.work.bytes_by_group))
         print(plan.report())
     plan.check()
-    print("error: train_lm can be planned (levanter.main.plan train_lm), but not run yet", file=sys.stderr)
-    return BAD_INPUT
+    id_ = run_id(config.trainer)
+    if show:
+        print(f"run {id_}: trainer.id={id_} goes on behind its last checkpoint", flush=True)
+    tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())
+    try:
+        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
+        done = execute(plan, plan.mesh.build(found.devices), run_id=id_, tracker=tracker)
+        tracker.log_summary(done.summary)
+    finally:
+        tracker.finish()
+    if show:
+        print(done)
+    return done
+
+
+def main(config: TrainLmConfig) -> int:
+    """Trains; 75 where the run was told to stop before its end and saved itself."""
+    return PREEMPTED if train(config).preempted else OK
 
 
 if __name__ == "__main__":

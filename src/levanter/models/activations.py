@@ -6,6 +6,9 @@ from haliax_ext.activations import Activation
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import chunking
 
+RESIDUAL = "residual stream"
+"""What the stream between blocks is called among the activations."""
+
 
 def transformer_activations(
     config: LmConfig, *, batch: tuple[str, int], positions: int, vocab: int, chunk: int, dtype: np.dtype
@@ -28,9 +31,7 @@ def transformer_activations(
         inner = tuple((axis, sizes[axis]) for axis in axes if axis in sizes)
         return Activation(name=name, axes=(*leading, *inner), dtype=dtype)
 
-    residual = Activation(
-        name="residual stream", axes=(*leading, ("embed", sizes["embed"])), mapping="residual", dtype=dtype
-    )
+    residual = Activation(name=RESIDUAL, axes=(*leading, ("embed", sizes["embed"])), mapping="residual", dtype=dtype)
     logits = Activation(
         name="logits of a chunk", axes=(batch, ("position", in_chunk), ("vocab", vocab)), dtype=np.dtype(np.float32)
     )

@@ -3,6 +3,8 @@
 *Gradient checkpointing* says what of a block is kept for the backward pass. Its spellings are Haliax's
 `ScanCheckpointPolicy`: true keeps only the residual stream between blocks, false keeps everything, "nested" keeps the
 square root of the blocks' inputs, "offload" keeps them in host memory, "recompute" and "full" keep nothing by name.
+A mapping of its fields may also keep activations inside a block by name (`layers.saved`): on the device with
+`save_block_internals: [query, key, value]`, in host memory with `offload_block_internals`.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ from haliax.nn import ScanCheckpointPolicy
 from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.errors import nearest
+from levanter.layers.saved import SAVED_NAMES
 
 POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested")
 
@@ -33,6 +36,8 @@ def checkpoint_policy(value: bool | str | Mapping[str, Any] | ScanCheckpointPoli
             close = nearest(unknown[0], fields)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
             raise ValueError(f"model.gradient_checkpointing: no such fields {unknown}{hint}; there are {fields}")
+        for field in ("save_block_internals", "offload_block_internals"):
+            _check_names(field, value.get(field))
         return ScanCheckpointPolicy(**value)
     if isinstance(value, bool) or value in POLICY_NAMES:
         return ScanCheckpointPolicy.from_bool_or_str(value)
@@ -41,6 +46,18 @@ def checkpoint_policy(value: bool | str | Mapping[str, Any] | ScanCheckpointPoli
     raise ValueError(
         f"model.gradient_checkpointing {value!r} is not true, false, one of {list(POLICY_NAMES)} or a mapping{hint}"
     )
+
+
+def _check_names(field: str, names: Any) -> None:
+    """Refuses names that nothing has: JAX would keep nothing, and say nothing."""
+    given = names if isinstance(names, list | tuple) else ()
+    if unknown := [name for name in given if name not in SAVED_NAMES]:
+        close = nearest(str(unknown[0]), SAVED_NAMES)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise ValueError(
+            f"model.gradient_checkpointing.{field}: nothing in a block is named {unknown}{hint}; "
+            f"there are {list(SAVED_NAMES)}"
+        )
 
 
 def stack_of(

@@ -1,8 +1,10 @@
 """Preflight: will it load, will it fit, how fast, and why; before the first chip is rented.
 
-`aot` compiles a run's own Programs for devices that are not there, in a process of its own (`worker`); `comms` knows
-how long a collective takes on a pod's wires, `cost` turns a compiled program's figures into a step time. Nothing here
-holds a device, and every time is modelled, not measured.
+`preflight` asks one run on one target in five stages and answers with a `Verdict`: what the plan says (`budget`,
+`load_budget`), what the compiler says, how long it would take, and why not (`why_not`). `aot` compiles a run's own
+Programs for devices that are not there, in a process of its own (`worker`); `comms` knows how long a collective takes
+on a pod's wires, `cost` turns a compiled program's figures into a step time. Nothing here holds a device, and every
+time is modelled, not measured.
 """
 
 from levanter.plan.aot import CompileCrash as CompileCrash
@@ -18,5 +20,9 @@ from levanter.plan.cost import mfu as mfu
 from levanter.plan.cost import scoring_flops as scoring_flops
 from levanter.plan.cost import step_time as step_time
 from levanter.plan.cost import training_flops as training_flops
+from levanter.plan.preflight import Question as Question
 from levanter.plan.targets import target_of_devices as target_of_devices
 from levanter.plan.targets import target_of_pod as target_of_pod
+from levanter.plan.verdict import ProgramVerdict as ProgramVerdict
+from levanter.plan.verdict import Stage as Stage
+from levanter.plan.verdict import Verdict as Verdict

@@ -27,10 +27,19 @@ from typing import Any
 from haliax_ext.hlo import CompiledFigures, MemoryFigures, OutOfMemory, read_figures, read_out_of_memory
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
+from levanter.run import Target
 
 INSTALL_LINE = "pip install 'levanter[plan]'"
 # Where libtpu says that it is in use; a killed process leaves it behind.
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
+
+_EMPTY: Mapping[str, Any] = {
+    "function": None,
+    "payload": {},
+    "programs": [],
+    "compiler_options": {},
+    "import_paths": [],
+}
 
 
 class LibtpuMissing(ValueError):
@@ -85,6 +94,16 @@ class Compiled:
     coordinates: tuple[tuple[int, ...], ...] | None
     lower_seconds: float
     compile_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on a device that count against its memory.
+
+        On a TPU the compiler's own peak. Elsewhere temporaries are one allocation beside inputs and results, which the
+        peak that is stated there leaves out.
+        """
+        stated = self.memory.peak if self.coordinates is not None else None
+        return stated or self.memory.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +161,7 @@ def compile_programs(
         folder = Path(scratch) if keep_text is None else keep_text
         folder.mkdir(parents=True, exist_ok=True)
         request = {
+            **_EMPTY,
             "function": function,
             "payload": dict(payload),
             "target": name,
@@ -152,6 +172,19 @@ def compile_programs(
         }
         events = run_worker(request, environment=worker_environment(pod), scratch=Path(scratch), on_event=on_event)
         return tuple(_outcome(event) for event in events if event["event"] == "outcome")
+
+
+def devices_here() -> Target:
+    """The devices of this machine as a `Target`, counted by a worker so that this process does not take them.
+
+    Raises:
+        CompileCrash: JAX finds no device, or dies on the way.
+    """
+    with tempfile.TemporaryDirectory(prefix="levanter-plan-") as scratch:
+        request = {**_EMPTY, "target": "local", "folder": scratch}
+        events = run_worker(request, environment=worker_environment(None), scratch=Path(scratch))
+    found = next(event for event in events if event["event"] == "devices")
+    return Target(name="local", **{key: value for key, value in found.items() if key != "event"})
 
 
 def worker_environment(pod: Accelerator | None) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """From a compiled program's figures to a step time. Modelled, not measured.
 
-The time is a range. Its low end is what would be left if everything overlapped: the largest of compute, HBM traffic,
-the busiest links, and the model's FLOPs at peak. Its high end is the schedule as compiled: all compute, and of every
-collective what the schedule does not hide.
+The time is a range, and one figure in it to plan with. The low end is what would be left if everything overlapped: the
+largest of compute, HBM traffic, the busiest links, and the model's FLOPs at peak. The high end is the schedule as
+compiled: all compute, and of every collective what the schedule does not hide. *Expected* is the same with the cycles
+calibrated: `CYCLE_SCALE` times the compiler's.
 
 *Compute* is the compiler's estimated cycles over the clock, plus kernels written by hand, which the compiler does not
 look into: their FLOPs follow from their shapes, and they run at peak in the low end and at `KERNEL_EFFICIENCY` of it
@@ -25,6 +26,10 @@ from levanter.plan.comms import Network
 
 # The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured here.
 KERNEL_EFFICIENCY = 0.5
+# Seconds that a second of estimated cycles takes, by generation: what brings the modelled step time of one
+# published run of each to the published one (`benchmarks/published_step_times.py`, docs/preflight.md). Generations that
+# are not here are taken as the compiler states them.
+CYCLE_SCALE: Mapping[str, float] = {"v4": 0.95, "v5p": 0.76, "v6e": 0.76}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,7 @@ class StepTime:
 
     Attributes:
         cycles: the compiler's estimate over the clock.
+        cycle_scale: of the generation, see `CYCLE_SCALE`.
         kernels_at_peak: hand-written kernels at peak FLOP/s.
         kernels_expected: the same at `KERNEL_EFFICIENCY`.
         memory: HBM traffic over HBM bandwidth.
@@ -98,6 +104,7 @@ class StepTime:
     kernels_expected: float
     memory: float
     links: tuple[LinkUse, ...]
+    cycle_scale: float = 1.0
     peak: float = 0.0
     unknown: tuple[str, ...] = ()
 
@@ -111,27 +118,34 @@ class StepTime:
         return sum(link.exposed for link in self.links)
 
     @property
+    def expected(self) -> float:
+        """The one figure to plan with: the schedule as compiled, its cycles calibrated."""
+        return max(self.cycle_scale * self.cycles + self.kernels_expected + self.exposed, self.low)
+
+    @property
     def low(self) -> float:
         """Everything overlapped."""
-        busiest = max((link.busy for link in self.links), default=0.0)
-        return max(self.cycles + self.kernels_at_peak, self.memory, busiest, self.peak)
+        return max(self.bounds.values())
 
     @property
     def high(self) -> float:
-        """The schedule as compiled."""
-        return max(self.compute + self.exposed, self.low)
+        """The schedule as compiled, its cycles as the compiler states them or as calibrated, whichever is longer."""
+        return max(self.compute + self.exposed, self.expected)
 
     @property
     def bound_by(self) -> str:
         """What the low end is made of."""
-        busiest = max((link.busy for link in self.links), default=0.0)
-        parts = {
-            "compute": self.cycles + self.kernels_at_peak,
+        bounds = self.bounds
+        return max(bounds, key=lambda name: bounds[name])
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        return {
+            "compute": min(1.0, self.cycle_scale) * self.cycles + self.kernels_at_peak,
             "memory": self.memory,
-            "links": busiest,
+            "links": max((link.busy for link in self.links), default=0.0),
             "peak": self.peak,
         }
-        return max(parts, key=lambda name: parts[name])
 
 
 def step_time(
@@ -166,6 +180,7 @@ def step_time(
     links, silent = _link_uses(figures.collectives, network, clock)
     return StepTime(
         cycles=figures.total_cycles / clock,
+        cycle_scale=CYCLE_SCALE.get(pod.generation.name, 1.0),
         kernels_at_peak=at_peak,
         kernels_expected=at_peak / KERNEL_EFFICIENCY,
         memory=figures.hbm_bytes / pod.hbm_bandwidth,
@@ -224,15 +239,26 @@ def _splash(kernel: Kernel, causal: bool) -> float | None:
         which = "fused"
     query, key = arrays[0].sizes, arrays[1].sizes
     pairs = math.prod(query[:-1]) * key[-2]
-    if causal and query[-2] == key[-2]:
-        pairs *= (1 + _blocks_share(kernel.operands)) / 2
+    if causal:
+        pairs *= _visited_share(kernel.operands, queries=query[-2], keys=key[-2])
     return 2.0 * _ATTENTION_MATMULS[which] * pairs * query[-1]
 
 
-def _blocks_share(operands: tuple[Shape, ...]) -> float:
-    """One block's share of the sequence: blocks on the diagonal are visited whole."""
-    grid = next((s.sizes for s in operands if s.dtype in ("s8", "s32") and len(s.sizes) == 3), None)
-    return 1 / grid[-1] if grid else 0.0
+def _visited_share(operands: tuple[Shape, ...], *, queries: int, keys: int) -> float:
+    """The share of all blocks that a causal mask makes the kernel visit; those on the diagonal are visited whole.
+
+    The kernel's table of blocks is its first operand: [.., rows of queries, columns of keys], and for a sliding window
+    shrunk to as many as any row (or column) visits. Blocks are square. Where the queries are a part of the sequence,
+    it is the last part, which visits most and which the others wait for.
+    """
+    table = next((s.sizes for s in operands if s.dtype in ("s8", "s16", "s32") and len(s.sizes) == 3), None)
+    if table is None:
+        return (1 + 1 / queries) / 2 if queries == keys else 1.0
+    rows, columns = table[-2:]
+    if queries < keys:
+        return (rows * columns - rows * (rows - 1) / 2) / (rows * columns)
+    blocks, visited = max(rows, columns), min(rows, columns)
+    return (visited * (visited + 1) / 2 + (blocks - visited) * visited) / blocks**2
 
 
 _KNOWN: tuple[tuple[str, Callable[[Kernel, bool], float | None]], ...] = (

@@ -1,10 +1,12 @@
 """The process that compiles: `python -m levanter.plan.worker REQUEST.json`, started by `levanter.plan.aot`.
 
 Compiling for a TPU loads libtpu and turns this process's JAX into one that knows a pod which does not exist, so it is
-done here and never in the caller. The request names a function; it is called with the request's payload and the
-`Target`, and returns what is to be compiled: anything with a `mesh` (a `MeshSpec`) and `programs` that have a `name`
-and a `lower(mesh)`, such as a `RunPlan`. Programs are thus described twice from one config, once by the caller and
-once here, and never pickled. Each step is reported as one line of JSON on the file descriptor the request names.
+done here and never in the caller; nor does the caller take the devices of this machine, which the worker may need. The
+request names a function; it is called with the request's payload and the `Target`, and returns what is to be compiled:
+anything with a `mesh` (a `MeshSpec`) and `programs` that have a `name` and a `lower(mesh)`, such as a `RunPlan`.
+Programs are thus described twice from one config, once by the caller and once here, and never pickled. A request
+without a function asks for the devices alone. Each step is reported as one line of JSON on the file descriptor the
+request names.
 
 The environment is set by the parent, before Python starts: libtpu reads it when it is loaded.
 """
@@ -14,6 +16,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Any, Protocol
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
+from levanter.plan.blame import raised_in_library
 
 
 class Lowerable(Protocol):
@@ -108,9 +112,9 @@ def compile_program(
     lowered = program.lower(jax_mesh)
     lower_seconds, started = time.monotonic() - started, time.monotonic()
     outcome: dict[str, Any] = {"name": program.name, "lower_seconds": lower_seconds, "mesh": _spec_of(mesh)}
-    own = getattr(program, "compiler_options", None) or {}
     try:
-        compiled = lowered.compile(compiler_options={**own, **options} or None)
+        # The program's own options are in what was lowered; these come over them.
+        compiled = lowered.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -144,8 +148,12 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
     sys.path[:0] = request["import_paths"]
     accelerator = parse_accelerator(request["target"]) if request["target"] != "local" else None
     devices = jax.devices() if accelerator is None else topology_devices(accelerator)
-    emit({"event": "devices", "count": len(devices), "kind": devices[0].device_kind})
     target = target_of_devices(devices) if accelerator is None else target_of_pod(accelerator)
+    facts = {name: getattr(target, name) for name in ("platform", "kind", "devices", "granules", "hosts", "hbm_bytes")}
+    emit({"event": "devices", **facts})
+    if request["function"] is None:
+        emit({"event": "done"})
+        return
     described: Describes = load_function(request["function"])(request["payload"], target)
     chosen = [p for p in described.programs if not request["programs"] or p.name in request["programs"]]
     emit({"event": "described", "programs": [p.name for p in chosen], "mesh": _spec_of(described.mesh)})
@@ -158,7 +166,15 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
     emit({"event": "done"})
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process when `parent` is gone, however it went: nobody would read what a compile says."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main(argv: Sequence[str]) -> int:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.loads(Path(argv[0]).read_text())
     with os.fdopen(request["events_fd"], "w") as events:
 
@@ -170,6 +186,8 @@ def main(argv: Sequence[str]) -> int:
             run(request, emit)
         except ValueError as error:
             # Bad input, said by the rooms below; anything else is a traceback on stderr for the parent to show.
+            if raised_in_library(error):
+                raise
             emit({"event": "bad_input", "kind": type(error).__name__, "message": str(error)})
             return 2
     return 0

@@ -70,7 +70,8 @@ def loss_sum(model: LmHeadModel, batch: LmBatch, *, chunk: int | None = None) ->
     """
     logprobs = token_logprobs(model, batch.tokens, segment_ids=batch.segment_ids, chunk=chunk)
     counts = batch.counts()
-    return -hax.sum(hax.where(counts != 0, logprobs, 0.0) * counts).scalar()
+    with jax.named_scope("loss"):
+        return -hax.sum(hax.where(counts != 0, logprobs, 0.0) * counts).scalar()
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,13 @@ class _CastInside(eqx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         specs = self.placed.by_path
-        return map_arrays(lambda leaf, x: cast_leaf(leaf, x, self.dtype, specs.get(leaf.path)), self.inner)(
-            *args, **kwargs
-        )
+
+        def cast(leaf: Leaf, x: jax.Array) -> jax.Array:
+            # What is gathered for a projection is found under its name.
+            with jax.named_scope("/".join(leaf.path.split(".")[:-1]) or leaf.path):
+                return cast_leaf(leaf, x, self.dtype, specs.get(leaf.path))
+
+        return map_arrays(cast, self.inner)(*args, **kwargs)
 
 
 class _WideTable(eqx.Module):
@@ -141,7 +146,8 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
             return Stacked(block, x.Block, x.gradient_checkpointing)
         if isinstance(x, Embedding):
             return _WideTable(x, np.dtype(dtype), None if plan is None else plan.spec(f"{path}.weight"))
-        return map_arrays(lambda leaf, a: cast_leaf(leaf, a, dtype, None if plan is None else plan.spec(path)), x)
+        with jax.named_scope(path.split(".")[-2] if "." in path else path):
+            return map_arrays(lambda leaf, a: cast_leaf(leaf, a, dtype, None if plan is None else plan.spec(path)), x)
 
     return jax.tree_util.tree_map_with_path(
         visit, model, is_leaf=lambda x: isinstance(x, Stacked | Embedding | hax.NamedArray)

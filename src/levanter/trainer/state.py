@@ -23,6 +23,7 @@ from haliax_ext.placement import Finding, LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
 from levanter.models.base import LmHeadModel
+from levanter.models.groups import PARAMETER_GROUPS, parameter_group
 from levanter.models.precision import Precision
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -79,27 +80,14 @@ class StatePlan:
     @property
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes on a device of what a step holds from beginning to end, by kind; gradients are float32."""
-        groups: dict[str, int] = dict.fromkeys(
-            ("embedding", "attention", "mlp", "norms", "head", "gradients", "optimizer"), 0
-        )
+        groups: dict[str, int] = dict.fromkeys((*PARAMETER_GROUPS, "gradients", OPTIMIZER), 0)
         for plan in self.parameters.leaves:
-            groups[parameter_group(plan.leaf.path)] += plan.bytes_per_device
+            groups[parameter_group(plan.leaf)] += plan.bytes_per_device
             groups["gradients"] += math.prod(plan.shard_shape) * GRADIENT_BYTES
         for plan in self.whole.leaves:
             if plan.leaf.path.startswith(f"{OPTIMIZER}."):
-                groups["optimizer"] += plan.bytes_per_device
+                groups[OPTIMIZER] += plan.bytes_per_device
         return {name: size for name, size in groups.items() if size}
-
-
-def parameter_group(path: str) -> str:
-    """The kind of a parameter by its path: embedding, attention, mlp, norms or head."""
-    parts = path.split(".")
-    if any(part.endswith("norm") for part in parts[:-1]):
-        return "norms"
-    for part, group in (("embeddings", "embedding"), ("self_attn", "attention"), ("mlp", "mlp"), ("lm_head", "head")):
-        if part in parts:
-            return group
-    return "mlp"
 
 
 def plan_state(state: TrainState, mappings: Mappings, mesh: MeshSpec, *, hbm_bytes: int | None = None) -> StatePlan:

@@ -7,6 +7,7 @@ added up first, and each microbatch contributes its sum over that total. Gradien
 Microbatches take every n-th row of the batch, so each device finds its rows of every microbatch in its own memory.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,13 @@ def train_step(recipe: StepRecipe, state: TrainState, batch: LmBatch) -> tuple[T
     """
     weight = hax.sum(batch.counts()).scalar()
     loss, grads = loss_and_gradients(recipe, state.model, batch, 1 / jnp.maximum(weight, TINY))
+    with jax.named_scope("optimizer"):
+        return _updated(recipe, state, loss, grads, weight)
+
+
+def _updated(
+    recipe: StepRecipe, state: TrainState, loss: jax.Array, grads: LmHeadModel, weight: jax.Array
+) -> tuple[TrainState, StepMetrics]:
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
     key, _ = jax.random.split(state.key)
     metrics = StepMetrics(
@@ -157,6 +165,7 @@ def step_program(
     batch: LmBatch,
     mappings: Mappings,
     name: str = "train_step",
+    compiler_options: Mapping[str, str] | None = None,
 ) -> Program:
     """The Program of a train step: (state, batch) → (state, metrics).
 
@@ -167,6 +176,7 @@ def step_program(
         batch: abstract.
         mappings: in scope while tracing.
         name: how listings call it.
+        compiler_options: see `Program`.
     """
 
     def step(state: TrainState, batch: LmBatch) -> tuple[TrainState, StepMetrics]:
@@ -184,4 +194,5 @@ def step_program(
         out_placement=at_output(plan.whole, 0, **metrics),
         donate=("state",),
         matmul_precision=recipe.precision.matmul,
+        compiler_options=compiler_options or {},
     )

@@ -17,9 +17,10 @@ plain_values = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False)
-    # PyYAML leaves the text None bare, and for us a bare None is null, as users of Python mean it.
+    # PyYAML leaves the texts None and 0E0 bare. For us a bare None is null, as users of Python mean it, and 1e-4 is a
+    # number although YAML 1.1 wants a point in it.
     | st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12).filter(
-        lambda text: text != "None"
+        lambda text: text != "None" and not re.fullmatch(r"[-+]?[0-9_]+[eE][-+]?[0-9]+", text)
     ),
     lambda inner: (
         st.lists(inner, max_size=4)

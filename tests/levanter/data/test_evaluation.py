@@ -87,7 +87,7 @@ def test_everything_that_is_wrong_is_listed(folder):
         "data.components.z.format: evaluation reads plain `text`; `chat` is not supported",
         "data.components.c: has no source",
         "data.components.n: format is",
-        "data.num_validation_sequences: splitting",
+        "data.num_validation_sequences: these sequences",
     ):
         assert expected in message
 

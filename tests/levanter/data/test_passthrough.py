@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from levanter.data import DataError, EvaluationSet, PassthroughTokenizer, Tokenizer, build_sequences
-from levanter.data.evaluation import GivenDocuments
+from levanter.data.documents import GivenDocuments
 
 
 def test_numbers_pass_through():

@@ -11,7 +11,7 @@ import zstandard
 
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
-from levanter.data.readers import kind_of, read_documents
+from levanter.data.readers import kind_of, read_documents, read_records
 from levanter.io import MissingFileError
 
 TEXTS = ["Erste Zeile\r\nzweite", "", "日本 é\u2028x", "last \N{GRINNING FACE}"]
@@ -32,15 +32,15 @@ def contents():
     return {
         "x.jsonl": lines,
         "x.ndjson": lines.rstrip(b"\n"),
-        "x.jsonl.gz": gzip.compress(lines),
+        "x.jsonl.gz": gzip.compress(lines, mtime=0),
         "x.jsonl.zst": zstandard.compress(lines),
         "frames.jsonl.zst": zstandard.compress(lines[:50]) + zstandard.compress(lines[50:]),
-        "members.jsonl.gz": gzip.compress(lines[:50]) + gzip.compress(lines[50:]),
+        "members.jsonl.gz": gzip.compress(lines[:50], mtime=0) + gzip.compress(lines[50:]),
         "mark.jsonl": b"\xef\xbb\xbf" + lines,
         "blank.jsonl": b"\n" + lines.replace(b"\n", b"\n \r\n"),
         "x.json": whole,
         "strings.json": json.dumps(TEXTS).encode(),
-        "x.json.gz": gzip.compress(whole),
+        "x.json.gz": gzip.compress(whole, mtime=0),
     }
 
 
@@ -118,7 +118,7 @@ ENDINGS = ".txt, .md, .jsonl, .ndjson, .json (each also with .gz or .zst), .parq
     [
         ("x.txt", b"fine \xff\xfe", "/x.txt: not UTF-8 at byte 5 (ff fe: invalid start byte)"),
         ("x.jsonl", BAD_UTF8, "/x.jsonl: not UTF-8 at byte 24 (e9 74 22 7d: invalid continuation byte)"),
-        ("x.txt.gz", gzip.compress(b"fine \xff"), "/x.txt.gz: not UTF-8 at byte 5 (ff: invalid start byte)"),
+        ("x.txt.gz", gzip.compress(b"fine \xff", mtime=0), "/x.txt.gz: not UTF-8 at byte 5 (ff: invalid start byte)"),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', "/x.jsonl:2: not JSON at column 10 (Expecting value)"),
         ("x.jsonl", b"[\n1]\n", "/x.jsonl:1: not JSON at column 2 (Expecting value); "
          "the file looks like one JSON value: name it .json"),
@@ -141,7 +141,8 @@ def test_bad_content(tmp_path, name, content, expected):
 @pytest.mark.parametrize("damage", ["cut off", "not compressed", "flipped"])
 def test_damaged_streams(tmp_path, kind, damage):
     content = json_lines([f"document {i}" for i in range(3000)]).encode()
-    packed = gzip.compress(content) if kind == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress(content)
+    zstd = zstandard.ZstdCompressor(write_checksum=True)
+    packed = gzip.compress(content, mtime=0) if kind == "gz" else zstd.compress(content)
     if damage == "flipped":
         packed = packed[:2000] + bytes([packed[2000] ^ 0x55]) + packed[2001:]
     path = tmp_path / f"x.jsonl.{kind}"
@@ -173,3 +174,16 @@ def test_missing_files(tmp_path):
 def test_kinds():
     assert kind_of("gs://b/X.JSONL.GZ") == ("jsonl", "gz")
     assert kind_of("https://host/x.txt?download=true") == ("txt", None)
+
+
+def test_records_whole(tmp_path):
+    """The same records out of every kind of file, each with its place."""
+    records = [{"ids": [1, 2], "who": {"a": "é"}}, {"ids": [], "who": {"a": "b"}}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "x.json").write_text(json.dumps(records))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
+    for name, places in (("x.jsonl", (":1", ":2")), ("x.json", ("[0]", "[1]")), ("x.parquet", (":0", ":1"))):
+        path = str(tmp_path / name)
+        assert list(read_records(path)) == [(record, path + at) for record, at in zip(records, places, strict=True)]
+    with pytest.raises(DataError, match=r"rows are not read from \.txt"):
+        list(read_records(str(tmp_path / "x.txt")))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levanter.data import DataError, EvalBatches, EvaluationSet, Tokenizer, build_sequences
-from levanter.data.evaluation import GivenDocuments
+from levanter.data.documents import GivenDocuments
 
 
 def sets_of(*groups):

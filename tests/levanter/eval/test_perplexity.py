@@ -8,7 +8,7 @@ import pytest
 from helpers.small_tokenizer import BOS, EOS, SmallTokenizer
 
 from levanter.data import EvalBatches, EvaluationSet, build_sequences
-from levanter.data.evaluation import GivenDocuments
+from levanter.data.documents import GivenDocuments
 from levanter.eval import EvalResult, RowScores, Score, SetScore, summarize
 
 VOCAB = SmallTokenizer().vocab_size

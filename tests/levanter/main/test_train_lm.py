@@ -13,7 +13,7 @@ from haliax_ext.errors import ShardingError
 from levanter.config import load
 from levanter.main.train_lm import TrainLmConfig, describe
 from levanter.plan.targets import target_of_pod
-from levanter.run import Target
+from levanter.run import RunRefused, Target
 from levanter.trainer.batch_plan import BatchError
 
 CONFIGS = Path(__file__).parents[3] / "config/train"
@@ -59,7 +59,7 @@ def test_shipped_configurations(name, pod, count, chips, rows_a_device):
     parameters_there = plan.work.state_plan.parameters
     assert parameters_there.total_bytes == 4 * count
     # All but the norms is cut over every chip; the norms over `data`.
-    norms = plan.work.bytes_by_group["norms"]
+    norms = plan.work.bytes_by_group["norm"]
     cut = (4 * count - norms * plan.mesh.shape["data"]) // chips
     assert parameters_there.bytes_per_device == cut + norms
     assert plan.work.bytes_by_group["optimizer"] == 2 * (cut + norms) + 8
@@ -163,19 +163,24 @@ def test_what_changes_the_step_and_is_not_built_is_an_error_of_the_plan(tmp_path
 
 def test_a_checkpoint_that_is_not_here_is_not_checked(tmp_path):
     plan = describe(tiny(tmp_path, "--initialize_from_hf", "nobody/nothing"), LOCAL)
-    assert plan.exit_code == 0 and plan.load is None
+    assert plan.exit_code == 0
     assert [c.name for c in plan.checks if c.status == "unchecked"] == ["weights"]
     assert plan.programs[0].name == "init_optimizer"
+    # Reading is planned from what a checkpoint of this architecture holds, in bfloat16; the weights are f32 here.
+    assert plan.load is not None
+    assert 2 * plan.load.source_bytes == plan.work.state_plan.parameters.total_bytes
+    with pytest.raises(RunRefused, match="nobody/nothing"):
+        plan.check()
 
 
 def test_the_vocabulary_is_known_by_name_where_the_tokenizer_is_not_here(tmp_path):
     def check_of(*overrides):
         plan = describe(tiny(tmp_path, "--data.vocab_size", "null", *overrides), LOCAL)
-        (check,) = [c for c in plan.checks if c.name == "vocabulary"]
-        return check
+        assert [c.name for c in plan.checks if c.status == "unchecked"] == ["tokenizer"]
+        return next(c for c in plan.checks if c.name == "vocabulary")
 
     check = check_of("--data.tokenizer", "meta-llama/Llama-3.1-8B")
-    assert check.status == "unchecked" and check.message.startswith("128256 ids")
+    assert check.message.startswith("128256 ids, as meta-llama/Llama-3.1-8B is known")
     assert check_of("--data.tokenizer", "NousResearch/Llama-2-7b-hf").message.startswith("32000 ids")
     with pytest.raises(ValueError, match=r"give model\.vocab_size"):
         check_of("--data.tokenizer", "nobody/knows")
@@ -187,10 +192,16 @@ def test_contradictions_are_refused(tmp_path):
     assert "train_seq_len must be at least 2" in str(caught.value)
 
 
-def test_the_command_prints_the_plan_and_says_that_it_cannot_run_yet(tmp_path):
+def test_the_command_prints_the_plan_before_it_looks_at_the_text(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
     command = [sys.executable, "-m", "levanter.main.train_lm", "--config_path", str(tmp_path / "tiny.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
+    done = subprocess.run(
+        [*command, "--trainer.checkpointer.base_path", str(tmp_path / "checkpoints")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
     assert "init_state → train_step" in done.stdout
-    assert done.stderr.rstrip().endswith("but not run yet")
+    assert "error: data.components: " in done.stderr

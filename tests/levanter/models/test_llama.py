@@ -1,5 +1,7 @@
 """The Llama config and its weights table; blocks stacked, unrolled and checkpointed compute the same."""
 
+import re
+
 import draccus
 import equinox as eqx
 import jax
@@ -9,6 +11,7 @@ from haliax import Axis
 from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_for, random_arrays, run_on, tiny_config
 
 from haliax_ext.abstract import leaves
+from haliax_ext.hlo.scopes import scope_of
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.rotary import Llama3RotaryConfig
@@ -178,6 +181,9 @@ def test_a_platform_settles_the_backend():
     assert config.attn_backend == "cudnn" and "Transformer Engine" in reasons[0]
     config, reasons = tiny_config(use_flash_attention=False).for_platform("tpu", compute_dtype="bfloat16", length=9999)
     assert config.attn_backend == "reference" and reasons == ("attention: reference: as asked for",)
+    config, reasons = tiny_config().for_platform("tpu", compute_dtype="bfloat16", length=4096)
+    assert config.attn_backend == "splash"
+    assert reasons == ("attention: splash: blocks of 1024 × 1024; scores stay on the chip",)
     config, _ = tiny_config(attn_backend="nvte", upcast_attn=True).for_platform("gpu", compute_dtype="bfloat16")
     assert config.attn_backend == "reference"
 
@@ -194,6 +200,7 @@ def test_405b_lowers_for_tpu_without_a_device(policy):
         num_kv_heads=8,
         rope=Llama3RotaryConfig(),
         gradient_checkpointing=policy,
+        cross_entropy_block_size=512,
     )
     spec = MeshSpec.of(data=4, model=8, group=4)
     mappings = mappings_for(config, spec, heads=("model", "group"), residual={"position": "model"})
@@ -208,3 +215,23 @@ def test_without_mappings_the_model_runs_unconstrained(devices):
     found = run_on(token_logprobs, config, random_arrays(config), TOKENS, MeshSpec.of(x=2), nothing, devices).array
     expected = run(config, devices, function=token_logprobs).array
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_compiled_program_speaks_of_the_models_parts(scan):
+    """Every matmul of forward and backward pass, and every norm, is found under the name of its module."""
+    config = tiny_config(scan_layers=scan, use_qk_norm=True)
+
+    def gradient(model, ids):
+        return eqx.filter_value_and_grad(lambda m: mean_loss(m, ids).array)(model)
+
+    program = program_for(gradient, config, VOCAB, (2, 24), Mappings())
+    text = program.lower(MeshSpec.of(data=1).build(jax.devices()[:1])).compile().as_text()
+    scopes = {scope_of(name) for name in re.findall(r'op_name="([^"]*)"', text)}
+    for during in ("forward", "backward"):
+        found = {scope.module for scope in scopes if scope.during == during}
+        for name in ("q_proj", "k_proj", "v_proj", "qk_norm", "rope", "attention", "o_proj"):
+            assert f"layers.self_attn.{name}" in found, (name, during)
+        for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"):
+            assert f"layers.{name}" in found, (name, during)
+        assert {"embeddings", "norm"} <= found and any(name.startswith("lm_head") for name in found), during

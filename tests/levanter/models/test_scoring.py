@@ -1,5 +1,6 @@
 """Scores against NumPy in float64, whatever the chunk, the segments and the vocabulary's padding."""
 
+import functools
 import math
 import re
 
@@ -12,13 +13,17 @@ import pytest
 from haliax import Axis
 from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_for, random_arrays, run_on, tiny_config
 
+from haliax_ext.hlo import read_figures
+from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
+from levanter.models import scoring
 from levanter.models.precision import Precision
 from levanter.models.scoring import (
     LossMean,
     chunking,
     has_next,
     mean_loss,
+    planned_chunk,
     sequence_sums,
     target_logprobs,
     token_logprobs,
@@ -85,6 +90,42 @@ def test_chunks_are_equal_where_that_is_cheap():
             assert size <= chunk and count * size >= positions and (count - 1) * size < positions + count
 
 
+@pytest.mark.parametrize(
+    ("batch", "vocab", "data", "model", "positions"),
+    [
+        # One sequence a device and a whole head: 523 tokens of 128,256 float32 logits are 256 MiB.
+        (128, 128256, 128, 1, 523),
+        (64, 128256, 8, 16, 1046),
+        (16, 32000, 16, 1, 2097),
+        (4096, 128256, 1, 1, 1),
+    ],
+)
+def test_a_chunk_is_what_a_device_has_room_for(batch, vocab, data, model, positions):
+    mapping = AxisMapping({"batch": "data", "vocab": "model"})
+    plan = functools.partial(
+        planned_chunk, batch=("batch", batch), vocab=vocab, mapping=mapping, mesh=MeshSpec.of(data=data, model=model)
+    )
+    assert plan(tiny_config()) == positions
+    rows, entries = batch // data, vocab // model
+    assert positions * rows * entries * 4 <= 256 << 20 < (positions + 1) * rows * entries * 4 or positions == 1
+    assert plan(tiny_config(cross_entropy_block_size=7)) == 7
+
+
+def test_the_chunk_that_is_planned_is_the_chunk_that_is_scored(devices, monkeypatch):
+    """Under mapping and mesh in scope the program cuts as `planned_chunk` says without them."""
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 2 * (VOCAB // 2) * 5)  # 5 positions of 2 rows a device
+    config, spec = tiny_config(num_kv_heads=8), MeshSpec.of(data=4, model=2)
+    mappings = mappings_for(config, spec)
+    size = planned_chunk(config, batch=("batch", 8), vocab=VOCAB, mapping=mappings.compute, mesh=spec)
+    assert size == 5 and chunking(24, size) == (6, 4)
+
+    def score_in_small_chunks(model, ids):
+        return token_logprobs(model, ids)
+
+    program = program_for(score_in_small_chunks, config, VOCAB, (8, 24), mappings)
+    assert "8x4x256xf32" in program.lower(spec.abstract()).as_text()
+
+
 def test_a_chunk_holds_a_position():
     with pytest.raises(ValueError, match="at least one position"):
         score(0)
@@ -136,6 +177,24 @@ def test_logits_of_a_sequence_never_exist(devices):
         assert chunk_logits in per_device
         whole_logits = 1 * length * vocab // 4
         assert max(per_device) < whole_logits
+
+
+def test_the_gradient_of_the_head_crosses_the_mesh_once(devices):
+    """The loop over chunks adds up each shard's own rows; what is reduced over `data` is reduced behind it."""
+    config = tiny_config(num_kv_heads=8, cross_entropy_block_size=8)
+    spec = MeshSpec.of(data=4, model=2)
+
+    def gradient(model, ids):
+        return eqx.filter_grad(lambda m: mean_loss(m, ids).array)(model)
+
+    program = program_for(gradient, config, VOCAB, (8, 32), mappings_for(config, spec))
+    figures = read_figures(program.lower(spec.build(devices)).compile().as_text(), spec)
+    assert figures.unknown == ()
+    in_the_loop = [c for c in figures.collectives if c.scope.module.startswith("lm_head.chunks")]
+    assert {c.times for c in in_the_loop} == {4} and {c.over for c in in_the_loop} == {"model"}
+    # Behind it, in float32, perhaps together with others: a shard of `vocab` each.
+    head = VOCAB * config.hidden_dim * 4 // 2
+    assert any(c.times == 1 and c.over == "data" and c.bytes >= head for c in figures.collectives)
 
 
 def test_the_loss_of_a_half_precision_policy_is_close(devices):

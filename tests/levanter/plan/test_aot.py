@@ -134,6 +134,20 @@ def test_ctrl_c_ends_the_worker_and_leaves_no_lock_file(tmp_path):
     assert _workers_with(str(scratch)) == []
 
 
+def test_a_caller_that_is_killed_leaves_no_worker(tmp_path):
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", INTERRUPTED, str(PROGRAMS), str(tmp_path / "lock")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "compiling\n"
+        assert len(_workers_with(str(tmp_path))) == 1
+        caller.kill()
+    deadline = time.monotonic() + 30
+    while _workers_with(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _workers_with(str(tmp_path)) == []
+
+
 def _workers_with(argument: str) -> list[str]:
     """Process ids of workers whose request lies in this folder."""
     found = []

@@ -14,7 +14,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.models.precision import Precision
 from levanter.optim import AdafactorConfig, AdamConfig, SgdConfig
-from levanter.trainer.state import abstract_state, parameter_group, plan_state
+from levanter.trainer.state import abstract_state, plan_state
 
 CONFIG = tiny_config()
 MESH = MeshSpec.of(data=4, model=2)
@@ -97,9 +97,9 @@ def test_bytes_by_group_add_up():
     parameters = sum(leaf.nbytes for leaf in leaves(state.model))
     # Embedding and head: over data and model; everything here divides, norms are over data only.
     assert groups["embedding"] == groups["head"] == VOCAB * CONFIG.hidden_dim * 4 // 8
-    assert groups["norms"] == (2 * CONFIG.num_layers + 1) * CONFIG.hidden_dim * 4 // 4
+    assert groups["norm"] == (2 * CONFIG.num_layers + 1) * CONFIG.hidden_dim * 4 // 4
     assert groups["mlp"] == CONFIG.num_layers * 3 * CONFIG.hidden_dim * CONFIG.intermediate_dim * 4 // 8
-    kinds = ("embedding", "attention", "mlp", "norms", "head")
+    kinds = ("embedding", "attention", "mlp", "norm", "head")
     assert sum(groups[kind] for kind in kinds) == groups["gradients"] == plan.parameters.bytes_per_device
     counters = 2 * 4
     assert groups["optimizer"] == 2 * groups["gradients"] + counters
@@ -113,22 +113,6 @@ def test_sixteen_bit_parameters_have_float32_gradients_and_no_more_state_than_as
     assert groups["gradients"] == 2 * plan.parameters.bytes_per_device
     assert groups["optimizer"] == 4  # the schedule's counter
     assert {p.leaf.dtype for p in plan.parameters.leaves} == {np.dtype(jax.numpy.bfloat16)}
-
-
-@pytest.mark.parametrize(
-    ("path", "group"),
-    [
-        ("embeddings.token_embeddings.weight", "embedding"),
-        (Q, "attention"),
-        ("transformer.layers.stacked.self_attn.q_norm.weight", "norms"),
-        ("transformer.layers.stacked.mlp.up_proj.weight", "mlp"),
-        ("transformer.layers.stacked.post_attention_layernorm.weight", "norms"),
-        ("transformer.norm.weight", "norms"),
-        ("lm_head.weight", "head"),
-    ],
-)
-def test_groups(path, group):
-    assert parameter_group(path) == group
 
 
 def test_one_device_has_everything():

@@ -19,11 +19,12 @@ from typing import Any
 from levanter.config.errors import Mark, Problem
 from levanter.config.legacy.changes import Change, Draft, OldKey
 from levanter.config.legacy.data import DATA_KEYS, FORMAT_KEYS, translate_data
+from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.legacy.model import MODEL_KEYS, translate_model
 from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
 from levanter.config.nodes import MapNode, from_plain, to_plain
 
-TABLE: tuple[OldKey, ...] = (*TRAINER_KEYS, *MODEL_KEYS, *DATA_KEYS, *FORMAT_KEYS)
+TABLE: tuple[OldKey, ...] = (*TRAINER_KEYS, *MODEL_KEYS, *DATA_KEYS, *FORMAT_KEYS, *MEMORIZATION_KEYS)
 """Every old key that is accepted, for the documentation and for hints about misspelt ones."""
 
 
@@ -39,6 +40,7 @@ class Translation:
 def translate(document: MapNode) -> Translation:
     """Translates every old key of a document."""
     draft = Draft(document)
+    translate_memorization(draft)
     translate_trainer(draft)
     translate_model(draft)
     translate_data(draft)
@@ -61,7 +63,7 @@ def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _matches(block: str, path: tuple[str, ...]) -> bool:
-    parts = block.split(".")
+    parts = block.split(".") if block else []
     return len(parts) == len(path) and all(a in ("*", b) for a, b in zip(parts, path, strict=True))
 
 

@@ -54,7 +54,7 @@ class OldKey:
     """A row of the table of old keys, which the documentation is made from.
 
     Attributes:
-        block: the mapping it stands in, dotted (`*` for any one key).
+        block: the mapping it stands in, dotted (`*` for any one key); "" for the document.
         name: the old key.
         new: its new spelling, in words.
         why: why it changed, or how its meaning is kept.
@@ -69,7 +69,7 @@ class OldKey:
 
     @property
     def path(self) -> str:
-        return f"{self.block}.{self.name}"
+        return f"{self.block}.{self.name}".lstrip(".")
 
 
 def inline(value: Any) -> str:

@@ -15,6 +15,8 @@ SINGLE = "train"
 _URL_KEYS = ("train_urls", "validation_urls")
 _HF_KEYS = ("id", "name", "stream", "splits")
 _OWN_KEYS = ("tags", "format")
+_FLAT = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "configs", "tokenizer", "vocab_size", "cache_dir", "cache_options")
+_FLAT += ("enforce_eos", "chat_template", "ignore_token_id", "shuffle", "permutation_type")
 _ONE_SOURCE = "one source becomes one component"
 
 
@@ -46,8 +48,32 @@ FORMAT_KEYS = (
 )
 
 
+FLAT_KEY = OldKey(
+    block="",
+    name="train_urls",
+    new="data.train_urls (and so for all keys of a data set)",
+    why="cache_dataset used to take a data set's keys at the top",
+)
+
+
+def _flat(draft: Draft) -> None:
+    """Moves a data set that is the whole document under `data:`."""
+    document = draft.document
+    if "data" in document or not any(key in document for key in (*_URL_KEYS, "configs")):
+        return
+    for key in [key for key in _FLAT if key in document]:
+        entry = document.entry(key)
+        assert entry is not None
+        draft.remove((key,))
+        draft.set((*DATA, key), entry.node, old=key, mark=entry.mark)
+        text = inline(entry.node)
+        change = Change(key=key, was=text, now=f"data.{key}: {text}", why=FLAT_KEY.why, mark=entry.mark)
+        draft.changes.append(change)
+
+
 def translate_data(draft: Draft) -> None:
     """Translates the shape of `data:`, whichever of the three old ones it has."""
+    _flat(draft)
     block = draft.block(DATA)
     if block is None:
         return

@@ -1,10 +1,12 @@
 """Which implementation of attention runs, and why.
 
-Four implement one meaning (`reference`): the reference itself, `blockwise`, and `jax_native` and `cudnn`, which are
-JAX's own function with XLA's or cuDNN's kernel. Upstream's names are accepted and mapped onto these with a reason.
-The platform is an argument: nothing here looks for devices.
+Five implement one meaning (`reference`): the reference itself, `blockwise`, `splash` (JAX's kernel for TPUs), and
+`jax_native` and `cudnn`, which are JAX's own function with XLA's or cuDNN's kernel. Upstream's names are accepted and
+mapped onto these with a reason. The platform is an argument: nothing here looks for devices.
 """
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -16,15 +18,21 @@ from levanter.layers.attention.blockwise import blockwise_attention
 from levanter.layers.attention.jax_native import jax_native_attention
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import reference_attention
+from levanter.layers.attention.splash import splash_attention, splash_blocks, splash_obstacle
 
-BACKENDS = ("reference", "blockwise", "jax_native", "cudnn")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("reference", "blockwise", "splash", "jax_native", "cudnn")
 """Our own names."""
 
-UPSTREAM_NAMES = ("default", "nvte", "splash", "jax_flash", "vanilla")
+UPSTREAM_NAMES = ("default", "nvte", "jax_flash", "vanilla")
 """Names that upstream's configs use."""
 
 LONGEST_WHOLE = 2048
 """Up to this length the default materializes the scores; beyond it goes block by block."""
+
+SHORTEST_SPLASH = 256
+"""Below this length the default on TPUs is the formula: its scores cost less than the kernel's visits."""
 
 DEFAULT_BLOCK = 512
 
@@ -36,15 +44,15 @@ class BackendChoice:
     Attributes:
         name: one of `BACKENDS`.
         reason: a clause that completes "`name`, because …".
-        block_size: keys in a block of the blockwise backend.
+        block_size: keys in a block of the blockwise backend, positions in a block of splash.
     """
 
     name: str
     reason: str
-    block_size: int = DEFAULT_BLOCK
+    block_size: int | None = None
 
     def __str__(self) -> str:
-        block = f" (blocks of {self.block_size})" if self.name == "blockwise" else ""
+        block = f" (blocks of {self.block_size or DEFAULT_BLOCK})" if self.name == "blockwise" else ""
         return f"{self.name}{block}: {self.reason}"
 
 
@@ -67,39 +75,52 @@ def choose_backend(
 
     Args:
         requested: a name of ours or upstream's; None chooses.
-        platform: `cpu`, `gpu` or `tpu`; None where it is not known, which rules cuDNN out.
+        platform: `cpu`, `gpu` or `tpu`; None where it is not known, which rules kernels out.
         dtype: of queries, keys and values.
         length: keys in a sequence.
-        block_size: keys in a block, for `blockwise`.
+        block_size: keys in a block, for `blockwise` and `splash`; None chooses.
 
     Raises:
         ValueError: an unknown name, or `cudnn` where it cannot run.
     """
     check_backend_name(requested)
-    block = block_size or DEFAULT_BLOCK
-    obstacle = _cudnn_obstacle(platform, dtype)
-    if requested == "cudnn" and obstacle:
-        raise ValueError(f"model.attn_backend cudnn: {obstacle}; leave attn_backend out, or use reference or blockwise")
-    if requested in BACKENDS:
-        return BackendChoice(name=requested, reason="as asked for", block_size=block)
+    make = functools.partial(BackendChoice, block_size=block_size)
+    no_cudnn, no_splash = _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
+    if requested == "cudnn" and no_cudnn:
+        raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
+    if requested in BACKENDS and requested != "splash":
+        return make(name=requested, reason="as asked for")
     if requested == "vanilla":
-        return BackendChoice(name="reference", reason="upstream's vanilla is the plain formula", block_size=block)
+        return make(name="reference", reason="upstream's vanilla is the plain formula")
     if requested == "jax_flash":
-        reason = "upstream's jax_flash is an online softmax over blocks of keys"
-        return BackendChoice(name="blockwise", reason=reason, block_size=block)
-    if requested == "nvte" and not obstacle:
-        reason = "Transformer Engine is not a dependency; JAX calls the same cuDNN kernel"
-        return BackendChoice(name="cudnn", reason=reason, block_size=block)
+        return make(name="blockwise", reason="upstream's jax_flash is an online softmax over blocks of keys")
+    if requested == "nvte" and not no_cudnn:
+        return make(name="cudnn", reason="Transformer Engine is not a dependency; JAX calls the same cuDNN kernel")
     prefix = ""
     if requested == "nvte":
-        prefix = f"nvte asks for cuDNN's kernel, but {obstacle}; "
-    elif requested == "splash":
-        prefix = "the splash kernel is not built in yet; "
+        prefix = f"nvte asks for cuDNN's kernel, but {no_cudnn}; "
+    elif requested == "splash" and no_splash:
+        prefix = f"splash is a TPU's kernel, but {no_splash}; "
+    elif no_splash and platform == "tpu":
+        prefix = f"{no_splash}; "
+    if not no_splash and requested == "splash":
+        return make(name="splash", reason=f"as asked for; {_splash_reason(length, block_size)}")
+    if not no_splash and length >= SHORTEST_SPLASH:
+        return make(name="splash", reason=f"{prefix}{_splash_reason(length, block_size)}")
     if length > LONGEST_WHOLE:
         reason = f"{prefix}{length} keys a sequence are more than the {LONGEST_WHOLE} whose scores are held whole"
-        return BackendChoice(name="blockwise", reason=reason, block_size=block)
+        return make(name="blockwise", reason=reason)
+    if not no_splash:
+        reason = f"{prefix}{length} keys a sequence are fewer than the {SHORTEST_SPLASH} from which the kernel pays"
+        return make(name="reference", reason=reason)
     reason = f"{prefix}{length} keys a sequence are at most {LONGEST_WHOLE}, whose scores are held whole"
-    return BackendChoice(name="reference", reason=reason, block_size=block)
+    return make(name="reference", reason=reason)
+
+
+def _splash_reason(length: int, block_size: int | None) -> str:
+    blocks = splash_blocks(length, block_size)
+    padding = f", {length} positions padded to {blocks.padded}" if blocks.padded != length else ""
+    return f"blocks of {blocks.block} × {blocks.block}{padding}; scores stay on the chip"
 
 
 def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
@@ -114,9 +135,15 @@ def attend(
     q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float, choice: BackendChoice
 ) -> NamedArray:
     """Runs the chosen backend; see `reference_attention` for axes and meaning."""
-    if choice.name == "reference":
+    name = choice.name
+    if name == "splash" and mask.explicit is not None:
+        name = "blockwise"
+        logger.warning("attention: blockwise and not splash, whose masks are rules: this one is an array")
+    if name == "reference":
         return reference_attention(q, k, v, mask, scale=scale)
-    if choice.name == "blockwise":
-        return blockwise_attention(q, k, v, mask, scale=scale, block_size=choice.block_size)
-    implementation = "cudnn" if choice.name == "cudnn" else "xla"
+    if name == "splash":
+        return splash_attention(q, k, v, mask, scale=scale, block_size=choice.block_size)
+    if name == "blockwise":
+        return blockwise_attention(q, k, v, mask, scale=scale, block_size=choice.block_size or DEFAULT_BLOCK)
+    implementation = "cudnn" if name == "cudnn" else "xla"
     return jax_native_attention(q, k, v, mask, scale=scale, implementation=implementation)

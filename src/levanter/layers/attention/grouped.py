@@ -14,6 +14,10 @@ from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
 from levanter.layers.norm import RMSNorm
 from levanter.layers.rotary import apply_rotary
+from levanter.layers.saved import saved
+
+KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
+"""A config that names a kernel was made for its platform (see `LmConfig.for_platform`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class AttentionSpec:
         norm_eps: epsilon of the norms on queries and keys; None for no such norms.
         norm_weight: whether those norms have weights.
         backend: requested backend; None chooses by length.
-        block_size: keys in a block of the blockwise backend.
+        block_size: keys in a block of the blockwise backend, positions in a block of splash.
         upcast: compute attention in float32.
         scale: initial standard deviation of the weights.
     """
@@ -96,19 +100,32 @@ class GroupedQueryAttention(eqx.Module):
             sin: from `RotaryConfig.tables`.
         """
         spec = self.spec
-        q, k, v = (hax.auto_sharded(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+
+        def projected(name: str) -> NamedArray:
+            with jax.named_scope(name):
+                return hax.auto_sharded(getattr(self, name)(x))
+
+        q, k, v = projected("q_proj"), projected("k_proj"), projected("v_proj")
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, cos, sin, spec.HeadSize), apply_rotary(k, cos, sin, spec.HeadSize)
+            with jax.named_scope("qk_norm"):
+                q, k = self.q_norm(q), self.k_norm(k)
+        with jax.named_scope("rope"):
+            q, k = apply_rotary(q, cos, sin, spec.HeadSize), apply_rotary(k, cos, sin, spec.HeadSize)
+        q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
         k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
         if spec.upcast:
             q, k, v = (y.astype(jnp.float32) for y in (q, k, v))
         choice = choose_backend(
             spec.backend,
-            platform="gpu" if spec.backend == "cudnn" else None,
+            platform=KERNEL_PLATFORMS.get(spec.backend or ""),
             dtype=q.dtype,
             length=k.resolve_axis("key_position").size,
             block_size=spec.block_size,
         )
-        mixed = attend(q, k, v, mask, scale=1 / math.sqrt(spec.HeadSize.size), choice=choice)
-        return self.o_proj(hax.auto_sharded(mixed.astype(x.dtype)))
+        with jax.named_scope("attention"):
+            mixed = attend(q, k, v, mask, scale=1 / math.sqrt(spec.HeadSize.size), choice=choice)
+            mixed = hax.auto_sharded(mixed.astype(x.dtype))
+            # The kernel names its own output, together with what its backward pass needs beside it.
+            mixed = mixed if choice.name == "splash" else saved(mixed, "attention")
+        with jax.named_scope("o_proj"):
+            return saved(self.o_proj(mixed), "attention_output")

@@ -4,7 +4,12 @@ Pre-norm blocks of grouped-query attention and a gated MLP around a residual str
 activation is pinned to the mesh by its names: the embedded tokens; queries, keys and values; gate and up; attention's
 output before its projection; the final activations (all by the compute mapping); and the residual stream at every block
 boundary (by the residual mapping).
+
+Each part runs in a `jax.named_scope` of its attribute's name, so that compilers and profilers, and the figures of a
+compiled Program, speak of `layers.self_attn.q_proj` and `lm_head`.
 """
+
+import contextlib
 
 import equinox as eqx
 import haliax as hax
@@ -77,13 +82,21 @@ class LlamaBlock(eqx.Module):
 
     def __call__(self, x: NamedArray, mask: AttentionMask, cos: NamedArray, sin: NamedArray) -> NamedArray:
         """Maps the residual stream `[…, position, embed]` to itself."""
-        attended = self.self_attn(self.input_layernorm(x), mask, cos, sin)
-        if self.post_attn_layernorm is not None:
-            attended = self.post_attn_layernorm(attended)
+
+        def norm(name: str, y: NamedArray) -> NamedArray:
+            module = getattr(self, name)
+            with jax.named_scope(name):
+                return y if module is None else module(y)
+
+        normed = norm("input_layernorm", x)
+        with jax.named_scope("self_attn"):
+            attended = self.self_attn(normed, mask, cos, sin)
+        attended = norm("post_attn_layernorm", attended)
         x = shard_residual(x + attended.rearrange(x.axes))
-        fed = self.mlp(self.post_attention_layernorm(x))
-        if self.post_mlp_layernorm is not None:
-            fed = self.post_mlp_layernorm(fed)
+        normed = norm("post_attention_layernorm", x)
+        with jax.named_scope("mlp"):
+            fed = self.mlp(normed)
+        fed = norm("post_mlp_layernorm", fed)
         return shard_residual(x + fed.rearrange(x.axes))
 
 
@@ -116,8 +129,14 @@ class LlamaTransformer(eqx.Module):
         """
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
-        cos, sin = self.config.rope.tables(self.config.HeadSize, index, length=Pos.size)
-        return hax.auto_sharded(self.norm(self.layers.fold(shard_residual(x), mask, cos, sin)))
+        with jax.named_scope("rope"):
+            cos, sin = self.config.rope.tables(self.config.HeadSize, index, length=Pos.size)
+        # A scan is named after its axis; unrolled blocks are given the same name.
+        unrolled = isinstance(self.layers, BlockSeq)
+        with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
+            x = self.layers.fold(shard_residual(x), mask, cos, sin)
+        with jax.named_scope("norm"):
+            return hax.auto_sharded(self.norm(x))
 
 
 class LlamaEmbedding(eqx.Module):
@@ -136,8 +155,9 @@ class LlamaEmbedding(eqx.Module):
 
     def __call__(self, ids: NamedArray) -> NamedArray:
         """Embeds token ids."""
-        x = self.token_embeddings(ids)
-        return x if self.norm is None else self.norm(x)
+        with jax.named_scope("embeddings"):
+            x = self.token_embeddings(ids)
+            return x if self.norm is None else self.norm(x)
 
 
 class LlamaLMHeadModel(LmHeadModel):

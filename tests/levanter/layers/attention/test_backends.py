@@ -139,20 +139,43 @@ def test_two_segmentations_are_our_bug():
     ("requested", "platform", "dtype", "length", "expected"),
     [
         (None, "cpu", "float32", 1024, "reference: 1024 keys a sequence are at most 2048, whose scores are held whole"),
+        ("default", "tpu", "bfloat16", 8192, "splash: blocks of 1024 × 1024; scores stay on the chip"),
         (
-            "default",
+            None,
+            "tpu",
+            "float32",
+            1100,
+            "splash: blocks of 384 × 384, 1100 positions padded to 1152; scores stay on the chip",
+        ),
+        (
+            None,
             "tpu",
             "bfloat16",
-            8192,
-            "blockwise (blocks of 512): 8192 keys a sequence are more than the 2048 whose scores are held whole",
+            101,
+            "reference: 101 keys a sequence are fewer than the 256 from which the kernel pays",
         ),
         (
             "splash",
             "tpu",
             "bfloat16",
+            101,
+            "splash: as asked for; blocks of 128 × 128, 101 positions padded to 128; scores stay on the chip",
+        ),
+        (
+            "splash",
+            "cpu",
+            "bfloat16",
             100,
-            "reference: the splash kernel is not built in yet; "
+            "reference: splash is a TPU's kernel, but the platform is cpu, not tpu; "
             "100 keys a sequence are at most 2048, whose scores are held whole",
+        ),
+        (
+            None,
+            "tpu",
+            "float16",
+            4096,
+            "blockwise (blocks of 512): the kernel takes bfloat16 and float32, not float16; "
+            "4096 keys a sequence are more than the 2048 whose scores are held whole",
         ),
         (
             "nvte",

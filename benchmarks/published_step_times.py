@@ -1,0 +1,311 @@
+"""Published training speeds beside the modelled ones of our own train step, for the same shapes. No TPU.
+
+    python benchmarks/published_step_times.py [llama2_7b_v4-32 …] [--from-figures] [--write]
+
+Each case is a config of `config/train/published/`: the train step of `levanter.main.train_lm` is compiled for the pod
+by the real TPU compiler, and the time is modelled from what the compiler prints (`levanter.plan.cost`). The sums that
+the time is made of are kept in `tests/golden/published_step_times.json`; `--from-figures` starts from them and takes
+no compiler, `--write` writes them anew.
+
+Published runs that send activations to host memory are compiled with those activations kept on the chip, at a depth of
+`SHALLOW` layers, where they fit; their loops over layers are then counted with the true depth. (Compiled as published
+they take the compiler over half an hour.) The transfers to the host are thus taken to be hidden.
+
+Which half of the cases calibrates the model and which half tests it was decided before the second half was compiled:
+the smaller models calibrate, the larger ones test.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from haliax_ext.hlo import read_figures
+from haliax_ext.meshspec import MeshSpec
+from levanter.config import parse
+from levanter.hardware import parse_accelerator
+from levanter.main.train_lm import TrainLmConfig, describe
+from levanter.models import LlamaConfig
+from levanter.plan.aot import Compiled, compile_programs
+from levanter.plan.comms import Network
+from levanter.plan.cost import CYCLE_SCALE, KERNEL_EFFICIENCY, LinkUse, StepTime, mfu, step_time
+from levanter.plan.targets import target_of_pod
+
+ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "tests" / "golden" / "published_step_times.json"
+TOGETHER = (("v4",), ("v5p", "v6e"))
+"""Generations that share a scale of the compiler's cycles."""
+SHALLOW = 7
+"""Layers of a shallow compile: a number of turns that no other loop of a train step has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A published speed.
+
+    Attributes:
+        config: of `config/train/published`, without `.yaml`.
+        target: the pod.
+        tokens: published tokens/s/chip.
+        mfu: published share of peak.
+        counts: whether that counts attention in full or its causal half.
+        half: what the case is for.
+        source: who published it.
+    """
+
+    config: str
+    target: str
+    tokens: float
+    mfu: float
+    counts: Literal["full", "causal"]
+    half: Literal["calibration", "test"]
+    source: str
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "config" / "train" / "published" / f"{self.config}.yaml"
+
+
+_XLA = "PyTorch/XLA, Llama 2 on Cloud TPU v4"
+_RECIPES = "MaxText, tpu-recipes"
+CASES = (
+    Case(
+        config="llama2_7b_v4-32", target="v4-32", tokens=3467, mfu=0.53, counts="full", half="calibration",
+        source=_XLA,
+    ),
+    Case(config="llama2_13b_v4-64", target="v4-64", tokens=1808, mfu=0.53, counts="full", half="test", source=_XLA),
+    Case(config="llama2_70b_v4-256", target="v4-256", tokens=345, mfu=0.53, counts="full", half="test", source=_XLA),
+    Case(
+        config="llama3.1_8b_v6e-256", target="v6e-256", tokens=7207, mfu=0.4546, counts="full", half="calibration",
+        source=_RECIPES,
+    ),
+    Case(
+        config="llama3.1_70b_v6e-256", target="v6e-256", tokens=960, mfu=0.5033, counts="full", half="calibration",
+        source=_RECIPES,
+    ),
+    Case(
+        config="llama3.1_405b_v6e-256", target="v6e-256", tokens=123, mfu=0.3855, counts="full", half="test",
+        source="MaxText, tiering",
+    ),
+    Case(
+        config="llama2_70b_v5p-1024", target="v5p-1024", tokens=692, mfu=0.654, counts="causal", half="calibration",
+        source="MaxText, tiering",
+    ),
+    Case(
+        config="llama3.1_405b_v5p-1024", target="v5p-1024", tokens=124.6, mfu=0.685, counts="causal", half="test",
+        source=_RECIPES,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a modelled time is made of, and the work it is for; seconds are of one step.
+
+    Attributes:
+        cycles: the compiler's estimate over the clock, as it states it.
+        kernels_at_peak: attention kernels at peak.
+        memory: HBM traffic over HBM bandwidth.
+        busy: of the busiest links.
+        exposed: collectives that the schedule does not hide.
+        tokens: of one step, over all chips.
+        flops_full, flops_causal: model FLOPs of one step, over all chips.
+        layers_compiled: depth at which it was compiled.
+        peak_gib: on a chip, where compiled at full depth.
+    """
+
+    cycles: float
+    kernels_at_peak: float
+    memory: float
+    busy: float
+    exposed: float
+    tokens: int
+    flops_full: float
+    flops_causal: float
+    layers_compiled: int
+    peak_gib: float | None
+    unknown: tuple[str, ...] = ()
+
+
+def model_of(case: Case) -> LlamaConfig:
+    """The architecture that a case trains."""
+    model = parse(TrainLmConfig, paths=[str(case.path)]).model
+    assert isinstance(model, LlamaConfig)
+    return model
+
+
+def offloads(policy: Any) -> bool:
+    """Whether a `gradient_checkpointing` policy sends anything to host memory."""
+    return isinstance(policy, Mapping) and (
+        policy.get("save_carries") == "offload" or bool(policy.get("offload_block_internals"))
+    )
+
+
+def on_the_chip(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy that keeps on the chip what `policy` sends to host memory."""
+    kept = [*(policy.get("save_block_internals") or []), *(policy.get("offload_block_internals") or [])]
+    return {"save_carries": True, "save_block_internals": kept, "offload_block_internals": []}
+
+
+def compiled(case: Case, *, shallow: bool | None = None, keep_text: Path | None = None) -> tuple[Figures, StepTime]:
+    """Compiles a case and models its time.
+
+    Args:
+        case: which.
+        shallow: compile at `SHALLOW` layers; by default where activations go to host memory.
+        keep_text: a folder for the compiler's text.
+    """
+    policy = model_of(case).gradient_checkpointing
+    shallow = offloads(policy) if shallow is None else shallow
+    argv = ["--config_path", str(case.path)]
+    if shallow:
+        argv += ["--model.num_layers", str(SHALLOW)]
+    if isinstance(policy, Mapping) and offloads(policy):
+        argv += ["--model.gradient_checkpointing", json.dumps(on_the_chip(policy))]
+    with TemporaryDirectory(prefix="published-") as scratch:
+        folder = Path(scratch) if keep_text is None else keep_text / case.config
+        (outcome,) = compile_programs(
+            "levanter.main.plan:describe",
+            {"entry_point": "train_lm", "argv": argv},
+            target=case.target,
+            programs=("train_step",),
+            keep_text=folder,
+        )
+        if not isinstance(outcome, Compiled):
+            raise SystemExit(f"{case.config}: refused: {outcome.refusal}")
+        text = (folder / "train_step.hlo.txt").read_text()
+    return summed(case, text, outcome.mesh, coordinates=outcome.coordinates, shallow=shallow, peak=outcome.peak_bytes)
+
+
+def summed(
+    case: Case,
+    text: str,
+    mesh: MeshSpec,
+    *,
+    coordinates: Sequence[Sequence[int]] | None,
+    shallow: bool,
+    peak: int,
+) -> tuple[Figures, StepTime]:
+    """The sums of a case, and its modelled time, from the compiler's text."""
+    pod = parse_accelerator(case.target)
+    config = parse(TrainLmConfig, paths=[str(case.path)])
+    (work,) = describe(config, target_of_pod(pod)).workloads
+    layers = model_of(case).num_layers
+    found = read_figures(text, mesh, trips={SHALLOW: layers} if shallow else None)
+    time = step_time(found, Network.of(mesh, pod, coordinates), model_flops=work.flops_causal)
+    assert time is not None
+    return Figures(
+        cycles=time.cycles,
+        kernels_at_peak=time.kernels_at_peak,
+        memory=time.memory,
+        busy=max((link.busy for link in time.links), default=0.0),
+        exposed=time.exposed,
+        tokens=work.tokens,
+        flops_full=work.flops_full,
+        flops_causal=work.flops_causal,
+        layers_compiled=SHALLOW if shallow else layers,
+        peak_gib=None if shallow else peak / (1 << 30),
+        unknown=time.unknown,
+    ), time
+
+
+def time_of(case: Case, figures: Figures) -> StepTime:
+    """The modelled time, from its sums."""
+    pod = parse_accelerator(case.target)
+    links = LinkUse(over="all", network="ici", busy=figures.busy, exposed=figures.exposed, total_bytes=0)
+    return StepTime(
+        cycles=figures.cycles,
+        cycle_scale=CYCLE_SCALE.get(pod.generation.name, 1.0),
+        kernels_at_peak=figures.kernels_at_peak,
+        kernels_expected=figures.kernels_at_peak / KERNEL_EFFICIENCY,
+        memory=figures.memory,
+        links=(links,),
+        peak=figures.flops_causal / (pod.devices * pod.peak_flops()),
+        unknown=figures.unknown,
+    )
+
+
+def per_chip(case: Case, figures: Figures, seconds: float) -> float:
+    """Tokens/s/chip of a step that takes `seconds`."""
+    return figures.tokens / parse_accelerator(case.target).chips / seconds
+
+
+def deviation(case: Case, figures: Figures) -> float:
+    """By how much the modelled tokens/s/chip are above the published ones, as a share of these."""
+    return per_chip(case, figures, time_of(case, figures).expected) / case.tokens - 1
+
+
+def row(case: Case, figures: Figures) -> str:
+    """A line of the table."""
+    time, pod = time_of(case, figures), parse_accelerator(case.target)
+    slow, likely, fast = (per_chip(case, figures, s) for s in (time.high, time.expected, time.low))
+    flops = figures.flops_full if case.counts == "full" else figures.flops_causal
+    ours = mfu(flops, accelerator=pod, seconds=time.expected)
+    return (
+        f"| {case.config} | {case.target} | {case.tokens:,.5g} | {100 * case.mfu:.1f} % {case.counts} "
+        f"| {likely:,.4g} ({slow:,.4g} to {fast:,.4g}) | {100 * ours:.1f} % | {100 * deviation(case, figures):+.1f} % "
+        f"| {time.exposed / time.expected:.0%} | {case.half} |"
+    )
+
+
+def read() -> dict[str, Figures]:
+    """The figures that are kept, by case."""
+    kept = json.loads(FIGURES.read_text())
+    return {name: Figures(**{**values, "unknown": tuple(values["unknown"])}) for name, values in kept.items()}
+
+
+def fitted(figures: Mapping[str, Figures]) -> dict[str, float]:
+    """The scale of the compiler's cycles, by generation, that fits the calibration half best.
+
+    Least squares of the relative deviation of the step time, over hundredths; one scale for each of `TOGETHER`.
+    """
+    half = [case for case in CASES if case.half == "calibration" and case.config in figures]
+
+    def error(case: Case, scale: float) -> float:
+        f = figures[case.config]
+        published = f.tokens / parse_accelerator(case.target).chips / case.tokens
+        return ((scale * f.cycles + f.kernels_at_peak / KERNEL_EFFICIENCY + f.exposed) / published - 1) ** 2
+
+    found = {}
+    for group in TOGETHER:
+        cases = [case for case in half if parse_accelerator(case.target).generation.name in group]
+        scales = (hundredths / 100 for hundredths in range(50, 151))
+        best = min(scales, key=lambda scale: sum(error(case, scale) for case in cases))
+        found |= dict.fromkeys(group, best)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="which; all by default")
+    parser.add_argument("--from-figures", action="store_true", help="from the sums that are kept, without compiling")
+    parser.add_argument("--write", action="store_true", help="keep the sums")
+    parser.add_argument("--missing", action="store_true", help="only those whose sums are not kept")
+    parser.add_argument("--fit", action="store_true", help="print what fits the calibration half best")
+    parser.add_argument("--keep-text", type=Path, help="a folder for the compiler's text")
+    asked = parser.parse_args()
+    figures = read() if FIGURES.exists() else {}
+    chosen = [case for case in CASES if case.config in asked.cases or not asked.cases]
+    if asked.missing:
+        chosen = [case for case in chosen if case.config not in figures]
+    if asked.from_figures:
+        chosen = [case for case in chosen if case.config in figures]
+    print("| config | pod | published tokens/s/chip | MFU | modelled tokens/s/chip | MFU | off | exposed | half |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for case in chosen:
+        if not asked.from_figures:
+            figures[case.config], _ = compiled(case, keep_text=asked.keep_text)
+        print(row(case, figures[case.config]), flush=True)
+        if asked.write:
+            FIGURES.write_text(json.dumps({name: asdict(each) for name, each in figures.items()}, indent=1) + "\n")
+    if asked.fit:
+        print(f"best fit of the calibration half: cycles of each generation × {fitted(figures)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""`ExpectedSource`: the tensors a checkpoint would hold if it were exactly what a table of rules wants.
+
+Loading can thus be planned before the checkpoint is at hand: names, shapes and dtype follow from the rules read
+backwards. It can be planned from, not read from.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.rules import WeightRules
+from haliax_ext.sources import ByteRange, Index, TensorInfo
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpectedSource:
+    """A `TensorSource` of which only the index exists.
+
+    Attributes:
+        tensors: every tensor that the rules name.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def of(cls, rules: WeightRules, leaves: Iterable[Leaf], *, dtype: np.dtype) -> "ExpectedSource":
+        """What a checkpoint of these leaves holds.
+
+        Args:
+            rules: the model family's table.
+            leaves: of the model; axes that a rule calls padded are taken at their full length.
+            dtype: in which the weights are stored.
+        """
+        table = rules.by_target()
+        tensors = {}
+        for leaf in leaves:
+            rule = table[leaf.path]
+            shape = rule.source_shape(leaf)
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            for name in rule.source_names(leaf):
+                tensors[name] = TensorInfo(name, shape, dtype, nbytes)
+        return cls(tensors=tensors)
+
+    def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
+        """None: there are no files yet."""
+        del name, index
+        return ()
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """Never called: a plan whose checkpoint is missing does not run."""
+        del index, out
+        raise AssertionError(f"{name} is expected, not there: RunPlan.check() comes before reading")

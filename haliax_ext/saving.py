@@ -1,0 +1,116 @@
+"""Arrays on devices → tensors of a checkpoint, one at a time: the inverse of `loading`, by the same rules.
+
+`tensors_of` goes through the source tensors that a table of `WeightRules` names and assembles each from the shards that
+hold it. Only one tensor is in host memory at a time. Where this process holds all shards, they are copied as they
+lie; where other processes hold some, every process runs the same small program that brings one tensor's part to all.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.rules import SourcePiece, WeightRules
+from haliax_ext.slices import Box, box_shape, intersect, to_slices
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutTensor:
+    """A tensor to write.
+
+    Attributes:
+        name: as the rules call it.
+        shape: its shape.
+        dtype: as it is written.
+        pieces: the parts of leaves it is made of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[SourcePiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan_saving(
+    leaves: Iterable[Leaf],
+    rules: WeightRules,
+    *,
+    dtype: np.dtype | None = None,
+    true_sizes: Mapping[str, int] | None = None,
+) -> tuple[OutTensor, ...]:
+    """Which tensors a model is written as; reads no array.
+
+    Args:
+        leaves: the model's.
+        rules: the table.
+        dtype: of the floating tensors; None keeps each leaf's own.
+        true_sizes: of axes that are padded in the leaves.
+
+    Raises:
+        WeightRuleError: the table does not go with the model.
+    """
+    leaves = tuple(leaves)
+    own = {leaf.path: leaf.dtype for leaf in leaves}
+    found = []
+    for name, (shape, pieces) in rules.sources(leaves, true_sizes=true_sizes).items():
+        (held,) = {own[piece.target] for piece in pieces}
+        floating = held.kind not in "iub"
+        found.append(
+            OutTensor(name=name, shape=shape, dtype=np.dtype(dtype) if dtype and floating else held, pieces=pieces)
+        )
+    return tuple(found)
+
+
+def tensors_of(
+    plan: Iterable[OutTensor], arrays: Mapping[str, jax.Array | np.ndarray]
+) -> Iterator[tuple[OutTensor, np.ndarray]]:
+    """Each tensor with its elements; with several processes, every one of them must go through all.
+
+    Args:
+        plan: from `plan_saving`.
+        arrays: by leaf path.
+    """
+    for tensor in plan:
+        whole = np.empty(tensor.shape, tensor.dtype)
+        for piece in tensor.pieces:
+            piece.write(elements(arrays[piece.target], piece.box), whole)
+        yield tensor, whole
+
+
+def elements(array: jax.Array | np.ndarray, box: Box) -> np.ndarray:
+    """The elements of a box of a sharded array, on the host of every process."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)[to_slices(box)]
+    if array.is_fully_replicated:
+        return np.asarray(array.addressable_data(0)[to_slices(box)])
+    if not array.is_fully_addressable:
+        return _brought_to_all(array, box)
+    out = np.empty(box_shape(box), array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+        held = tuple(
+            (s.start or 0, n if s.stop is None else s.stop) for s, n in zip(shard.index, array.shape, strict=True)
+        )
+        common = intersect(held, box)
+        if common is not None:
+            inside = tuple((a - h, b - h) for (a, b), (h, _) in zip(common, held, strict=True))
+            there = tuple((a - w, b - w) for (a, b), (w, _) in zip(common, box, strict=True))
+            out[to_slices(there)] = np.asarray(shard.data[to_slices(inside)])
+    return out
+
+
+def _brought_to_all(array: jax.Array, box: Box) -> np.ndarray:
+    assert isinstance(array.sharding, NamedSharding)
+    whole = NamedSharding(array.sharding.mesh, PartitionSpec())
+    starts = tuple(np.int32(start) for start, _ in box)
+    cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2, out_shardings=whole)(array, starts, box_shape(box))
+    return np.asarray(cut.addressable_data(0))

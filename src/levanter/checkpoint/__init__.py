@@ -1,0 +1,27 @@
+"""Checkpoints of our own: saved in the background, atomic, restored onto any mesh.
+
+    with Checkpointer(base, keep=[(1000, None)], save_interval_seconds=900.0, keep_last_temporary=1) as checkpointer:
+        for step in ...:
+            if checkpointer.due(step):
+                checkpointer.save(step, arrays, {"data": ...})
+
+    ref = latest(base)
+    arrays = restore(ref, planned_targets(plan, mesh))
+
+The room knows leaf paths, arrays and shardings; what they mean is its callers' business.
+"""
+
+from levanter.checkpoint.checkpointer import Checkpointer as Checkpointer
+from levanter.checkpoint.errors import CheckpointMismatchError as CheckpointMismatchError
+from levanter.checkpoint.errors import CheckpointPeerError as CheckpointPeerError
+from levanter.checkpoint.errors import CheckpointSaveError as CheckpointSaveError
+from levanter.checkpoint.errors import MissingCheckpointError as MissingCheckpointError
+from levanter.checkpoint.errors import UnreadableCheckpointError as UnreadableCheckpointError
+from levanter.checkpoint.refs import CheckpointRef as CheckpointRef
+from levanter.checkpoint.refs import SavedLeaf as SavedLeaf
+from levanter.checkpoint.refs import checkpoint_at as checkpoint_at
+from levanter.checkpoint.refs import find_checkpoints as find_checkpoints
+from levanter.checkpoint.refs import latest as latest
+from levanter.checkpoint.restoring import restore as restore
+from levanter.checkpoint.targets import Target as Target
+from levanter.checkpoint.targets import planned_targets as planned_targets

@@ -1,0 +1,309 @@
+"""`Checkpointer`: decides when a run is saved, saves it in the background, and clears away what has served its time.
+
+`save` copies the arrays off the devices and returns; a thread waits for the files, then makes the checkpoint complete
+(`metadata.json`), then applies retention. A failure on the way is raised by the next `save`, `wait` or `close`. Old
+checkpoints are deleted only after a newer one is complete.
+"""
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Self
+
+import jax
+
+from levanter.checkpoint.agreement import Agreement
+from levanter.checkpoint.errors import CheckpointPeerError, CheckpointSaveError
+from levanter.checkpoint.refs import (
+    ARRAYS_PREFIX,
+    CheckpointRef,
+    delete,
+    document,
+    entries_in,
+    find_checkpoints,
+    latest,
+    now,
+    step_path,
+    sweep,
+    write_ref,
+)
+from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
+from levanter.checkpoint.targets import saved_leaf
+from levanter.io.paths import filesystem, is_remote, join
+
+log = logging.getLogger(__name__)
+_instances = itertools.count()
+
+
+class Checkpointer:
+    """Saves one run; every process of the run has one and calls it at the same steps.
+
+    Args:
+        base: the folder or URL of this run's checkpoints; no other run may write there.
+        keep: intervals `(every, until)` of steps whose checkpoints stay for ever.
+        save_interval_seconds: time between two temporary checkpoints; None for none.
+        keep_last_temporary: how many temporary checkpoints stay.
+        temporary_base: where temporary checkpoints go; None for `base`.
+        delete_old_temporary: whether temporary checkpoints of earlier attempts at this run are deleted as well.
+        timeout_seconds: how long a save may take, waiting for other processes included.
+        clock: seconds that only grow; process 0's counts.
+
+    Raises:
+        CheckpointSaveError: nothing can be written to a base.
+        ValueError: `keep`, the interval or the number is senseless.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        *,
+        keep: Sequence[Interval],
+        save_interval_seconds: float | None,
+        keep_last_temporary: int = 1,
+        temporary_base: str | None = None,
+        delete_old_temporary: bool = True,
+        timeout_seconds: float = 1200.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if save_interval_seconds is not None and save_interval_seconds <= 0:
+            raise ValueError(f"save_interval_seconds: must be positive or None, got {save_interval_seconds}")
+        if keep_last_temporary < 0:
+            raise ValueError(f"keep_last_temporary: must not be negative, got {keep_last_temporary}")
+        # Orbax takes half a second to import; a plan of a run does without.
+        from levanter.checkpoint.arrays import ArrayWriter
+
+        self._keep = check_intervals(keep)
+        self._interval = save_interval_seconds
+        self._keep_last = keep_last_temporary
+        self._delete_old = delete_old_temporary
+        self._base = {"kept": base, "temporary": temporary_base or base}
+        self._clock = clock
+        self._agreement = Agreement(f"checkpoints/{next(_instances)}", timeout_seconds=timeout_seconds)
+        if self._agreement.decides:
+            for each in self._bases:
+                _check_writable(each)
+        self._writer = ArrayWriter(timeout_seconds=timeout_seconds)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: tuple[CheckpointRef, Future[None]] | None = None
+        self._own: set[str] = set()
+        self._newest: CheckpointRef | None = None
+        self._last_time = clock()
+        self._swept = False
+
+    @property
+    def newest(self) -> CheckpointRef | None:
+        """The checkpoint that this object made complete last."""
+        return self._newest
+
+    @property
+    def _bases(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._base.values()))
+
+    def due(self, step: int) -> bool:
+        """Whether the run is to be saved after `step` steps: by step, or because enough time has passed.
+
+        With several processes and a time interval this is a short conversation between them: all must ask.
+        """
+        if is_kept(step, self._keep):
+            return True
+        if self._interval is None:
+            return False
+        passed = self._interval
+        return self._agreement.on("due", lambda: str(int(self._clock() - self._last_time >= passed))) == "1"
+
+    def save(
+        self, step: int, arrays: Mapping[str, jax.Array], metadata: Mapping[str, Any], *, force: bool = False
+    ) -> None:
+        """Saves a run's state; returns as soon as the arrays may be donated or deleted.
+
+        It first waits for the save before, if that one is still under way. A step that this object has saved already
+        is not saved again, unless it was temporary and is now to be kept.
+
+        Args:
+            step: steps taken.
+            arrays: every array, by path.
+            metadata: what JSON can hold.
+            force: the checkpoint is kept, whatever the step; without it, `keep` decides.
+
+        Raises:
+            CheckpointSaveError: this save cannot begin, or the one before failed; complete checkpoints are intact.
+            ValueError: `arrays` or `metadata` cannot be saved; the message lists why.
+        """
+        self.wait()
+        kind = "kept" if force or is_kept(step, self._keep) else "temporary"
+        done = self._newest
+        if done is not None and done.step == step and (done.kind == "kept" or kind == "temporary"):
+            return
+        ref = CheckpointRef(
+            path=step_path(self._base[kind], step),
+            step=step,
+            kind=kind,
+            metadata=MappingProxyType(dict(metadata)),
+            leaves=MappingProxyType(_checked_leaves(arrays)),
+            arrays="",
+            saved_at=now(),
+        )
+        _check_metadata(ref)
+        with self._explained(ref):
+            name = self._agreement.on(f"save {step}", lambda: self._prepare(ref))
+        ref = replace(ref, arrays=name)
+        try:
+            with self._explained(ref):
+                self._writer.start(ref.arrays_path, arrays)
+        except CheckpointSaveError:
+            self._clean(ref)
+            raise
+        self._last_time = self._clock()
+        self._running = (ref, self._pool.submit(self._complete, ref))
+
+    def wait(self) -> None:
+        """Waits until the save that is under way is complete.
+
+        Raises:
+            CheckpointSaveError: it failed; complete checkpoints are intact. It is raised once.
+        """
+        if self._running is None:
+            return
+        (ref, future), self._running = self._running, None
+        with self._explained(ref):
+            future.result()
+        self._newest = ref
+
+    def close(self) -> None:
+        """Waits like `wait`, raises what it raises, and frees threads; nothing can be saved afterwards."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _prepare(self, ref: CheckpointRef) -> str:
+        """Makes room for a checkpoint and chooses the name of its arrays; on process 0 only."""
+        if not self._swept:
+            for base in self._bases:
+                for path in sweep(base):
+                    log.info("deleted what an interrupted save left: %s", path)
+            self._swept = True
+        if not is_remote(ref.path):
+            os.makedirs(filesystem(ref.path)[1], exist_ok=True)
+        return ARRAYS_PREFIX + secrets.token_hex(4)
+
+    def _complete(self, ref: CheckpointRef) -> None:
+        """Waits for the arrays, makes the checkpoint complete, and clears away; in the background."""
+        try:
+            self._writer.wait()
+            if self._agreement.decides:
+                write_ref(ref)
+        except BaseException:
+            self._clean(ref)
+            raise
+        if self._agreement.decides:
+            self._own.add(ref.path)
+            self._retire(ref)
+        self._agreement.meet(f"complete {ref.arrays}")
+
+    def _retire(self, newest: CheckpointRef) -> None:
+        """Deletes temporary checkpoints that have served their time. That it fails is no reason to stop a run."""
+        try:
+            found = [ref for ref in find_checkpoints(*self._bases) if self._delete_old or ref.path in self._own]
+            for ref in expired(found, newest=newest, keep_last=self._keep_last):
+                delete(ref.path)
+            _delete_replaced(newest)
+        except (OSError, ValueError) as error:
+            log.warning("old checkpoints could not be deleted: %s", error)
+            self._swept = False
+
+    def _clean(self, ref: CheckpointRef) -> None:
+        """Frees the space of a save that failed; what cannot be deleted now is swept up before the next save."""
+        self._swept = False
+        if self._agreement.decides:
+            with contextlib.suppress(OSError, ValueError):
+                sweep(self._base[ref.kind])
+
+    @contextlib.contextmanager
+    def _explained(self, ref: CheckpointRef):
+        """Turns what a library raises into an error that says what is lost, and what is not."""
+        try:
+            yield
+        except CheckpointPeerError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            try:
+                last = latest(*self._bases)
+                left = f"the last complete one is of step {last.step} ({last.path})" if last else "there is none before"
+            except (OSError, ValueError) as second:
+                left = f"those before cannot be listed ({second})"
+            kind = CheckpointPeerError if isinstance(error, TimeoutError) else CheckpointSaveError
+            raise kind(
+                f"{ref.path}: the checkpoint of step {ref.step} was not written: {_reason(error)}; {left}"
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong in the words of the library that noticed; a full disk, where that is what it is."""
+    text = " ".join(str(error).split())
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        if getattr(error, "errno", None) == code or os.strerror(code) in text:
+            return os.strerror(code)
+    return f"{type(error).__name__}: " + (text if len(text) <= 300 else text[:300] + " …")
+
+
+def _delete_replaced(ref: CheckpointRef) -> None:
+    """Deletes arrays that an earlier checkpoint of the same step had in the same folder."""
+    fs, name = filesystem(ref.path)
+    for each, is_folder in entries_in(ref.path):
+        if is_folder and each.startswith(ARRAYS_PREFIX) and each != ref.arrays:
+            fs.rm(f"{name}/{each}", recursive=True)
+
+
+def _checked_leaves(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
+    problems, leaves = [], {}
+    for path, array in arrays.items():
+        if not isinstance(array, jax.Array):
+            problems.append(f"{path}: a jax.Array is expected, got {type(array).__name__}")
+        elif jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+            problems.append(f"{path}: {array.dtype} cannot be saved; pass jax.random.key_data of it")
+        elif array.size == 0:
+            problems.append(f"{path}: {array.dtype.name}{list(array.shape)} has no elements; leave it out")
+        elif array.is_deleted():
+            problems.append(f"{path}: was donated or deleted before it could be saved")
+        else:
+            leaves[path] = saved_leaf(array.shape, array.dtype)
+    if not arrays:
+        problems.append("there are no arrays to save")
+    if problems:
+        raise ValueError("a checkpoint cannot hold these:\n  " + "\n  ".join(problems))
+    return leaves
+
+
+def _check_metadata(ref: CheckpointRef) -> None:
+    try:
+        document(ref)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of the checkpoint of step {ref.step}: {error}") from error
+
+
+def _check_writable(base: str) -> None:
+    """Writes and deletes a small file, so that an unwritable place is known before the first step."""
+    probe = join(base, f".probe-{secrets.token_hex(4)}")
+    fs, name = filesystem(probe)
+    try:
+        fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(name, b"levanter")
+        fs.rm_file(name)
+    except OSError as error:
+        raise CheckpointSaveError(f"{base}: checkpoints cannot be written here ({error.strerror or error})") from error

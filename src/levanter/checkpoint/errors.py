@@ -1,0 +1,23 @@
+"""What can go wrong with checkpoints, each an error a user can act on."""
+
+
+class MissingCheckpointError(FileNotFoundError, ValueError):
+    """A path holds no complete checkpoint."""
+
+
+class UnreadableCheckpointError(OSError, ValueError):
+    """A checkpoint is there and cannot be read: damaged, or written by something else."""
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint holds other arrays than the run needs; the message lists every difference."""
+
+
+class CheckpointSaveError(OSError, ValueError):
+    """A checkpoint could not be written; those that were complete before are intact."""
+
+
+class CheckpointPeerError(CheckpointSaveError, TimeoutError):
+    """Another process of the run did not take part in a save in time."""
+
+    exit_code = 5

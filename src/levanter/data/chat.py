@@ -1,0 +1,107 @@
+"""Chat templates: a conversation → text, and which parts of it the assistant wrote.
+
+A template is Jinja, in the dialect that Hugging Face tokenizers carry: `messages`, `bos_token`, `eos_token` and
+`add_generation_prompt` are in scope, `raise_exception` refuses a conversation, and `{% generation %}` … `{%
+endgeneration %}` encloses what the assistant wrote. It is run in a sandbox: a template is data.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from levanter.data.errors import DataError
+
+# Marks around generated text while a template runs: noncharacters, which no text has.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _mark(caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A template, ready to run.
+
+    Attributes:
+        text: the template.
+        bos_token, eos_token: what it knows under these names.
+        where: its key in the configuration, for messages.
+    """
+
+    text: str
+    bos_token: str
+    eos_token: str
+    where: str = "chat_template"
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether it says what the assistant wrote."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.text) is not None
+
+    @cached_property
+    def _template(self) -> Any:
+        environment: Environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        try:
+            return environment.from_string(self.text)
+        except TemplateError as error:
+            raise DataError(f"{self.where}: not a Jinja template ({error})") from error
+
+    def check(self) -> None:
+        """Raises a `DataError` if it is no template."""
+        assert self._template is not None
+
+    def render(
+        self, messages: Sequence[Any], more: Mapping[str, Any], origin: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as text, and the spans of characters that the assistant wrote.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        known = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": False}
+        try:
+            marked = self._template.render(**{**known, **more, "messages": messages})
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{origin}: the chat template refuses these messages ({error})") from error
+        pieces = _MARKS.split(marked)
+        marks = _MARKS.findall(marked)
+        spans, place, opened = [], 0, None
+        for piece, mark in zip(pieces, [*marks, ""], strict=True):
+            place += len(piece)
+            if mark == _BEGIN:
+                opened = place
+            elif mark == _END and opened is not None:
+                spans.append((opened, place))
+                opened = None
+        return "".join(pieces), spans
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

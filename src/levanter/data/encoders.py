@@ -1,0 +1,221 @@
+"""Encoders: a record of some format → token ids, and the weight each place has in the loss.
+
+A weight belongs to the place *from* which a token is predicted, as everywhere in training: `weights[t]` counts the
+prediction of `ids[t + 1]`. Plain text has no weights: every token behind a document's first counts. Records of the
+other formats are JSON values (or rows of Parquet) with the place they came from:
+
+- `prebuilt`: ids as they are, with weights as they are where the record has them.
+- `supervised`: BOS, input, target, EOS. With `mask_inputs` only what predicts the target and EOS counts.
+- `chat`: what the chat template makes of the messages, special tokens included; nothing is put around it. With
+  `mask_user_turns` only what predicts text within `{% generation %}` counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levanter.data.chat import ChatTemplate
+from levanter.data.errors import DataError
+from levanter.data.formats import ChatLmDatasetFormat, PrebuiltLmDatasetFormat, SupervisedLmDatasetFormat
+from levanter.data.readers import Document
+from levanter.data.store_write import Encoded
+from levanter.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoder:
+    """Plain documents: BOS, text, EOS.
+
+    Attributes:
+        tokenizer: text to ids.
+        bos, eos: ids put before and behind each document; None for none.
+        vocab_size: the model's ids.
+    """
+
+    tokenizer: Tokenizer
+    bos: int | None
+    eos: int | None
+    vocab_size: int
+
+    def chars(self, record: Document) -> int:
+        return len(record.text)
+
+    def encode(self, records: Sequence[Document]) -> list[Encoded]:
+        """The ids of each document.
+
+        Raises:
+            DataError: an id outside the model's vocabulary.
+        """
+        before = np.array([] if self.bos is None else [self.bos], np.int32)
+        after = np.array([] if self.eos is None else [self.eos], np.int32)
+        found = []
+        for record, ids in zip(records, self.tokenizer.encode_batch([r.text for r in records]), strict=True):
+            check_ids(ids, record.origin, self.tokenizer, self.vocab_size)
+            found.append(Encoded(np.concatenate([before, np.asarray(ids, np.int32), after])))
+        return found
+
+
+def check_ids(ids: np.ndarray, origin: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Raises a `DataError` if an id is outside the vocabulary."""
+    if len(ids) and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
+        outside: Any = ids[(ids < 0) | (ids >= vocab_size)][0]
+        who = "the ids" if tokenizer is None else f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
+        raise DataError(
+            f"{origin}: token id {outside} is outside the model's vocabulary of {vocab_size}; {who} and model do not "
+            "belong together"
+        )
+
+
+Record = tuple[Any, str]
+"""A JSON value and where it came from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrebuiltEncoder:
+    """Records that hold ids.
+
+    Attributes:
+        format: their keys.
+        vocab_size: ids there are.
+    """
+
+    format: PrebuiltLmDatasetFormat
+    vocab_size: int
+
+    def chars(self, record: Record) -> int:
+        value, origin = record
+        return len(_key(value, self.format.input_ids_key, list, origin))
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """The ids and weights of each record.
+
+        Raises:
+            DataError: ids that are no numbers or outside the vocabulary; weights of another length.
+        """
+        return [self._encoded(value, origin) for value, origin in records]
+
+    def _encoded(self, value: Any, origin: str) -> Encoded:
+        key, weights_key = self.format.input_ids_key, self.format.loss_weights_key
+        ids = _numbers(_key(value, key, list, origin), np.int64, key, origin)
+        check_ids(ids, origin, None, self.vocab_size)
+        weights = np.ones(len(ids), np.float32)
+        if weights_key is not None:
+            weights = _numbers(_key(value, weights_key, list, origin), np.float32, weights_key, origin)
+            if len(weights) != len(ids):
+                raise DataError(f"{origin}: {len(weights)} {weights_key} for {len(ids)} {key}")
+            if self.format.loss_weight_transform == "shift_left":
+                weights = np.concatenate([weights[1:], np.zeros(1, np.float32)])
+        return Encoded(ids.astype(np.int32), weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedEncoder:
+    """Records of an input and its target.
+
+    Attributes:
+        format: their keys.
+        tokenizer: text to ids; input and target each for itself.
+        bos, eos: as in `TextEncoder`.
+    """
+
+    format: SupervisedLmDatasetFormat
+    tokenizer: Tokenizer
+    bos: int | None
+    eos: int | None
+
+    def chars(self, record: Record) -> int:
+        return sum(map(len, self._texts(*record)))
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """The ids and weights of each record.
+
+        Raises:
+            DataError: a key is missing or no text.
+        """
+        texts = [text for record in records for text in self._texts(*record)]
+        pieces = self.tokenizer.encode_batch(texts)
+        return [self._encoded(pieces[i], pieces[i + 1]) for i in range(0, len(pieces), 2)]
+
+    def _texts(self, value: Any, origin: str) -> tuple[str, str]:
+        between = self.format.separate_with if isinstance(self.format.separate_with, str) else ""
+        prompt = _key(value, self.format.input_key, str, origin)
+        return prompt + between, _key(value, self.format.target_key, str, origin)
+
+    def _encoded(self, prompt: np.ndarray, target: np.ndarray) -> Encoded:
+        between = self.format.separate_with
+        before = [] if self.bos is None else [self.bos]
+        middle = [between] if isinstance(between, int) else []
+        after = [] if self.eos is None else [self.eos]
+        ids = np.concatenate([before, prompt, middle, target, after]).astype(np.int32)
+        weights = np.ones(len(ids), np.float32)
+        if self.format.mask_inputs:
+            given = len(before) + len(prompt) + len(middle)
+            weights[: max(given - 1, 0)] = 0.0
+        return Encoded(ids, weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEncoder:
+    """Conversations.
+
+    Attributes:
+        format: their keys.
+        template: messages to text.
+        tokenizer: text to ids, special tokens in the text included.
+    """
+
+    format: ChatLmDatasetFormat
+    template: ChatTemplate
+    tokenizer: Tokenizer
+
+    def chars(self, record: Record) -> int:
+        value, origin = record
+        messages = _key(value, self.format.messages_field, list, origin)
+        return sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """The ids and weights of each conversation.
+
+        Raises:
+            DataError: messages that the template refuses.
+        """
+        return [self._encoded(*record) for record in records]
+
+    def _encoded(self, value: Any, origin: str) -> Encoded:
+        messages = _key(value, self.format.messages_field, list, origin)
+        system, extra = self.format.system_prompt, self.format.chat_template_kwargs
+        if system is not None and value.get(system):
+            messages = [{"role": "system", "content": value[system]}, *messages]
+        more = value.get(extra) if extra is not None else None
+        text, spans = self.template.render(messages, more or {}, origin)
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        weights = np.ones(len(ids), np.float32)
+        if self.format.mask_user_turns:
+            target = np.zeros(len(ids), bool)
+            for start, stop in spans:
+                target |= (offsets[:, 0] >= start) & (offsets[:, 0] < stop)
+            weights[:-1] = target[1:]
+            weights[-1:] = 0.0
+        return Encoded(ids, weights)
+
+
+def _key(value: Any, key: str, kind: type, origin: str) -> Any:
+    """The value of a record's key, of the type it must have."""
+    if not isinstance(value, dict):
+        raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(value).__name__}")
+    if key not in value:
+        raise DataError(f"{origin}: no key {key!r}; it has {', '.join(map(repr, value)) or 'none'}")
+    if not isinstance(value[key], kind):
+        names = {list: "a list", str: "a string"}
+        raise DataError(f"{origin}: {key!r} is {type(value[key]).__name__}, expected {names[kind]}")
+    return value[key]
+
+
+def _numbers(values: list, dtype: Any, key: str, origin: str) -> np.ndarray:
+    found = np.asarray(values) if values else np.zeros(0, dtype)
+    wanted = "iu" if np.issubdtype(dtype, np.integer) else "iufb"
+    if found.ndim != 1 or found.dtype.kind not in wanted:
+        raise DataError(f"{origin}: {key!r} must be a list of {'whole ' if wanted == 'iu' else ''}numbers")
+    return found.astype(dtype)

@@ -1,0 +1,55 @@
+"""The loader: the batches of coming steps, made in a thread while the devices work on this one."""
+
+import queue
+import threading
+from collections.abc import Generator
+from contextlib import suppress
+
+from levanter.data.rows import TrainRows
+from levanter.data.training_data import TrainingData
+
+
+def batches(
+    data: TrainingData, *, first: int, stop: int, rows: tuple[int, int] | None = None, ahead: int = 2
+) -> Generator[tuple[int, TrainRows], None, None]:
+    """The batches of steps `first` to `stop`, each with its step; the next `ahead` are made in the background.
+
+    Args:
+        data: the rows.
+        first: the first step, of a run that begins or resumes.
+        stop: the step behind the last.
+        rows: the rows of each global batch to make; all of them by default.
+        ahead: batches kept ready.
+
+    Raises:
+        DataError: where the batch is asked for whose making failed.
+    """
+    ready: queue.Queue[tuple[int, TrainRows] | BaseException] = queue.Queue(maxsize=max(ahead, 1))
+    stopped = threading.Event()
+
+    def put(item: tuple[int, TrainRows] | BaseException) -> bool:
+        while not stopped.is_set():
+            with suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return True
+        return False
+
+    def make() -> None:
+        try:
+            for step in range(first, stop):
+                if not put((step, data.rows(step) if rows is None else data.rows(step, *rows))):
+                    return
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the batch is asked for
+            put(error)
+
+    thread = threading.Thread(target=make, name="make-batches", daemon=True)
+    thread.start()
+    try:
+        for _ in range(first, stop):
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()

@@ -1,0 +1,221 @@
+"""Manifests: what a token store was made from, and what is in it.
+
+The *identity* is everything that decides a store's ids: the tokenizer, what is put around documents, the format, the
+source files with their sizes. A store whose identity is not the configuration's is refused, with every difference.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from levanter.data.errors import DataError
+from levanter.io.paths import exists, join, open_read
+
+VERSION = 1
+MANIFEST = "manifest.json"
+SHARD_MARK = "shard.json"
+
+
+class StoreError(DataError):
+    """A token store that cannot be used: which folder, and what differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One thing that a store is made from.
+
+    Attributes:
+        name: its path, or what else names it.
+        size: its bytes as stored.
+        digest: hex SHA-256 of the text, for sources that have no file.
+    """
+
+    name: str
+    size: int
+    digest: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a store is made from; two stores of one identity hold the same ids.
+
+    Attributes:
+        tokenizer: its hash.
+        tokenizer_name: where it came from; not compared.
+        vocab_size: number of ids.
+        bos, eos: the ids put before and behind each document; None for none.
+        format: the format's name and keys.
+        weighted: whether ids carry loss weights.
+        sources: the files, in order.
+        groups: shards at most.
+    """
+
+    tokenizer: str
+    tokenizer_name: str = field(compare=False)
+    vocab_size: int
+    bos: int | None
+    eos: int | None
+    format: Mapping[str, Any]
+    weighted: bool
+    sources: tuple[SourceFile, ...]
+    groups: int
+
+    @property
+    def shards(self) -> tuple[tuple[int, ...], ...]:
+        """Which sources each shard holds."""
+        count = min(len(self.sources), self.groups)
+        cuts = [len(self.sources) * i // count for i in range(count + 1)]
+        return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(cuts))
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> "Identity":
+        return cls(**{**value, "sources": tuple(SourceFile(**each) for each in value["sources"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMark:
+    """What one finished shard holds.
+
+    Attributes:
+        documents: documents of at least one token.
+        tokens: their ids.
+        chars: characters read.
+        skipped: empty documents, which are left out.
+        largest_id: the largest id; −1 where there is none.
+        files: bytes of each file of the shard.
+    """
+
+    documents: int
+    tokens: int
+    chars: int
+    skipped: int
+    largest_id: int
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of manifest.json; `shards` is None while the store is being built."""
+
+    identity: Identity
+    shards: tuple[ShardMark, ...] | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards or ())
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards or ())
+
+    @property
+    def largest_id(self) -> int:
+        return max((shard.largest_id for shard in self.shards or ()), default=-1)
+
+    def content(self) -> bytes:
+        """The file's bytes: the same for the same manifest."""
+        shards = None if self.shards is None else [asdict(shard) for shard in self.shards]
+        value = {
+            "version": VERSION,
+            "finished": self.shards is not None,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "identity": asdict(self.identity),
+            "shards": shards,
+        }
+        return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def shard_folder(folder: str, number: int) -> str:
+    """The folder of a shard."""
+    return join(folder, "shards", f"{number:05d}")
+
+
+def read_json(path: str) -> Any:
+    """The JSON value in a file of a store.
+
+    Raises:
+        StoreError: it is no JSON.
+    """
+    with open_read(path) as file:
+        content = file.read()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise StoreError(f"{path}: is damaged ({error}); delete the folder and let it be built again") from error
+
+
+def read_manifest(folder: str) -> Manifest | None:
+    """The manifest of a store; None where there is no store.
+
+    Raises:
+        StoreError: it is damaged, or of another version.
+    """
+    path = join(folder, MANIFEST)
+    if not exists(path):
+        return None
+    value = read_json(path)
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        found = value.get("version") if isinstance(value, dict) else type(value).__name__
+        raise StoreError(f"{path}: version {VERSION} of a token store is expected, found {found}")
+    try:
+        shards = value["shards"]
+        return Manifest(
+            identity=Identity.of_json(value["identity"]),
+            shards=None if shards is None else tuple(ShardMark(**each) for each in shards),
+        )
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{path}: is damaged ({error}); delete the folder and let it be built again") from error
+
+
+def compare(folder: str, stored: Identity, wanted: Identity, *, sources: bool) -> None:
+    """Raises unless a store is what the configuration asks for.
+
+    Args:
+        folder: the store.
+        stored: what it was made from.
+        wanted: what the configuration says.
+        sources: whether the files are known here and compared.
+
+    Raises:
+        StoreError: with every difference.
+    """
+    differences = []
+    if stored.tokenizer != wanted.tokenizer:
+        differences.append(
+            f"tokenizer: built with {stored.tokenizer_name} ({stored.vocab_size} ids, hash {stored.tokenizer[:12]}), "
+            f"configured {wanted.tokenizer_name} ({wanted.vocab_size} ids, hash {wanted.tokenizer[:12]})"
+        )
+    differences += [
+        f"{key}: built with {getattr(stored, key)!r}, configured {getattr(wanted, key)!r}"
+        for key in ("bos", "eos", "format", "weighted")
+        if getattr(stored, key) != getattr(wanted, key)
+    ]
+    if sources:
+        differences += _source_differences(stored.sources, wanted.sources)
+        if not differences and stored.groups != wanted.groups:
+            differences.append(f"num_shard_groups: built with {stored.groups}, configured {wanted.groups}")
+    if differences:
+        listed = "\n".join(f"  {each}" for each in differences)
+        raise StoreError(
+            f"{folder}: this token store was made from something else:\n{listed}\n"
+            "  give another cache_dir, or delete this folder"
+        )
+
+
+def _source_differences(stored: Sequence[SourceFile], wanted: Sequence[SourceFile]) -> list[str]:
+    before = {source.name: source for source in stored}
+    now = {source.name: source for source in wanted}
+    found = [f"source {name}: in the store, not configured" for name in before if name not in now]
+    found += [f"source {name}: configured, not in the store" for name in now if name not in before]
+    for name in before.keys() & now.keys():
+        old, new = before[name], now[name]
+        if old.size != new.size:
+            found.append(f"source {name}: had {old.size:,} bytes, has {new.size:,}")
+        elif old.digest != new.digest:
+            found.append(f"source {name}: has another text")
+    if not found and [s.name for s in stored] != [s.name for s in wanted]:
+        found.append("sources: the same files in another order")
+    return found[:8] + ([f"… and {len(found) - 8} more sources"] if len(found) > 8 else [])

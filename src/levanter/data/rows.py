@@ -1,0 +1,224 @@
+"""Rows: the documents of one set as rows of equal length, any of which can be made when asked for.
+
+Two ways to lay documents into rows of `positions` tokens:
+
+- *concatenated*: documents lie end to end and are cut every `positions` tokens. Nothing is padded; what is left behind
+  the last whole row is not used. (A set smaller than one row is one padded row.)
+- *packed*: whole documents, several to a row, planned by `packing`; the rest of the row is padding. A document longer
+  than a row is cut into pieces, the last of them as long as it happens to be.
+
+*Segment ids* number a row's documents from 0; padding has −1. Loss weights are 0 where nothing of the sequence follows:
+at a row's last place, before padding, and at a document's last token, unless documents may see each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from levanter.data.packing import Packing, pack
+from levanter.data.store import Tokens, span_places
+
+PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainRows:
+    """Rows as arrays.
+
+    Attributes:
+        tokens: int32 `[rows, position]`; 0 where padded.
+        loss_weights: float32 `[rows, position]`, the weight of predicting *from* each position.
+        segment_ids: int32 `[rows, position]`, numbering each row's documents from 0; −1 where padded.
+    """
+
+    tokens: np.ndarray
+    loss_weights: np.ndarray
+    segment_ids: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, positions: int) -> "TrainRows":
+        """Rows of padding, to be filled in."""
+        return cls(
+            tokens=np.zeros((rows, positions), np.int32),
+            loss_weights=np.zeros((rows, positions), np.float32),
+            segment_ids=np.full((rows, positions), PADDING_SEGMENT, np.int32),
+        )
+
+    def put(self, where: np.ndarray, rows: "TrainRows") -> None:
+        """Writes rows into these places."""
+        self.tokens[where] = rows.tokens
+        self.loss_weights[where] = rows.loss_weights
+        self.segment_ids[where] = rows.segment_ids
+
+
+class Rows(Protocol):
+    """Rows that can be taken by number."""
+
+    @property
+    def positions(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, numbers: np.ndarray) -> TrainRows:
+        """The rows with these numbers, in this order."""
+        ...
+
+    def describe(self) -> str:
+        """How documents lie in the rows, in a few words."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConcatenatedRows:
+    """Documents end to end, cut every `positions` tokens.
+
+    Attributes:
+        tokens: the documents.
+        positions: tokens in a row.
+        separate: whether a token sees only its own document.
+    """
+
+    tokens: Tokens
+    positions: int
+    separate: bool
+
+    @property
+    def _total(self) -> int:
+        return int(self.tokens.starts[-1])
+
+    def __len__(self) -> int:
+        return max(self._total // self.positions, 1)
+
+    def take(self, numbers: np.ndarray) -> TrainRows:
+        numbers = np.asarray(numbers, np.int64)
+        assert ((numbers >= 0) & (numbers < len(self))).all(), numbers
+        begins = numbers * self.positions
+        counts = np.minimum(self._total - begins, self.positions)
+        ids, weights = self.tokens.read(begins, counts)
+        real = np.arange(self.positions) < counts[:, None]
+        found = TrainRows.empty(len(numbers), self.positions)
+        found.tokens[real] = ids
+        found.loss_weights[real] = 1.0 if weights is None else weights
+        # The documents that begin behind a row's first token, as marks; their running sum numbers the documents.
+        starts = self.tokens.starts
+        first = np.searchsorted(starts, begins, side="right")
+        behind = np.searchsorted(starts, begins + counts, side="left")
+        marks = span_places(first, behind - first)
+        at = np.repeat(np.arange(len(numbers)), behind - first)
+        begin_marks = np.zeros((len(numbers), self.positions), np.int32)
+        np.add.at(begin_marks, (at, starts[marks] - begins[at]), 1)
+        found.loss_weights[:, :-1] *= real[:, 1:]
+        found.loss_weights[:, -1] = 0.0
+        if self.separate:
+            found.loss_weights[:, :-1] *= begin_marks[:, 1:] == 0
+            found.segment_ids[real] = np.cumsum(begin_marks, axis=1, dtype=np.int32)[real]
+        else:
+            found.segment_ids[real] = 0
+        return found
+
+    def describe(self) -> str:
+        left = max(self._total - len(self) * self.positions, 0)
+        behind = f", {left:,} tokens behind the last row left out" if left else ""
+        if self._total < self.positions:
+            behind = f", padded from {self._total:,} tokens"
+        return f"documents end to end{behind}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRows:
+    """Whole documents, several to a row.
+
+    Attributes:
+        tokens: the documents.
+        positions: tokens in a row.
+        separate: whether a token sees only its own document.
+        begins, lengths: int64 `[pieces]`: the documents, those that are longer than a row cut.
+        packing: which pieces each row holds.
+        cut: documents that were cut.
+    """
+
+    tokens: Tokens
+    positions: int
+    separate: bool
+    begins: np.ndarray
+    lengths: np.ndarray
+    packing: Packing
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.packing)
+
+    def take(self, numbers: np.ndarray) -> TrainRows:
+        numbers = np.asarray(numbers, np.int64)
+        first = self.packing.row_starts[numbers]
+        count = self.packing.row_starts[numbers + 1] - first
+        pieces = self.packing.pieces[span_places(first, count)]
+        lengths = self.lengths[pieces]
+        row = np.repeat(np.arange(len(numbers)), count)
+        # Where each piece begins within its row: the running sum of lengths, less what it was where the row begins.
+        ends = np.cumsum(lengths)
+        row_base = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(count)])[:-1]]
+        begin = ends - lengths - row_base[row]
+        places = span_places(row * self.positions + begin, lengths)
+        ids, weights = self.tokens.read(self.begins[pieces], lengths)
+        found = TrainRows.empty(len(numbers), self.positions)
+        found.tokens.reshape(-1)[places] = ids
+        found.loss_weights.reshape(-1)[places] = 1.0 if weights is None else weights
+        found.loss_weights.reshape(-1)[row * self.positions + begin + lengths - 1] = 0.0
+        within = np.arange(len(pieces)) - np.repeat(np.cumsum(count) - count, count)
+        found.segment_ids.reshape(-1)[places] = np.repeat(within if self.separate else 0 * within, lengths)
+        return found
+
+    @cached_property
+    def filled(self) -> float:
+        """The share of the rows' places that hold a token."""
+        return float(self.lengths.sum() / (len(self) * self.positions))
+
+    def describe(self) -> str:
+        cut = f", {self.cut:,} longer than a row cut" if self.cut else ""
+        most = int(np.diff(self.packing.row_starts).max())
+        several = f"up to {most} to a row" if most > 1 else "one to a row"
+        return f"whole documents, {several}, {self.filled:.1%} of the places filled{cut}"
+
+
+def packed_rows(tokens: Tokens, *, positions: int, separate: bool, most: int | None) -> PackedRows:
+    """Plans packed rows.
+
+    Args:
+        tokens: the documents.
+        positions: tokens in a row.
+        separate: whether a token sees only its own document.
+        most: documents in a row at most; None for as many as fit.
+    """
+    lengths = np.diff(tokens.starts)
+    pieces = -(-lengths // positions)
+    number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins = np.repeat(tokens.starts[:-1], pieces) + number * positions
+    remaining = np.minimum(np.repeat(tokens.starts[1:], pieces) - begins, positions)
+    return PackedRows(
+        tokens=tokens,
+        positions=positions,
+        separate=separate,
+        begins=begins,
+        lengths=remaining,
+        packing=pack(remaining, positions=positions, most=most),
+        cut=int(np.count_nonzero(pieces > 1)),
+    )
+
+
+def take_mixed(sources: Sequence[Rows], which: np.ndarray, numbers: np.ndarray) -> TrainRows:
+    """Rows of several sets.
+
+    Args:
+        sources: the sets.
+        which: which of them each row comes from.
+        numbers: which row of it.
+    """
+    found = TrainRows.empty(len(which), sources[0].positions)
+    for i in np.unique(which):
+        here = np.flatnonzero(which == i)
+        found.put(here, sources[i].take(numbers[here]))
+    return found

@@ -1,0 +1,224 @@
+"""Shuffles: orders of `n` things that are computed, not stored.
+
+A *permutation* answers "which thing is at place i?" for any `i` without having looked at the places before it, so a
+run that resumes at step 300,000 asks for exactly the rows that it would have read, in no time and with no state.
+
+- `Feistel`: a keyed bijection. The index is two halves of equally many bits; eight rounds add a keyed hash of one half
+  to the other; what falls outside `[0, n)` goes through again until it does not (*cycle walking*; at most 4 times on
+  average, since the domain is less than `4n`).
+- `Linear`: `a·i + b mod n` with `a` prime to `n`. Cheap, and as regular as it looks.
+- `Windows`: consecutive windows, each permuted on its own (upstream's `shuffle: 10000`: *eras*).
+- `Blocks`: blocks of consecutive things are put into a random order, then things are permuted within windows of so many
+  blocks. What is read at about the same time lies in few blocks, which is what a store on a far disk wants.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+_ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Permutation(Protocol):
+    """A bijection of `[0, size)`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """What is at these places: int64, of the shape of `places`."""
+        ...
+
+
+def subkey(key: int, *words: int | str) -> int:
+    """A key of 64 bits derived from another one and some words; the same on every machine."""
+    state = key & (2**64 - 1)
+    for word in words:
+        content = word.encode() if isinstance(word, str) else int(word).to_bytes(16, "little", signed=True)
+        for byte in content + b"\xff":
+            state = _mix_int((state ^ byte) + 0x9E3779B97F4A7C15)
+    return state
+
+
+def _mix_int(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014) on one number."""
+    x &= 2**64 - 1
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return x ^ (x >> 31)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The same on uint64 arrays, which wrap around as it wants."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """No shuffle."""
+
+    size: int
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        return np.asarray(places, np.int64)
+
+
+@dataclass(frozen=True)
+class Feistel:
+    """A pseudorandom permutation of `[0, size)`."""
+
+    size: int
+    key: int
+
+    @cached_property
+    def _half_bits(self) -> int:
+        return max(1, -(-max(self.size - 1, 1).bit_length() // 2))
+
+    @cached_property
+    def _round_keys(self) -> tuple[np.uint64, ...]:
+        return tuple(np.uint64(_mix_int(self.key + i * int(_GOLDEN))) for i in range(1, _ROUNDS + 1))
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        found = self._once(np.asarray(places).astype(np.uint64))
+        outside = found >= self.size
+        while outside.any():
+            found[outside] = self._once(found[outside])
+            outside = found >= self.size
+        return found.astype(np.int64)
+
+    def _once(self, x: np.ndarray) -> np.ndarray:
+        bits = np.uint64(self._half_bits)
+        mask = np.uint64((1 << self._half_bits) - 1)
+        left, right = x >> bits, x & mask
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix((right + _GOLDEN) ^ key) & mask)
+        return (left << bits) | right
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`a·i + b mod size`: every `a`-th thing, from `b` on.
+
+    Raises:
+        ValueError: more than 2³² things, whose products no longer fit into 64 bits.
+    """
+
+    size: int
+    key: int
+
+    def __post_init__(self) -> None:
+        if self.size > 2**32:
+            raise ValueError(f"a linear permutation orders at most {2**32:,} rows, got {self.size:,}; use feistel")
+
+    @cached_property
+    def _factors(self) -> tuple[int, int]:
+        factor = subkey(self.key, "factor") % self.size
+        while math.gcd(factor, self.size) != 1:
+            factor = (factor + 1) % self.size
+        return factor, subkey(self.key, "offset") % self.size
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        factor, offset = self._factors
+        size = np.uint64(self.size)
+        product = np.asarray(places).astype(np.uint64) * np.uint64(factor) % size
+        return ((product + np.uint64(offset)) % size).astype(np.int64)
+
+
+def permutation(kind: str | None, size: int, key: int) -> Permutation:
+    """The permutation called `feistel` or `linear`; None is `feistel`."""
+    return Linear(size, key) if kind == "linear" else Feistel(size, key)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Consecutive windows of `window` things, each permuted on its own."""
+
+    size: int
+    key: int
+    window: int
+    kind: str | None = "feistel"
+
+    def __post_init__(self) -> None:
+        assert self.window >= 1, self.window
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        places = np.asarray(places, np.int64)
+        number = places // self.window
+        found = np.empty_like(places)
+        for one in np.unique(number):
+            start = int(one) * self.window
+            inside = permutation(self.kind, min(self.window, self.size - start), subkey(self.key, int(one)))
+            here = number == one
+            found[here] = start + inside(places[here] - start)
+        return found
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks in random order, then things within windows of blocks; the last block may be short.
+
+    Attributes:
+        block: things in a block.
+        window: blocks in a window.
+    """
+
+    size: int
+    key: int
+    block: int
+    window: int
+    kind: str | None = "feistel"
+
+    def __post_init__(self) -> None:
+        assert self.block >= 1 and self.window >= 1, (self.block, self.window)
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.size // self.block)
+
+    @cached_property
+    def _order(self) -> Permutation:
+        return permutation(self.kind, self._blocks, subkey(self.key, "blocks"))
+
+    @cached_property
+    def _short(self) -> tuple[int, int]:
+        """Where in the order the last block is, and how many things it lacks."""
+        lacking = self._blocks * self.block - self.size
+        if lacking == 0:
+            return self._blocks, 0
+        # A search, once: a permutation here knows no inverse. Slots are few.
+        step = 1 << 20
+        for start in range(0, self._blocks, step):
+            slots = np.arange(start, min(start + step, self._blocks))
+            hits = np.flatnonzero(self._order(slots) == self._blocks - 1)
+            if len(hits):
+                return start + int(hits[0]), lacking
+        raise AssertionError("a permutation without its last element")
+
+    def _slot_start(self, slot: np.ndarray) -> np.ndarray:
+        at, lacking = self._short
+        return slot * self.block - np.where(slot > at, lacking, 0)
+
+    def _slot_of(self, place: np.ndarray) -> np.ndarray:
+        at, lacking = self._short
+        behind = place >= (at + 1) * self.block - lacking
+        return np.where(behind, (place + lacking) // self.block, place // self.block)
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        places = np.asarray(places, np.int64)
+        windows = self._slot_of(places) // self.window
+        found = np.empty_like(places)
+        for one in np.unique(windows):
+            first = int(one) * self.window
+            start, stop = self._slot_start(np.array([first, min(first + self.window, self._blocks)]))
+            inside = permutation(self.kind, int(stop - start), subkey(self.key, "window", int(one)))
+            here = windows == one
+            moved = start + inside(places[here] - start)
+            slot = self._slot_of(moved)
+            found[here] = self._order(slot) * self.block + (moved - self._slot_start(slot))
+        return found

@@ -1,0 +1,315 @@
+"""Building token stores: documents → ids → shards, in parallel, resumable shard by shard.
+
+Three stages run at once. A thread reads documents; a few threads hand batches of them to the tokenizer, which lets go
+of the interpreter while it works (and has threads of its own); the caller's thread lays ids end to end and writes.
+Order is kept throughout, so the bytes of a store depend on its identity only.
+
+A shard counts when its `shard.json` is there, which is written last. What was being written when a process was killed
+is written again from its beginning; what counts is left alone.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from levanter.data.manifest import (
+    MANIFEST,
+    SHARD_MARK,
+    Identity,
+    Manifest,
+    ShardMark,
+    StoreError,
+    compare,
+    read_json,
+    read_manifest,
+    shard_folder,
+)
+from levanter.data.store import MemoryTokens
+from levanter.data.store_write import Encoded, ShardWriter, Sums, file_sizes, write_file
+from levanter.io.paths import exists, filesystem, is_remote, join, local_path
+
+logger = logging.getLogger(__name__)
+
+BATCH_CHARS = 1 << 19
+"""Characters handed to the tokenizer at once."""
+_AHEAD = 4
+
+
+class Source(Protocol):
+    """Something with records: a file, or a text at hand."""
+
+    def records(self) -> Iterator[Any]:
+        """Its records, in order."""
+        ...
+
+
+class Encoder(Protocol):
+    """Turns records into ids."""
+
+    def chars(self, record: Any) -> int:
+        """The characters of a record, roughly; 0 for one that is empty and left out."""
+        ...
+
+    def encode(self, records: Sequence[Any]) -> list[Encoded]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildProgress:
+    """How far a build is.
+
+    Attributes:
+        tokens: tokens written so far, those of earlier attempts included.
+        fraction: of the sources' bytes that are done, an estimate within a file.
+    """
+
+    tokens: int
+    fraction: float
+
+
+OnProgress = Callable[[BuildProgress], None]
+
+
+@dataclass
+class _Batch:
+    """Some records of one shard, on their way."""
+
+    shard: int
+    records: list[Any]
+    chars: int
+    skipped: int
+    last: bool
+    encoded: "Future[list[Encoded]] | None" = None
+
+
+def build_store(
+    folder: str, identity: Identity, sources: Sequence[Source], encoder: Encoder, on_progress: OnProgress | None = None
+) -> Manifest:
+    """Builds a store, or what is missing of it; returns at once where it is finished.
+
+    Args:
+        folder: where.
+        identity: what it is made from; `identity.sources` describes `sources` one by one.
+        sources: the records.
+        encoder: records to ids.
+        on_progress: told how far it is.
+
+    Raises:
+        StoreError: the folder holds a store of another identity, or is being built by another process of this machine.
+        DataError: a document cannot be read or tokenized.
+    """
+    assert len(sources) == len(identity.sources) >= 1
+    with _locked(folder):
+        _sweep(folder)
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            compare(folder, manifest.identity, identity, sources=True)
+            identity = manifest.identity
+            if manifest.shards is not None:
+                return manifest
+        else:
+            write_file(join(folder, MANIFEST), Manifest(identity=identity, shards=None).content())
+        marks = [_finished_mark(folder, number) for number in range(len(identity.shards))]
+        waiting = [number for number, mark in enumerate(marks) if mark is None]
+        done = sum(mark.tokens for mark in marks if mark is not None)
+        if len(waiting) < len(marks):
+            logger.info("%s: %d of %d shards are there already", folder, len(marks) - len(waiting), len(marks))
+        meter = _Meter(identity, marks, on_progress, done)
+        writer: ShardWriter | None = None
+        for batch in _encoded(identity, sources, encoder, waiting):
+            if writer is None:
+                writer = ShardWriter(shard_folder(folder, batch.shard), weighted=identity.weighted)
+            assert batch.encoded is not None
+            writer.add(batch.encoded.result(), chars=batch.chars, skipped=batch.skipped)
+            meter.update(batch.shard, writer.sums)
+            if batch.last:
+                marks[batch.shard] = writer.finish()
+                meter.finished(batch.shard, writer.sums)
+                writer = None
+        finished = [mark for mark in marks if mark is not None]
+        assert len(finished) == len(marks)
+        manifest = Manifest(identity=identity, shards=tuple(finished))
+        write_file(join(folder, MANIFEST), manifest.content())
+        return manifest
+
+
+def tokenize_in_memory(
+    identity: Identity, sources: Sequence[Source], encoder: Encoder, on_progress: OnProgress | None = None
+) -> MemoryTokens:
+    """The same ids without a store.
+
+    Raises:
+        DataError: a document cannot be read or tokenized.
+    """
+    shards = range(len(identity.shards))
+    meter = _Meter(identity, [None] * len(shards), on_progress, 0)
+    ids: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
+    ends: list[int] = [0]
+    sums = Sums()
+    for batch in _encoded(identity, sources, encoder, shards):
+        assert batch.encoded is not None
+        for one in filter(lambda one: len(one.ids), batch.encoded.result()):
+            ids.append(one.ids)
+            ends.append(ends[-1] + len(one.ids))
+            if one.weights is not None:
+                weights.append(one.weights)
+        sums.chars += batch.chars
+        sums.tokens = ends[-1]
+        meter.update(batch.shard, sums)
+        if batch.last:
+            meter.finished(batch.shard, sums)
+            sums = Sums(tokens=ends[-1])
+    return MemoryTokens(
+        ids=np.concatenate([np.zeros(0, np.int32), *ids]),
+        starts=np.array(ends, np.int64),
+        weights=np.concatenate([np.zeros(0, np.float32), *weights]) if identity.weighted else None,
+    )
+
+
+class _Meter:
+    """Tokens, and the fraction of the sources' bytes that is behind."""
+
+    def __init__(
+        self, identity: Identity, marks: Sequence[ShardMark | None], on_progress: OnProgress | None, tokens: int
+    ):
+        self._sizes = [sum(identity.sources[i].size for i in group) for group in identity.shards]
+        self._tell = on_progress
+        self._total = max(sum(self._sizes), 1)
+        self._bytes = sum(size for size, mark in zip(self._sizes, marks, strict=True) if mark is not None)
+        self._chars = sum(mark.chars for mark in marks if mark is not None)
+        self._tokens = tokens
+
+    def update(self, shard: int, sums: Sums) -> None:
+        """Within a shard, bytes are the characters so far times what a character took in finished shards."""
+        if self._tell is not None:
+            each = self._bytes / self._chars if self._chars else 1.0
+            here = min(sums.chars * each, self._sizes[shard])
+            fraction = min((self._bytes + here) / self._total, 1.0)
+            self._tell(BuildProgress(tokens=self._tokens + sums.tokens, fraction=fraction))
+
+    def finished(self, shard: int, sums: Sums) -> None:
+        self._bytes += self._sizes[shard]
+        self._chars += sums.chars
+        self._tokens += sums.tokens
+
+
+def _batches(
+    identity: Identity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
+) -> Iterator[_Batch]:
+    """The records of some shards in batches; the last one of each shard is marked, and may be empty."""
+    for shard in shards:
+        batch = _Batch(shard, [], 0, 0, last=False)
+        for source in identity.shards[shard]:
+            for record in sources[source].records():
+                chars = encoder.chars(record)
+                if not chars:
+                    batch.skipped += 1
+                    continue
+                batch.records.append(record)
+                batch.chars += chars
+                if batch.chars >= BATCH_CHARS:
+                    yield batch
+                    batch = _Batch(shard, [], 0, 0, last=False)
+        batch.last = True
+        yield batch
+
+
+def _encoded(
+    identity: Identity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
+) -> Iterator[_Batch]:
+    """Batches in order, being encoded; readers and tokenizers are a few batches ahead."""
+    ready: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=_AHEAD)
+    stopped = threading.Event()
+
+    def put(item: _Batch | BaseException | None) -> bool:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return True
+        return False
+
+    def read() -> None:
+        try:
+            for batch in _batches(identity, sources, encoder, shards):
+                if not put(batch):
+                    return
+            put(None)
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
+            put(error)
+
+    reader = threading.Thread(target=read, name="read-documents", daemon=True)
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize") as pool:
+        reader.start()
+        under_way: deque[_Batch] = deque()
+        try:
+            while True:
+                item = ready.get()
+                if isinstance(item, _Batch):
+                    item.encoded = pool.submit(encoder.encode, item.records)
+                    under_way.append(item)
+                # What was read before an error still counts.
+                while under_way and (not isinstance(item, _Batch) or len(under_way) > 2):
+                    yield under_way.popleft()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    return
+        finally:
+            stopped.set()
+            for batch in under_way:
+                if batch.encoded is not None:
+                    batch.encoded.cancel()
+            reader.join()
+
+
+def _finished_mark(folder: str, number: int) -> ShardMark | None:
+    """The mark of a shard that counts: its mark is there, and so are its files."""
+    path = join(shard_folder(folder, number), SHARD_MARK)
+    if not exists(path):
+        return None
+    try:
+        mark = ShardMark(**read_json(path))
+    except (StoreError, TypeError):
+        return None
+    return mark if file_sizes(shard_folder(folder, number)) == dict(mark.files) else None
+
+
+def _sweep(folder: str) -> None:
+    """Removes what a killed process left beside the manifest: files on their way to their name."""
+    fs, name = filesystem(folder)
+    if fs.isdir(name):
+        for path in fs.ls(name, detail=False):
+            last = path.rsplit("/", 1)[-1]
+            if last.startswith(f".{MANIFEST}.") and last.endswith(".tmp"):
+                fs.rm(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Keeps other processes of this machine from building the same store; the kernel lets go when a process dies."""
+    if is_remote(folder):
+        yield
+        return
+    import fcntl
+
+    path = local_path(folder)
+    os.makedirs(path, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("%s: another process is building this token store; waiting for it", folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

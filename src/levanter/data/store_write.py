@@ -1,0 +1,163 @@
+"""Writing one shard of a token store: arrays that grow by whole files, and at the end the mark that makes it count."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from levanter.data.manifest import SHARD_MARK, ShardMark
+from levanter.data.store import kvstore, tensorstore_context
+from levanter.io.atomic import atomic_write
+from levanter.io.paths import filesystem, join
+
+FILE_VALUES = 1 << 22
+CHUNK_VALUES = 1 << 14
+"""Values in a file of an array, and in what one read decodes."""
+_LEVEL = 1
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document as ids, and their loss weights where the format has them."""
+
+    ids: np.ndarray
+    weights: np.ndarray | None = None
+
+
+@dataclass
+class Sums:
+    """What a shard holds so far; as in `ShardMark`."""
+
+    documents: int = 0
+    tokens: int = 0
+    chars: int = 0
+    skipped: int = 0
+    largest_id: int = -1
+
+
+class ShardWriter:
+    """Writes one shard; nothing of it counts before `finish`."""
+
+    def __init__(self, folder: str, *, weighted: bool):
+        fs, name = filesystem(folder)
+        if fs.exists(name):
+            fs.rm(name, recursive=True)
+        self.folder = folder
+        self.sums = Sums()
+        context = tensorstore_context()
+        self._ids = ArrayWriter(join(folder, "ids"), "int32", context)
+        self._weights = ArrayWriter(join(folder, "weights"), "float32", context) if weighted else None
+        self._offsets = ArrayWriter(join(folder, "offsets"), "int64", context)
+
+    def add(self, encoded: Sequence[Encoded], *, chars: int, skipped: int) -> None:
+        """Appends documents; those without a token are left out.
+
+        Args:
+            encoded: the documents.
+            chars: characters they had.
+            skipped: empty documents that were left out before.
+        """
+        self.sums.chars += chars
+        self.sums.skipped += skipped + sum(not len(one.ids) for one in encoded)
+        encoded = [one for one in encoded if len(one.ids)]
+        if not encoded:
+            return
+        ids = np.concatenate([one.ids for one in encoded])
+        self._ids.add(ids)
+        self.sums.largest_id = max(self.sums.largest_id, int(ids.max()))
+        if self._weights is not None:
+            self._weights.add(np.concatenate([one.weights for one in encoded if one.weights is not None]))
+        ends = self.sums.tokens + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64)
+        self._offsets.add(ends)
+        self.sums.documents += len(encoded)
+        self.sums.tokens = int(ends[-1])
+
+    def finish(self) -> ShardMark:
+        """Writes what is left, and then the mark that makes it count."""
+        for array in (self._ids, self._weights, self._offsets):
+            if array is not None:
+                array.finish()
+        sums = self.sums
+        mark = ShardMark(
+            documents=sums.documents,
+            tokens=sums.tokens,
+            chars=sums.chars,
+            skipped=sums.skipped,
+            largest_id=sums.largest_id,
+            files=file_sizes(self.folder),
+        )
+        write_file(join(self.folder, SHARD_MARK), _json(asdict(mark)))
+        return mark
+
+
+class ArrayWriter:
+    """Appends to a one-axis array: whole files at a time, so that none is written twice."""
+
+    def __init__(self, path: str, dtype: str, context: Any):
+        import tensorstore as ts
+
+        little = {"name": "bytes", "configuration": {"endian": "little"}}
+        checksum = {"name": "crc32c"}
+        shard = {
+            "chunk_shape": [CHUNK_VALUES],
+            "codecs": [little, {"name": "zstd", "configuration": {"level": _LEVEL, "checksum": False}}, checksum],
+            "index_codecs": [little, checksum],
+        }
+        spec = {
+            "driver": "zarr3",
+            "kvstore": kvstore(path),
+            "metadata": {
+                "shape": [0],
+                "data_type": dtype,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [FILE_VALUES]}},
+                "codecs": [{"name": "sharding_indexed", "configuration": shard}],
+            },
+        }
+        self._array = ts.open(spec, create=True, delete_existing=True, context=context).result()
+        self._dtype = np.dtype(dtype)
+        self._waiting: list[np.ndarray] = []
+        self._count = self._written = 0
+        self._writing: Any = None
+
+    def add(self, values: np.ndarray) -> None:
+        self._waiting.append(values.astype(self._dtype, copy=False))
+        self._count += len(values)
+        while self._count >= FILE_VALUES:
+            values = np.concatenate(self._waiting)
+            self._put(values[:FILE_VALUES])
+            self._waiting = [values[FILE_VALUES:]]
+            self._count -= FILE_VALUES
+
+    def finish(self) -> None:
+        if self._count:
+            self._put(np.concatenate(self._waiting))
+            self._waiting, self._count = [], 0
+        if self._writing is not None:
+            self._writing.result()
+
+    def _put(self, values: np.ndarray) -> None:
+        if self._writing is not None:
+            self._writing.result()
+        start, self._written = self._written, self._written + len(values)
+        self._array = self._array.resize(exclusive_max=[self._written]).result()
+        self._writing = self._array[start : self._written].write(values)
+
+
+def file_sizes(folder: str) -> dict[str, int]:
+    """Bytes of each file of a shard but its mark, by name."""
+    fs, name = filesystem(folder)
+    found: dict[str, Any] = fs.find(name, detail=True)
+    sizes = {path[len(name) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
+    return {file: sizes[file] for file in sorted(sizes) if file != SHARD_MARK}
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Writes a small file as a whole."""
+    with atomic_write(path) as file:
+        file.write(content)

@@ -1,0 +1,229 @@
+"""Training data: a run's rows, any of them, from (configuration, seed, step) alone.
+
+    step ──► draws g₀ … g₁      the batch schedule: how many rows came before
+         ──► (set, turn)         the mixture: whose row each draw is, and its how manieth
+         ──► row of the set      epoch = turn ÷ rows; an order for each epoch (the shuffle)
+         ──► tokens              documents laid into rows, read from the token store
+
+Every arrow is arithmetic on what the process knows from the beginning, so every process makes the same global batch, a
+process may make only its rows of it, and a run that resumes at step n reads from step n on: nothing is replayed and no
+state of the data is saved.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from levanter.data.config import BlockShuffleConfig
+from levanter.data.errors import DataError
+from levanter.data.mixture import Mixture
+from levanter.data.rows import Rows, TrainRows, take_mixed
+from levanter.data.shuffle import Blocks, Identity, Permutation, Windows, permutation, subkey
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSchedule:
+    """Rows of each step.
+
+    Attributes:
+        starts: the first step of each stage, ascending from 0.
+        sizes: rows of its steps.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, stages: Sequence[tuple[int, int]]) -> "BatchSchedule":
+        """A schedule from (first step, rows)."""
+        schedule = cls(starts=tuple(start for start, _ in stages), sizes=tuple(size for _, size in stages))
+        assert schedule.starts[0] == 0 and list(schedule.starts) == sorted(set(schedule.starts)), stages
+        assert min(schedule.sizes) >= 1, stages
+        return schedule
+
+    def rows(self, step: int) -> int:
+        """The rows of a step."""
+        return self.sizes[self._stage(step)]
+
+    def first_draw(self, step: int) -> int:
+        """Rows of all steps before."""
+        i = self._stage(step)
+        return self._before[i] + (step - self.starts[i]) * self.sizes[i]
+
+    def whole_steps(self, draws: int) -> int:
+        """How many steps so many rows are enough for."""
+        i = max(i for i, before in enumerate(self._before) if before <= draws)
+        return self.starts[i] + (draws - self._before[i]) // self.sizes[i]
+
+    def _stage(self, step: int) -> int:
+        assert step >= 0, step
+        return max(i for i, start in enumerate(self.starts) if start <= step)
+
+    @cached_property
+    def _before(self) -> tuple[int, ...]:
+        before = [0]
+        for i in range(1, len(self.starts)):
+            before.append(before[-1] + (self.starts[i] - self.starts[i - 1]) * self.sizes[i - 1])
+        return tuple(before)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SetRows:
+    """The rows of one set in the order in which training reads them, epoch after epoch.
+
+    Attributes:
+        name: the set.
+        rows: all of its rows.
+        used: how many of them training reads; they come first in `split`.
+        held_out: how many of them are kept for validation; they come last in `split`.
+        split: the order in which rows are divided into used and held out.
+        shuffle: the configuration's key.
+        kind: of permutation, for `shuffle: true`.
+        key: what its orders are derived from.
+    """
+
+    name: str
+    rows: Rows
+    used: int
+    held_out: int
+    split: Permutation
+    shuffle: bool | int | BlockShuffleConfig
+    kind: str | None
+    key: int
+
+    def numbers(self, turns: np.ndarray) -> np.ndarray:
+        """The row of each turn."""
+        epochs, places = np.divmod(np.asarray(turns, np.int64), self.used)
+        found = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = self._order(int(epoch))(places[here])
+        return self.split(found)
+
+    def held_out_rows(self, start: int, stop: int) -> TrainRows:
+        """Rows `start` to `stop` of those held out."""
+        assert 0 <= start <= stop <= self.held_out, (start, stop, self.held_out)
+        return self.rows.take(self.split(np.arange(start, stop) + len(self.rows) - self.held_out))
+
+    @cached_property
+    def _order(self) -> Callable[[int], Permutation]:
+        return lru_cache(maxsize=4)(self._make_order)
+
+    def _make_order(self, epoch: int) -> Permutation:
+        key = subkey(self.key, "epoch", epoch)
+        shuffle = self.shuffle
+        if isinstance(shuffle, BlockShuffleConfig):
+            return Blocks(self.used, key, shuffle.io_block_size, shuffle.window_blocks, shuffle.perm_type)
+        if not shuffle:
+            return Identity(self.used)
+        if shuffle is True:
+            return permutation(self.kind, self.used, key)
+        return Windows(self.used, key, shuffle, self.kind)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingData:
+    """The data of a training run. Immutable; every process holds the same description.
+
+    Attributes:
+        positions: tokens in a row.
+        sets: the sets that are drawn from.
+        mixture: how they are mixed.
+        schedule: rows of each step.
+        ignored: the id that is never predicted (`data.ignore_token_id`); None where no id is.
+        draws: rows there are before the data ends, by the stop strategy; None where it does not.
+        described: lines about the sets, as they were found.
+        notes: what the user should know about the configuration.
+    """
+
+    positions: int
+    sets: tuple[SetRows, ...]
+    mixture: Mixture
+    schedule: BatchSchedule
+    ignored: int | None
+    draws: int | None
+    described: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        return self.mixture.names
+
+    @property
+    def steps(self) -> int | None:
+        """How many whole steps there is data for; None where it begins again."""
+        return None if self.draws is None else self.schedule.whole_steps(self.draws)
+
+    def steps_of_epochs(self, epochs: int) -> int:
+        """Whole steps until every set has been read so many times."""
+        draws = self.mixture.end([one.used * epochs for one in self.sets], "all_exhausted")
+        if draws is None:
+            raise DataError("the last weights leave out a set that is not read to its end before; it has no last epoch")
+        return max(self.schedule.whole_steps(draws), 1)
+
+    def rows(self, step: int, start: int = 0, stop: int | None = None) -> TrainRows:
+        """Rows `start` to `stop` of the global batch of a step; all of them by default.
+
+        Raises:
+            DataError: a token store was damaged since it was opened.
+            IndexError: the data ends before.
+        """
+        size = self.schedule.rows(step)
+        stop = size if stop is None else stop
+        assert 0 <= start <= stop <= size, (start, stop, size)
+        first = self.schedule.first_draw(step)
+        if self.draws is not None and first + size > self.draws:
+            raise IndexError(f"step {step} needs rows up to {first + size:,}, the data ends behind {self.draws:,}")
+        which, turns = self.mixture.at(np.arange(first + start, first + stop))
+        numbers = np.empty_like(turns)
+        for i in np.unique(which):
+            here = which == i
+            numbers[here] = self.sets[i].numbers(turns[here])
+        found = take_mixed([one.rows for one in self.sets], which, numbers)
+        if self.ignored is not None:
+            found.loss_weights[:, :-1] *= found.tokens[:, 1:] != self.ignored
+        return found
+
+    def sources(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The set of each row of a step, and which row of the set it is."""
+        first = self.schedule.first_draw(step)
+        which, turns = self.mixture.at(np.arange(first, first + self.schedule.rows(step)))
+        numbers = [int(self.sets[i].numbers(turn[None])[0]) for i, turn in zip(which, turns, strict=True)]
+        return which, np.array(numbers, np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of everything that decides which rows come when, batch sizes aside.
+
+        A run that resumes compares it with the one in its checkpoint.
+        """
+        facts = [
+            self.positions,
+            [(one.name, len(one.rows), one.rows.describe(), one.used, one.held_out) for one in self.sets],
+            [(one.split, one.shuffle, one.kind, one.key) for one in self.sets],
+            [(stage.start, stage.block, stage.key, stage.shares.tolist()) for stage in self.mixture.stages],
+            [line.partition("; token store")[0] for line in self.described],
+        ]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def describe(self, steps: int | None = None) -> list[str]:
+        """Lines for people: each set with its tokens and rows, what share of a run it makes up, and how many epochs.
+
+        Args:
+            steps: the run's steps; without them nothing is said about epochs.
+        """
+        lines = list(self.described)
+        if steps is not None:
+            draws = self.schedule.first_draw(steps)
+            turns = self.mixture.turns_before(draws)
+            for one, count in zip(self.sets, turns, strict=True):
+                lines.append(
+                    f"{one.name}: {count:,} of {draws:,} rows ({count / max(draws, 1):.2%}), "
+                    f"{count / one.used:.2f} epochs"
+                )
+        if self.steps is not None:
+            lines.append(f"the data ends after {self.steps:,} steps")
+        return lines

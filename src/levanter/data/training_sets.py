@@ -1,0 +1,396 @@
+"""What training reads: the `data:` block resolved into sets with weights, before a document is read.
+
+`resolve_training` looks at names only, as `resolve_evaluation` does: which components have training data, where their
+files and token stores are, which weights hold from which step. Everything that is wrong is listed at once.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from levanter.data.chat import ChatTemplate
+from levanter.data.config import (
+    BlockShuffleConfig,
+    ConcatDatasetComponent,
+    DatasetComponent,
+    DatasetComponentBase,
+    DirectDatasetComponent,
+    LmDataConfig,
+)
+from levanter.data.documents import Documents, FileDocuments, Formats, component_parts, format_of
+from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
+from levanter.data.evaluation import is_set, tags_of
+from levanter.data.formats import (
+    ChatLmDatasetFormat,
+    LmDatasetFormatBase,
+    PrebuiltLmDatasetFormat,
+    SupervisedLmDatasetFormat,
+    TextLmDatasetFormat,
+    format_name,
+)
+from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
+from levanter.data.readers import read_documents, read_records
+from levanter.data.sources import PythonDocsSource
+from levanter.io.paths import MissingFileError, file_size, is_remote, join
+
+TRAINING_FORMATS: Formats = (
+    TextLmDatasetFormat,
+    ChatLmDatasetFormat,
+    SupervisedLmDatasetFormat,
+    PrebuiltLmDatasetFormat,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """The records of one file."""
+
+    path: str
+    format: LmDatasetFormatBase
+
+    def records(self) -> Iterator[Any]:
+        return (
+            read_documents(self.path, self.format)
+            if isinstance(self.format, TextLmDatasetFormat)
+            else read_records(self.path)
+        )
+
+    def describe(self) -> SourceFile:
+        return SourceFile(name=self.path, size=file_size(self.path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Documents that are at hand and have no file."""
+
+    documents: Documents
+
+    def records(self) -> Iterator[Any]:
+        return iter(self.documents)
+
+    def describe(self) -> SourceFile:
+        digest, size = hashlib.sha256(), 0
+        for document in self.documents:
+            content = document.text.encode()
+            digest.update(len(content).to_bytes(8, "little") + content)
+            size += len(content)
+        return SourceFile(name=str(self.documents), size=size, digest=digest.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSet:
+    """One component as training sees it.
+
+    Attributes:
+        name: the component's name.
+        tags: names under which its numbers are aggregated.
+        format: what a record is.
+        parts: where its documents are; None where only its token store is here.
+        folder: its token store; None where it is tokenized when the run begins.
+        pack: the component's key.
+        built: the manifest of its token store, where there is one already.
+        note: what is said about it in the description.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    format: LmDatasetFormatBase
+    parts: tuple[Documents, ...] | None
+    folder: str | None
+    pack: bool | int | str | None
+    built: Manifest | None
+    note: str = ""
+
+    def sources(self) -> list[FileSource | TextSource]:
+        """Its records, file by file."""
+        found: list[FileSource | TextSource] = []
+        for part in self.parts or ():
+            if isinstance(part, FileDocuments):
+                found += [FileSource(path=path, format=self.format) for path in part.paths]
+            else:
+                found.append(TextSource(documents=part))
+        return found
+
+    def format_json(self) -> dict[str, Any]:
+        """The format as it stands in a manifest."""
+        return {"type": format_name(self.format), **asdict(self.format)}
+
+    def __str__(self) -> str:
+        where = "token store only" if self.parts is None else "; ".join(map(str, self.parts))
+        if self.built is not None and self.built.shards is not None:
+            store = f"token store {self.folder} of {self.built.tokens:,} tokens"
+        elif self.built is not None:
+            store = f"token store {self.folder} is begun"
+        else:
+            store = "tokenized when the run begins" if self.folder is None else f"token store {self.folder} to be built"
+        return f"{self.name}: {where}; {store}{self.note and '; ' + self.note}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSets:
+    """The sets of a training run and their weights.
+
+    Attributes:
+        sets: those that are drawn from at some step.
+        stages: (first step, weights), ascending from step 0.
+        notes: what the user should know about the configuration.
+    """
+
+    sets: tuple[TrainingSet, ...]
+    stages: tuple[tuple[int, Mapping[str, float]], ...]
+    notes: tuple[str, ...]
+
+    def describe(self) -> list[str]:
+        """A line for each set, and for each stage of the weights."""
+        lines = [str(one) for one in self.sets]
+        if len(self.sets) > 1 or len(self.stages) > 1:
+            for step, weights in self.stages:
+                total = sum(weights.values())
+                shown = ", ".join(f"{name} {weight / total:.2%}" for name, weight in weights.items() if weight)
+                lines.append(f"mixture from step {step}: {shown}")
+        return lines
+
+
+def resolve_training(config: LmDataConfig) -> TrainingSets:
+    """Resolves the `data:` block into what training reads, without reading a document.
+
+    Raises:
+        DataError: with everything that is wrong at once: files that are missing, sets that are weighted and have no
+            training data, formats and keys that training does not know, weights whose stages do not ascend.
+        AbsentTextError: one of them, where nothing but absent data is wrong (no data at all included): a run needs it,
+            planning does not.
+    """
+    problems, absent = list(_config_problems(config)), []
+    stages, weighted = _stages(config, problems)
+    sets, without = [], []
+    for name, component in config.components.items():
+        if weighted is not None and name not in weighted:
+            continue
+        where = f"data.components.{name}"
+        try:
+            found = _training_set(config, where, name, component)
+        except MissingFileError as error:
+            absent.append(_at(where, error))
+        except ManyDataErrors as error:
+            problems += [_at(where, each) for each in error.problems]
+        except DataError as error:
+            problems.append(_at(where, error))
+        else:
+            if found is None:
+                without.append(name)
+            else:
+                sets.append(found)
+    if weighted is not None:
+        problems += [
+            f"data.components.{name}: has weight in data.train_weights and no training data (train_urls is empty)"
+            for name in without
+        ]
+    if not sets and not problems and not absent:
+        which = f"none of {', '.join(without)} has training data (train_urls is empty)" if without else "no data set"
+        hint = "expected data.components: {NAME: {source: {train_urls: [FILE, …]}}}"
+        absent.append(f"data.components: {which if without else 'no data set is configured'}; {hint}")
+    if absent and not problems:
+        raise AbsentTextError(absent)
+    raise_problems([*problems, *absent])
+    names = [one.name for one in sets]
+    if stages is None:
+        stages = [(0, dict.fromkeys(names, 1.0))]
+    notes = [f"data.components.{name}: no training data, not trained on" for name in without]
+    unweighted = [name for name in config.components if weighted is not None and name not in weighted]
+    notes += [f"data.components.{name}: no weight in data.train_weights, not trained on" for name in unweighted]
+    return TrainingSets(sets=tuple(sets), stages=tuple(stages), notes=tuple(notes + _unused_keys(config)))
+
+
+def _at(where: str, error: Exception | str) -> str:
+    return str(error) if str(error).startswith(where) else f"{where}: {error}"
+
+
+def _stages(
+    config: LmDataConfig, problems: list[str]
+) -> tuple[list[tuple[int, Mapping[str, float]]] | None, set[str] | None]:
+    """The weights by first step, and the sets that have one above 0; None where the configuration gives none."""
+    given = config.train_weights
+    if given is None:
+        return None, None
+    stages = [(0, given)] if isinstance(given, dict) else [(int(step), weights) for step, weights in given]
+    starts = [step for step, _ in stages]
+    if not stages or starts[0] != 0:
+        problems.append(f"data.train_weights: the first stage must begin at step 0, got {starts[:1] or 'none'}")
+    problems += [
+        f"data.train_weights: the stage at step {after} is behind one at step {before}; steps must ascend"
+        for before, after in pairwise(starts)
+        if after <= before
+    ]
+    problems += [
+        f"data.train_weights: no weight is positive from step {step} on: {dict(weights)}"
+        for step, weights in stages
+        if sum(weights.values()) <= 0
+    ]
+    names = {name for _, weights in stages for name, weight in weights.items() if weight > 0}
+    return [(step, weights) for step, weights in stages], names
+
+
+def _training_set(config: LmDataConfig, where: str, name: str, component: DatasetComponentBase) -> TrainingSet | None:
+    folder = store_folder(config, name, component, "train")
+    component = _with_template(component, config.chat_template)
+    format, pack = _format_and_pack(where, component)
+    built = None if folder is None else _manifest(where, folder)
+    finished = built is not None and built.shards is not None
+    note = ""
+    parts: tuple[Documents, ...] | None
+    if isinstance(component, DatasetComponent) and component.source is None:
+        if folder is None:
+            raise DataError(f"{where}: has neither a source nor a cache_dir")
+        if not finished:
+            raise MissingFileError(f"{where}: has no source, and there is no finished token store in {folder}")
+        parts = None
+    else:
+        try:
+            parts = component_parts(where, component, "train", formats=TRAINING_FORMATS)
+        except MissingFileError as error:
+            if not finished:
+                raise
+            parts, note = None, f"its files are not here and were not compared ({str(error).splitlines()[0]})"
+        if parts == ():
+            return None
+    if not finished and folder is not None and not config.auto_build_caches:
+        raise MissingFileError(
+            f"{where}: no finished token store in {folder}, and data.auto_build_caches is false; build it with "
+            "python -m levanter.main.cache_dataset"
+        )
+    return TrainingSet(
+        name=name,
+        tags=tags_of(name, component),
+        format=format,
+        parts=parts,
+        folder=folder,
+        pack=pack,
+        built=built,
+        note=note,
+    )
+
+
+def _with_template(component: DatasetComponentBase, template: str | None) -> DatasetComponentBase:
+    """The component with `data.chat_template` where its chat format has none of its own."""
+    if isinstance(component, ConcatDatasetComponent):
+        children = {name: _with_template(child, template) for name, child in component.children.items()}
+        return replace(component, children=children)
+    source = getattr(component, "source", None)
+    for holder in (component, source):
+        format = getattr(holder, "format", None)
+        if isinstance(format, ChatLmDatasetFormat) and format.chat_template is None:
+            changed = replace(holder, format=replace(format, chat_template=template))  # type: ignore[type-var]
+            component = changed if holder is component else replace(component, source=changed)  # type: ignore
+    return component
+
+
+def _manifest(where: str, folder: str) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except StoreError:
+        raise
+    except (OSError, ValueError) as error:
+        if not is_remote(folder):
+            raise
+        raise MissingFileError(f"{where}: {folder}: {error}") from error
+
+
+def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBase, split: str) -> str | None:
+    """The folder of a component's token store for a split; None where it keeps none.
+
+    Texts of the configuration and of Python itself are small, and keep one only where they are told to.
+    """
+    source = getattr(component, "source", None)
+    own = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
+    small = isinstance(component, DirectDatasetComponent) or isinstance(source, PythonDocsSource)
+    if own is None and (config.cache_dir is None or small):
+        return None
+    folder = own if own is not None else join(str(config.cache_dir), name)
+    return folder if getattr(component, "flat_cache", False) else join(folder, split)
+
+
+def _format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, Any]:
+    """A component's format, and how its documents are packed. All children of one have one format."""
+    if isinstance(component, DatasetComponent):
+        format = format_of(where, component, TRAINING_FORMATS)
+        raise_problems([f"{where}.format.{problem}" for problem in _format_problems(format)])
+        pack = component.pack if component.pack is not None else getattr(format, "pack", None)
+        if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
+            raise DataError(f"{where}.pack: documents in a row must be at least 1, got {pack}")
+        return format, pack
+    if isinstance(component, ConcatDatasetComponent):
+        found = [_format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]
+        if not found:
+            raise DataError(f"{where}.children: is empty")
+        if any(each != found[0] for each in found):
+            raise DataError(f"{where}.children: have different formats or packing; make them components of their own")
+        own = [name for name, child in component.children.items() if child.cache_dir is not None]
+        if own:
+            raise DataError(f"{where}.children.{own[0]}.cache_dir: children share the token store of {where}")
+        return found[0]
+    return TextLmDatasetFormat(), None
+
+
+def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
+    """What training cannot do with a format's keys."""
+    if isinstance(format, ChatLmDatasetFormat):
+        if format.single_turn:
+            yield "single_turn: true is for prepared prompts (eval_sliding_lm); training reads whole conversations"
+        if format.chat_template is None:
+            yield "chat_template: is missing (data.chat_template serves all components); a tokenizer's own is not read"
+        elif format.mask_user_turns and not _template(format).marks_generation:
+            yield (
+                "chat_template: does not say what the assistant wrote; enclose it in {% generation %} … "
+                "{% endgeneration %}, or set mask_user_turns: false"
+            )
+        else:
+            try:
+                _template(format).check()
+            except DataError as error:
+                yield str(error)
+    if isinstance(format, PrebuiltLmDatasetFormat):
+        if format.loss_weight_transform not in (None, "shift_left"):
+            yield f"loss_weight_transform: `shift_left` or null, got {format.loss_weight_transform!r}"
+        elif format.loss_weight_transform and format.loss_weights_key is None:
+            yield "loss_weight_transform: needs loss_weights_key"
+
+
+def _template(format: ChatLmDatasetFormat) -> ChatTemplate:
+    return ChatTemplate(text=str(format.chat_template), bos_token="", eos_token="")
+
+
+def _config_problems(config: LmDataConfig) -> Iterator[str]:
+    """What is wrong with the keys themselves."""
+    if config.mixture_block_size < 1:
+        yield f"data.mixture_block_size must be at least 1, got {config.mixture_block_size}"
+    shuffle = config.shuffle
+    if isinstance(shuffle, BlockShuffleConfig):
+        for key in ("io_block_size", "window_blocks"):
+            if getattr(shuffle, key) < 1:
+                yield f"data.shuffle.{key} must be at least 1, got {getattr(shuffle, key)}"
+    elif not isinstance(shuffle, bool) and shuffle < 0:
+        yield f"data.shuffle: the length of an era must be at least 1 (or 0, false: no shuffle), got {shuffle}"
+    for key in ("num_validation_sequences", "max_train_batches"):
+        for name, count in (getattr(config, key) or {}).items():
+            if name not in config.components:
+                known = ", ".join(sorted(config.components)) or "none"
+                yield f"data.{key}: {name!r} is not a component (components: {known})"
+            elif count < 0:
+                yield f"data.{key}.{name}: must not be negative, got {count}"
+    target, experiment = config.target_budget, config.experiment_budget
+    if (target is None) != (experiment is None):
+        yield "data.target_budget and data.experiment_budget: give both or none"
+    elif target is not None and experiment is not None and not 0 < experiment <= target:
+        yield f"data.experiment_budget {experiment} must be within 1 and data.target_budget {target}"
+
+
+_UNUSED = ("cache_options.batch_size", "cache_options.target_size_per_flush")
+
+
+def _unused_keys(config: LmDataConfig) -> list[str]:
+    """A note for the keys that are set and that training has no use for."""
+    unused = [f"data.{key}" for key in _UNUSED if is_set(config.cache_options, key.split(".")[1])]
+    notes = [f"{', '.join(unused)}: no effect; batches and files of the token store have sizes of their own"]
+    return notes if unused else []

@@ -1,0 +1,302 @@
+"""What memorization runs are asked for: the config of `eval_careless_lm`, and each of its books resolved.
+
+The keys are the upstream script's, with its defaults: a window at every tenth character, no BOS, the whole vocabulary.
+`preset:` replaces these defaults by a convention's; what is written down overrides both, for all books or for one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from levanter.io import join
+from levanter.memorization.books import slug
+from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
+from levanter.memorization.results import Scheme
+from levanter.memorization.schemes import Convention, convention
+from levanter.models.registry import LmConfig
+from levanter.run import PlanOptions
+from levanter.trainer.config import TrainerConfig
+
+DEFAULT_OUTPUT = "logs/memorization"
+_WINDOWING = {
+    "chunk_size": "window_tokens",
+    "prompt_tokens": "prefix_tokens",
+    "token_mode": "token_mode",
+    "cursor_inc_tokens": "stride_tokens",
+    "cursor_inc_chars": "stride_chars",
+    "slice_length": "slice_chars",
+    "bos": "bos",
+    "drop_duplicates": "drop_duplicates",
+}
+"""Config key → field of `Windowing`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BookConfig:
+    """One of several books; what is null is as for the whole run.
+
+    Attributes:
+        txt_path: the text.
+        book_title: its title; null takes the book's key.
+        plot_path, histogram_path, pz_data_path: names of output files.
+        chunk_size, prompt_tokens, token_mode, cursor_inc_tokens, cursor_inc_chars, slice_length, bos, drop_duplicates:
+            how it is cut into windows.
+        eval_batch_size: windows of a batch.
+        max_examples: score the first so many windows.
+    """
+
+    txt_path: str
+    book_title: str | None = None
+    plot_path: str | None = None
+    histogram_path: str | None = None
+    pz_data_path: str | None = None
+    chunk_size: int | None = None
+    prompt_tokens: int | None = None
+    token_mode: bool | None = None
+    cursor_inc_tokens: int | None = None
+    cursor_inc_chars: int | None = None
+    slice_length: int | None = None
+    bos: bool | None = None
+    drop_duplicates: bool | None = None
+    eval_batch_size: int | None = None
+    max_examples: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCarelessLmConfig:
+    """Which model is asked to continue which books, how, and where the answers go.
+
+    A setting of the windows that is null takes the preset's value; without a preset, upstream's.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        initialize_from_hf: another spelling of `hf_checkpoint`.
+        checkpoint_path: a checkpoint of our own training runs.
+        use_hf_model_config: as upstream, where it changes nothing: the architecture is the checkpoint's. Where it is
+            not null, a `model:` block that says something else is noted, not refused.
+        model: the architecture, where the checkpoint does not say.
+        trainer: devices, mesh, precision, trackers.
+        tokenizer_name: a tokenizer other than the checkpoint's own.
+        txt_path: the text, where there is one book.
+        book_title: its title.
+        books: several books, each under a key of its own; one load of the model serves them all.
+        preset: `paper` or `levanter`: how windows are taken and which p_z is reported; null for upstream's defaults.
+        chunk_size: tokens of a window (100).
+        prompt_tokens: how many of them are given (50).
+        token_mode: slide over the book's tokens, not over its characters.
+        cursor_inc_tokens: tokens between two windows (token mode).
+        cursor_inc_chars: characters between two windows (10).
+        slice_length: characters that are tokenized for a window.
+        bos: every window begins with BOS, which is one of its tokens.
+        drop_duplicates: leave out windows whose tokens were there before.
+        scheme: the decoding scheme that is reported first: `full`, `k40`, `greedy`, or one like `k20_t0.8`.
+        schemes: further ones; full, k40 and greedy are always there.
+        max_examples: score the first so many windows.
+        eval_batch_size: windows of a batch, over all devices; null for 32, or the next number that the mesh divides.
+        allow_nondivisible_batch_size: round a batch that was written down up to what the mesh divides, too.
+        output_base_path: the folder of the results; with `books:`, each has a folder in it.
+        plot_path, histogram_path, pz_data_path: names of output files.
+        coverage_threshold: the p_z from which on a suffix counts as reproduced (0.1 %).
+        cover: the characters that such a window covers: its `suffix`, the whole `window`, or as `paper_v1` did it.
+        keep_text: put the text beside the results, so that reports can show passages.
+        if_exists: `resume` an unfinished run (a finished one is left as it is), or `replace` what is there.
+        save_seconds: how much work may be lost when the process is killed.
+        plan: what planning takes for granted.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading beyond the arrays.
+    """
+
+    hf_checkpoint: str | None = None
+    initialize_from_hf: str | None = None
+    checkpoint_path: str | None = None
+    use_hf_model_config: bool | None = None
+    model: LmConfig | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tokenizer_name: str | None = None
+    txt_path: str | None = None
+    book_title: str = "Book"
+    books: dict[str, BookConfig] = field(default_factory=dict)
+    preset: str | None = None
+    chunk_size: int | None = None
+    prompt_tokens: int | None = None
+    token_mode: bool | None = None
+    cursor_inc_tokens: int | None = None
+    cursor_inc_chars: int | None = None
+    slice_length: int | None = None
+    bos: bool | None = None
+    drop_duplicates: bool | None = None
+    scheme: str | None = None
+    schemes: tuple[str, ...] = ()
+    max_examples: int | None = None
+    eval_batch_size: int | None = None
+    allow_nondivisible_batch_size: bool = False
+    output_base_path: str = DEFAULT_OUTPUT
+    plot_path: str | None = None
+    histogram_path: str | None = None
+    pz_data_path: str | None = None
+    coverage_threshold: float = DEFAULT_THRESHOLD
+    cover: Cover = "suffix"
+    keep_text: bool = True
+    if_exists: Literal["resume", "replace"] = "resume"
+    save_seconds: float = 30.0
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    allow_pickle: bool = False
+    load_memory_gib: float | None = None
+
+    def __post_init__(self):
+        problems = model_problems(self)
+        if self.books and self.txt_path is not None:
+            problems.append("txt_path and books: one names one book, the other several; keep one of them")
+        if not self.books and self.txt_path is None:
+            problems.append("no book: give txt_path, or several under books")
+        problems += output_problems(self)
+        problems += _collected(lambda: convention(self.preset))
+        problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
+        for title in [title for title in self.books if not title.strip()]:
+            problems.append(f"books: {title!r} is no name for a book")
+        if not problems:
+            resolved = [book_of(self, key, book) for key, book in self.books.items()]
+            for book in resolved or [single_book(self)]:
+                where = f"books.{book.key}: " if self.books else ""
+                problems += [where + problem for problem in book.problems()]
+            problems += _twice([book.folder for book in resolved])
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def reference(self) -> str | None:
+        return self.hf_checkpoint or self.initialize_from_hf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Book:
+    """A book of the run, with everything decided that its config says.
+
+    Attributes:
+        key: its key under `books:`; its title where it is the only one.
+        title: its title.
+        path: its text.
+        folder: of its results.
+        convention: how it is cut, and what is reported first.
+        batch_size: windows of a batch over all devices; None where the config leaves it open.
+        max_windows: score the first so many.
+        names: output files that are called otherwise than by default: `plot_path` etc.
+    """
+
+    key: str
+    title: str
+    path: str
+    folder: str
+    convention: Convention
+    batch_size: int | None
+    max_windows: int | None
+    names: Mapping[str, str]
+
+    def problems(self) -> list[str]:
+        """What makes no sense, in the words of the config."""
+        found = self.convention.windowing.problems()
+        if self.batch_size is not None and self.batch_size < 1:
+            found.append(f"eval_batch_size: must be at least 1, got {self.batch_size}")
+        if self.max_windows is not None and self.max_windows < 1:
+            found.append(f"max_examples: must be at least 1, or null for all; got {self.max_windows}")
+        return found
+
+
+def books_of(config: EvalCarelessLmConfig) -> tuple[Book, ...]:
+    """The books of a run, in the order of the config."""
+    return tuple(book_of(config, key, book) for key, book in config.books.items()) or (single_book(config),)
+
+
+def single_book(config: EvalCarelessLmConfig) -> Book:
+    """The one book of a config without `books:`."""
+    in_default = config.output_base_path == DEFAULT_OUTPUT
+    folder = join(config.output_base_path, slug(config.book_title)) if in_default else config.output_base_path
+    assert config.txt_path is not None
+    return _book(config, config.book_title, config.book_title, config.txt_path, folder, BookConfig(txt_path=""))
+
+
+def book_of(config: EvalCarelessLmConfig, key: str, book: BookConfig) -> Book:
+    """One of several books."""
+    return _book(config, key, book.book_title or key, book.txt_path, join(config.output_base_path, slug(key)), book)
+
+
+def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder: str, own: BookConfig) -> Book:
+    given = {
+        target: value
+        for name, target in _WINDOWING.items()
+        if (value := getattr(own, name) if getattr(own, name) is not None else getattr(config, name)) is not None
+    }
+    names = {
+        name: value
+        for name in ("plot_path", "histogram_path", "pz_data_path")
+        if (value := getattr(own, name) or getattr(config, name)) is not None
+    }
+    return Book(
+        key=key,
+        title=title,
+        path=path,
+        folder=folder,
+        convention=convention(
+            config.preset, scheme=None if config.scheme is None else Scheme.parse(config.scheme), **given
+        ),
+        batch_size=config.eval_batch_size if own.eval_batch_size is None else own.eval_batch_size,
+        max_windows=config.max_examples if own.max_examples is None else own.max_examples,
+        names=names,
+    )
+
+
+def model_problems(config: Any) -> list[str]:
+    """What is wrong with how a config names its model and its devices."""
+    problems = []
+    if config.hf_checkpoint and config.initialize_from_hf and config.hf_checkpoint != config.initialize_from_hf:
+        problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
+    if config.checkpoint_path is not None:
+        problems.append("checkpoint_path: checkpoints of our own runs come with training; use hf_checkpoint")
+    elif not config.reference and config.model is None:
+        problems.append("no model to ask: give hf_checkpoint (a folder, a hub id, or a .gguf file)")
+    if config.trainer.quantization is not None:
+        problems.append("trainer.quantization: not supported yet, and it would change the numbers; set it to null")
+    if config.trainer.use_explicit_mesh_axes:
+        problems.append("trainer.use_explicit_mesh_axes: not supported; meshes have JAX's automatic axes")
+    return problems
+
+
+def scheme_problems(names: Sequence[str]) -> list[str]:
+    """What is wrong with the names of decoding schemes."""
+    problems = []
+    for name in names:
+        found = _collected(lambda name=name: Scheme.parse(name))
+        if not found and Scheme.parse(name).suffix_tokens is not None:
+            found.append(
+                f"scheme {name}: how long the suffix is, is chunk_size − prompt_tokens; shorter ones follow from the "
+                "results without being asked for"
+            )
+        problems += found
+    return problems
+
+
+def output_problems(config: Any) -> list[str]:
+    """What is wrong with what a config says of its results."""
+    problems = []
+    if not config.output_base_path:
+        problems.append("output_base_path: must name a folder")
+    if not 0 < config.coverage_threshold <= 1:
+        problems.append(f"coverage_threshold: is a probability (0.1 % is 0.001), got {config.coverage_threshold}")
+    if config.save_seconds < 0:
+        problems.append(f"save_seconds: must not be negative, got {config.save_seconds}")
+    return problems
+
+
+def _collected(attempt: Any) -> list[str]:
+    try:
+        attempt()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _twice(folders: list[str]) -> list[str]:
+    repeated = sorted({folder for folder in folders if folders.count(folder) > 1})
+    return [
+        f"books: several would write to {folder}; give them keys that differ in more than signs" for folder in repeated
+    ]

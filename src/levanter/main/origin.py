@@ -1,0 +1,249 @@
+"""Where a model comes from, as far as that is known here: a run needs the whole checkpoint, planning only its shape.
+
+What is known is taken in this order: the checkpoint (config, index, headers); its config.json alone; a complete
+`model:` block. What is absent or out of reach becomes a check of status `unchecked`, with the error that a run raises.
+What is there and broken is an error in both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from levanter.compat.hf.checkpoint import PretrainedCheckpoint, hf_config, open_checkpoint
+from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, read_config
+from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
+from levanter.compat.hf.locate import locate_first
+from levanter.compat.hf.tokenizer import check_vocabulary
+from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.config import plain, written
+from levanter.data import PassthroughTokenizer, Tokenizer
+from levanter.models.registry import LmConfig
+from levanter.models.vocabularies import known_vocabulary
+from levanter.run import Check
+
+PASSTHROUGH = "passthrough"
+DEFAULT_STORED = "bfloat16"
+"""What weights are assumed to be stored in where nothing says."""
+_STORED = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+_SIZES = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
+
+
+class UnknownArchitectureError(ValueError):
+    """Nothing that can be read here says what the model looks like."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Origin:
+    """A model's origin.
+
+    Attributes:
+        reference: as the config names it; None where it names none.
+        checkpoint: opened; None where it is not here.
+        architecture: its config, with the user's choices of how to run it.
+        description: what it is, in a line.
+        stored: the dtype that weights are stored in, or assumed to be.
+        checks: what was looked at.
+    """
+
+    reference: str | None
+    checkpoint: PretrainedCheckpoint | None
+    architecture: LmConfig
+    description: str
+    stored: np.dtype
+    checks: tuple[Check, ...]
+
+
+def find_origin(
+    reference: str | None, model: LmConfig | None, *, allow_pickle: bool = False, block_is_whole: bool = False
+) -> Origin:
+    """Finds out what can be known of a model here.
+
+    Args:
+        reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file.
+        model: the architecture as the config has it; it must agree with the checkpoint.
+        allow_pickle: accept pickled weights.
+        block_is_whole: `model` says everything, what it leaves to its defaults included.
+
+    Raises:
+        CheckpointError: what is there is broken, or not of one piece.
+        UnknownArchitectureError: neither a config.json nor a complete `model:` block.
+    """
+    if not reference:
+        nothing = UnknownArchitectureError("no model is named; give hf_checkpoint")
+        return _from_block(None, model, nothing, block_is_whole)
+    try:
+        checkpoint = open_checkpoint(reference, allow_pickle=allow_pickle)
+    except (UnreachableError, MissingFileError) as error:
+        if _holds_weights(reference):
+            raise
+        return _without_weights(reference, model, error, block_is_whole)
+    return Origin(
+        reference=reference,
+        checkpoint=checkpoint,
+        architecture=merged(model, checkpoint.bridged, where=checkpoint.where, block_is_whole=block_is_whole),
+        description=checkpoint.description,
+        stored=_stored(checkpoint.document),
+        checks=(
+            Check(name="model", status="ok", message=checkpoint.description),
+            *(Check(name="model", status="note", message=f"not reached: {each}") for each in checkpoint.passed_over),
+            *(Check(name="model", status="note", message=str(finding)) for finding in checkpoint.findings),
+        ),
+    )
+
+
+def merged(model: LmConfig | None, bridged: BridgedConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
+    """The checkpoint's architecture with the user's choices of how to run it (backend, blocks, lengths).
+
+    Args:
+        model: the block; keys that are not written are taken from the checkpoint.
+        bridged: the checkpoint's.
+        where: how messages call its config.
+        block_is_whole: what is not written in the block counts as well.
+
+    Raises:
+        ConfigMismatchError: the block says something else of the architecture than the checkpoint.
+    """
+    if model is None:
+        return bridged.config
+    keys = written(model)
+    block = {key: value for key, value in plain(model).items() if key in keys or key == "type"}
+    if block_is_whole:
+        check_model_block({**plain(model), **block}, bridged, where=where)
+        return replace(model, vocab_size=bridged.config.vocab_size)
+    check_model_block(block, bridged, where=where)
+    free = keys - set(bridged.family.architecture_fields)
+    return replace(bridged.config, **{key: getattr(model, key) for key in sorted(free)})
+
+
+def _holds_weights(reference: str) -> bool:
+    """Whether some weights are there: a checkpoint with a hole is broken, not absent."""
+    try:
+        files = locate_first(reference).repository.files
+    except CheckpointError:
+        return False
+    return any(file.endswith(".safetensors") for file in files)
+
+
+def _without_weights(reference: str, model: LmConfig | None, error: CheckpointError, block_is_whole: bool) -> Origin:
+    try:
+        document = hf_config(reference)
+    except (UnreachableError, MissingFileError):
+        return _from_block(reference, model, error, block_is_whole)
+    where = f"{reference}/config.json"
+    bridged = read_config(document, where=where)
+    stored = _stored(document)
+    return Origin(
+        reference=reference,
+        checkpoint=None,
+        architecture=merged(model, bridged, where=where, block_is_whole=block_is_whole),
+        description=f"{where} ({bridged.family.model_type}, without its weights)",
+        stored=stored,
+        checks=(
+            Check(name="model", status="ok", message=f"{where} ({bridged.family.model_type})"),
+            *(Check(name="model", status="note", message=str(finding)) for finding in bridged.findings),
+            _absent(error, stored),
+        ),
+    )
+
+
+def _from_block(reference: str | None, model: LmConfig | None, error: ValueError, block_is_whole: bool) -> Origin:
+    keys = frozenset() if model is None else written(model)
+    lacking = [] if block_is_whole else [key for key in _SIZES if key not in keys]
+    if model is None or lacking:
+        block = "there is no model: block" if model is None else f"model: does not give {', '.join(lacking)}"
+        raise UnknownArchitectureError(
+            f"{error}\nwhat the model looks like is not known without it: {block}\n"
+            "  → to run it, make the checkpoint available; to plan it, a folder with its config.json or a complete "
+            "model: block is enough"
+        ) from error
+    kind = type(model).get_choice_name(type(model))
+    stored = np.dtype(_named(DEFAULT_STORED))
+    return Origin(
+        reference=reference,
+        checkpoint=None,
+        architecture=model,
+        description=f"{reference or 'no checkpoint'} ({kind}, as the model: block has it, without its weights)",
+        stored=stored,
+        checks=(
+            Check(name="model", status="ok", message=f"{kind}, as the model: block has it"),
+            _absent(error, stored),
+        ),
+    )
+
+
+def _absent(error: ValueError, stored: np.dtype) -> Check:
+    reason = str(error).splitlines()[0]
+    return Check(
+        name="weights",
+        status="unchecked",
+        message=f"{reason}; planned as if they had the names and shapes of the architecture, in {stored.name}",
+        error=error,
+    )
+
+
+def _stored(document: Mapping[str, Any]) -> np.dtype:
+    stated = document.get("dtype") or document.get("torch_dtype")
+    name = _STORED.get(stated.removeprefix("torch."), DEFAULT_STORED) if isinstance(stated, str) else DEFAULT_STORED
+    return np.dtype(_named(name))
+
+
+def _named(name: str) -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16 if name == "bfloat16" else name
+
+
+def find_tokenizer(named: str | None, *, origin: Origin | None, size: int | None) -> tuple[Tokenizer | None, Check]:
+    """The tokenizer of a run, where it is here.
+
+    Args:
+        named: the tokenizer; None for the checkpoint's own.
+        origin: the checkpoint.
+        size: ids that the model has embeddings for, where that is known.
+
+    Raises:
+        CheckpointError: it is there and cannot be read, or has more ids than the model has embeddings.
+    """
+    reference = named or (None if origin is None else origin.reference)
+    try:
+        if named == PASSTHROUGH and size is not None:
+            found: Tokenizer = PassthroughTokenizer(size)
+        elif named is None and origin is not None and origin.checkpoint is not None:
+            found = origin.checkpoint.tokenizer()
+        elif reference is None or reference == PASSTHROUGH:
+            raise MissingFileError("tokenizer", "none is named, and there is no checkpoint to take it from")
+        else:
+            found = load_tokenizer(reference)
+            if size is not None:
+                check_vocabulary(found, size, where="model" if origin is None else origin.description)
+    except (UnreachableError, MissingFileError) as error:
+        reason = str(error).splitlines()[0]
+        return None, Check(name="tokenizer", status="unchecked", message=reason, error=error)
+    return found, Check(name="tokenizer", status="ok", message=f"{found.name}, {found.vocab_size} ids")
+
+
+def vocabulary(model: LmConfig, *, tokenizer: Tokenizer | None, names: tuple[str | None, ...]) -> tuple[int, str]:
+    """How many ids the model has, and how that is known.
+
+    Args:
+        model: the architecture; its own size (config.json's, `model.vocab_size`) comes first.
+        tokenizer: the tokenizer, where it is here.
+        names: of tokenizers and checkpoints that may be well known.
+
+    Raises:
+        ValueError: nothing says it.
+    """
+    if model.vocab_size is not None:
+        return model.vocab_size, "as configured"
+    if tokenizer is not None:
+        return tokenizer.vocab_size, f"tokenizer {tokenizer.name}"
+    for name in filter(None, names):
+        if (size := known_vocabulary(name)) is not None:
+            return size, f"as {name} is known to have"
+    tried = ", ".join(dict.fromkeys(filter(None, names))) or "none is named"
+    raise ValueError(
+        "the size of the vocabulary is not known: no config.json, no model.vocab_size, no tokenizer that can be read "
+        f"here, and none that is well known ({tried})\n  → give model.vocab_size"
+    )

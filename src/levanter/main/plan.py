@@ -1,0 +1,368 @@
+"""Preflight of any run on any pod: will it load, will it fit, how fast, and why. No TPU, no weights, no network.
+
+    python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target v4-8
+    python -m levanter.main.plan train_lm --config_path config/train/llama2_70b_v4-256.yaml --target v4-256,v5p-256
+
+The command line is the entry point's own (files and `--key value`), with what is asked in front of or between it. Each
+target is answered by `levanter.plan.preflight`; the compile worker describes the run once more from the same words, in
+the same folder (`describe`).
+
+What is listed as *not checked here* (a checkpoint, a tokenizer, a text that is absent or remote) keeps no run from
+being planned; `--require_inputs` refuses it.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from levanter.config import HelpRequested, load
+from levanter.config.errors import did_you_mean
+from levanter.io import atomic_write, setup_logging
+from levanter.main.entry import shell
+from levanter.main.ticker import ticking
+from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, RunPlan, Target
+
+if TYPE_CHECKING:
+    from levanter.plan.preflight import Question
+    from levanter.plan.search import SearchResult
+    from levanter.plan.verdict import Verdict
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryPoint:
+    """A run that can be planned: its module has `describe(config, target)`.
+
+    Attributes:
+        name: the module's name in `levanter.main`.
+        config: the name of its config class there.
+        summary: what it does, for `--help`.
+    """
+
+    name: str
+    config: str
+    summary: str
+
+    def load(self, argv: Sequence[str]) -> tuple[Any, Callable[[Any, Target], RunPlan]]:
+        """The config of a command line, and what describes it.
+
+        Raises:
+            ConfigError: with everything that is wrong.
+            HelpRequested: `--help` is among the words.
+        """
+        module = importlib.import_module(f"levanter.main.{self.name}")
+        return load(getattr(module, self.config), list(argv)), module.describe
+
+
+ENTRY_POINTS = {
+    entry.name: entry
+    for entry in (
+        EntryPoint(name="eval_lm", config="EvalLmConfig", summary="loss, perplexity, bits per byte of a model on text"),
+        EntryPoint(
+            name="eval_careless_lm", config="EvalCarelessLmConfig", summary="memorization of books, window by window"
+        ),
+        EntryPoint(
+            name="eval_sliding_lm", config="EvalSlidingLmConfig", summary="memorization of prepared prompts, row by row"
+        ),
+        EntryPoint(name="train_lm", config="TrainLmConfig", summary="training"),
+    )
+}
+
+
+class PlanUsageError(ValueError):
+    """The command line asks for nothing that can be planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command line asks for.
+
+    Attributes:
+        entry_point: which run.
+        argv: its own words: files and overrides.
+        targets: accelerators' names and `local`.
+        json: a file for the verdicts, `-` for standard output.
+        html: a file for the page.
+        compile: whether the compiler is asked.
+        all_programs: whether Programs that take no time to speak of are compiled too.
+        require_inputs: whether inputs that are not at hand are refused.
+        search: whether better meshes are looked for.
+        keep_hlo: a folder in which the compiler's text stays.
+    """
+
+    entry_point: EntryPoint
+    argv: tuple[str, ...]
+    targets: tuple[str, ...]
+    json: str | None = None
+    html: str | None = None
+    compile: bool = True
+    all_programs: bool = False
+    require_inputs: bool = False
+    search: bool = False
+    keep_hlo: str | None = None
+
+
+_WITH_VALUE = ("target", "json", "html", "assume_tokens", "keep_hlo")
+_SWITCHES = ("no_compile", "require_inputs", "search", "all_programs")
+
+HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
+
+Tells whether a run loads, fits and how fast it goes on a pod, from its own configuration, before the pod is rented.
+Needs no TPU, no weights (a folder with a config.json, or a complete `model:` block) and no network.
+
+entry points:
+{entry_points}
+
+what is asked:
+  --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
+                       devices here; several: --target A --target B, or --target A,B
+  --no-compile         arithmetic only: seconds instead of a minute
+  --all_programs       compile every Program of the run, also those that run once
+  --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
+  --assume_tokens N    tokens of the text, where it is not at hand (also `plan: {{assume_tokens: N}}` in the file)
+  --search             look for meshes that fit better or run faster
+  --json FILE          the verdicts as JSON; `-` for standard output
+  --html FILE          the verdicts as one self-contained page
+  --keep_hlo FOLDER    keep the compiler's text of each Program
+  everything else      as the entry point takes it: --trainer.mesh.axes '{{model: 8}}', …
+
+exit codes: 0 fits; 2 bad input (unknown key, axis, indivisible, missing file with --require_inputs); 3 does not fit;
+4 the compiler crashed; 130 Ctrl-C. With several targets: that of the worst (3 before 4 before 2).
+
+examples:
+  python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target local
+  python -m levanter.main.plan train_lm --config_path config/train/llama2_7b_v4-32.yaml --target v4-32,v6e-16
+  python -m levanter.main.plan train_lm --help trainer.mesh
+"""
+
+
+def help_text() -> str:
+    """What `--help` prints."""
+    width = max(map(len, ENTRY_POINTS)) + 2
+    rows = "\n".join(f"  {entry.name:<{width}}{entry.summary}" for entry in ENTRY_POINTS.values())
+    return HELP.format(entry_points=rows)
+
+
+def asked_for(argv: Sequence[str]) -> Asked:
+    """Splits a command line into what is asked and the entry point's own words.
+
+    Raises:
+        HelpRequested: `--help` alone; behind an entry point its own keys are shown.
+        PlanUsageError: no or an unknown entry point, no target, a flag without its value; all of it.
+    """
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help"):
+        if words:
+            raise HelpRequested(help_text())
+        raise PlanUsageError(f"no entry point is named; known: {', '.join(ENTRY_POINTS)}\n\n{help_text()}")
+    problems: list[str] = []
+    values: dict[str, list[str]] = {name: [] for name in _WITH_VALUE}
+    switches: set[str] = set()
+    rest: list[str] = []
+    names: list[str] = []
+    while words:
+        word = words.pop(0)
+        flag, equals, text = word.removeprefix("--").partition("=")
+        flag = flag.replace("-", "_")
+        if not word.startswith("-") and not names and not rest:
+            names.append(word)
+        elif word.startswith("--") and flag in _SWITCHES and not equals:
+            switches.add(flag)
+        elif word.startswith("--") and flag in _WITH_VALUE:
+            if not equals and (not words or words[0].startswith("--")):
+                problems.append(f"--{flag} needs a value")
+            else:
+                values[flag].append(text if equals else words.pop(0))
+        else:
+            rest.append(word)
+            if word.startswith("--") and "=" not in word:
+                # What follows belongs to the key, whatever it looks like.
+                while words and not words[0].startswith("--"):
+                    rest.append(words.pop(0))
+    wants_help = any(word in ("-h", "--help") for word in rest)
+    entry = ENTRY_POINTS.get(names[0]) if names else None
+    if entry is None:
+        what = f"unknown entry point {names[0]!r}" if names else "the entry point comes first"
+        hint = did_you_mean(names[0], ENTRY_POINTS) if names else ""
+        problems.append(f"{what}{hint} (known: {', '.join(ENTRY_POINTS)})")
+    targets = [name.strip() for value in values["target"] for name in value.split(",") if name.strip()]
+    if not targets and not wants_help:
+        problems.append("no target: give --target v4-256 (any accelerator, several are answered in turn) or local")
+    for name in ("json", "html", "assume_tokens", "keep_hlo"):
+        if len(values[name]) > 1:
+            problems.append(f"--{name} is given {len(values[name])} times")
+    if problems:
+        raise PlanUsageError("\n".join(problems))
+    assert entry is not None
+
+    def one(name: str) -> str | None:
+        return values[name][0] if values[name] else None
+
+    assume = one("assume_tokens")
+    return Asked(
+        entry_point=entry,
+        argv=(*rest, *([] if assume is None else [f"--plan.assume_tokens={assume}"])),
+        targets=tuple(dict.fromkeys(targets)),
+        json=one("json"),
+        html=one("html"),
+        compile="no_compile" not in switches,
+        all_programs="all_programs" in switches,
+        require_inputs="require_inputs" in switches,
+        search="search" in switches,
+        keep_hlo=one("keep_hlo"),
+    )
+
+
+def describe(payload: Mapping[str, Any], target: Target) -> RunPlan:
+    """What the compile worker calls: the run of the same words, described once more.
+
+    Args:
+        payload: `entry_point`, `argv`, and for a searched layout `candidate`.
+        target: as the worker sees it.
+    """
+    from levanter.main.local import set_jax_options
+    from levanter.main.plan_search import with_candidate
+
+    entry_point = ENTRY_POINTS[payload["entry_point"]]
+    config, described = entry_point.load(payload["argv"])
+    set_jax_options(config.trainer)
+    return described(with_candidate(entry_point.name, config, payload), target)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answers for every target and prints the verdicts."""
+    return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(argv: Sequence[str]) -> int:
+    setup_logging("WARNING")
+    asked = asked_for(argv)
+    if not asked.require_inputs:
+        # Planning asks no network; what it would have told is listed as not checked.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    show = sys.stderr
+    with ticking(show) as say:
+        say(f"reading the configuration of {asked.entry_point.name}")
+        # A misspelt target is said before anything is done for the others.
+        targets = _checked(asked.targets)
+        config, described = asked.entry_point.load(asked.argv)
+        import jax
+
+        from levanter.plan.aot import devices_here
+        from levanter.plan.preflight import Question, preflight
+
+        # This process computes nothing: an accelerator that is here is left to the worker.
+        jax.config.update("jax_platforms", "cpu")
+        question = Question(
+            target=LOCAL,
+            describe=lambda target: described(config, target),
+            provider="levanter.main.plan:describe",
+            payload={"entry_point": asked.entry_point.name, "argv": list(asked.argv)},
+            local=devices_here,
+            compile=asked.compile,
+            all_programs=asked.all_programs,
+            require_inputs=asked.require_inputs,
+        )
+        verdicts: list[Verdict] = []
+        searches: dict[str, SearchResult] = {}
+        for target in targets:
+            folder = None if asked.keep_hlo is None else Path(asked.keep_hlo) / target.replace(":", "_")
+            say(f"planning {asked.entry_point.name} for {target}")
+            one = replace(question, target=target, keep_text=folder)
+            verdicts.append(preflight(one, progress=say))
+            if asked.search:
+                searches |= _searched(one, config, described, verdicts[-1], say)
+    _report(asked, verdicts, searches)
+    codes = {verdict.exit_code for verdict in verdicts}
+    return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT) if code in codes), OK)
+
+
+def _searched(
+    question: "Question",
+    config: Any,
+    described: Callable[[Any, Target], RunPlan],
+    verdict: "Verdict",
+    say: Callable[[str], None],
+) -> dict[str, "SearchResult"]:
+    """Other layouts of the same run on the same pod; nothing where there is no pod or no run to lay out."""
+    from levanter.main.plan_search import NothingToSearch, search_layouts
+
+    if verdict.plan is None or verdict.accelerator is None or not verdict.accelerator.can_compile:
+        say(f"{verdict.target}: no layouts are searched: there is nothing that could be compiled")
+        return {}
+    try:
+        found = search_layouts(
+            replace(question, keep_text=None),
+            config=config,
+            describe=described,
+            plan=verdict.plan,
+            pod=verdict.accelerator,
+            say=say,
+        )
+    except NothingToSearch as error:
+        say(f"{verdict.target}: no layouts are searched: {error}")
+        return {}
+    return {verdict.target: found}
+
+
+def _checked(targets: Sequence[str]) -> tuple[str, ...]:
+    """The targets under their canonical names.
+
+    Raises:
+        PlanUsageError: with every name that stands for nothing.
+    """
+    from levanter.hardware import AcceleratorError, parse_accelerator
+
+    names, problems = [], []
+    for target in targets:
+        try:
+            names.append(LOCAL if target.lower() == LOCAL else parse_accelerator(target).name)
+        except AcceleratorError as error:
+            problems.append(f"--target {target}: {error} (or `local` for the devices here)")
+    if problems:
+        raise PlanUsageError("\n".join(problems))
+    return tuple(dict.fromkeys(names))
+
+
+def _report(asked: Asked, verdicts: Sequence["Verdict"], searches: Mapping[str, "SearchResult"]) -> None:
+    """Prints the verdicts, and writes them where they were asked for."""
+    from levanter.main.plan_search import keys_of
+    from levanter.plan.report import render, to_html, to_json
+    from levanter.plan.search import render as render_search
+    from levanter.plan.search import values as search_values
+
+    document, texts, pages = to_json(verdicts), [render(verdicts)], []
+    for target, result in searches.items():
+        best = result.best or result.closest
+        keys = {} if best is None else keys_of(asked.entry_point.name, best.candidate)
+        texts.append(render_search(result, target=target, keys=keys))
+        pages.append((f"search on {target}", texts[-1]))
+        document.setdefault("searches", []).append(search_values(result, target=target, keys=keys))
+    # With the JSON on standard output, what is for people goes beside it.
+    print("\n".join(texts), file=sys.stderr if asked.json == "-" else sys.stdout)
+    if asked.json is not None:
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        if asked.json == "-":
+            print(text)
+        else:
+            _write("--json", asked.json, text + "\n")
+    if asked.html is not None:
+        _write("--html", asked.html, to_html(verdicts, more=pages))
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise PlanUsageError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""What `train_lm` does once it is described: data, first state, steps, checkpoints, exports.
+
+Whatever is wrong with the input is said as early as it can be known: folders and checkpoints first, then the text, then
+weights, then steps. A run that finds a checkpoint of its own goes on behind it; since any step's batch and random bits
+follow from the configuration and the step, its losses are those of a run that was never stopped, bit for bit.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import leaves, with_arrays
+from haliax_ext.loading import load
+from levanter.checkpoint import Checkpointer, CheckpointRef, checkpoint_at, planned_targets, restore
+from levanter.compat.hf.export import export
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.config import plain
+from levanter.data import BuildProgress, TrainingData, build_training
+from levanter.eval.perplexity import EvalResult
+from levanter.io import Progress
+from levanter.main.train_evaluation import PROGRAM, Evaluate, validation_rows
+from levanter.main.train_places import Places, find_resume, refuse_taken_exports
+from levanter.main.workloads import stage_program
+from levanter.run import RunPlan
+from levanter.tracker import Tracker
+from levanter.trainer.batches import placed_batches
+from levanter.trainer.hooks import Every, SaveCheckpoint, ShowProgress, StepSize, Throughput, Track
+from levanter.trainer.loop import Guard, Loop, Pause, Step, stop_signal
+from levanter.trainer.state import MODEL, TrainState
+
+if TYPE_CHECKING:
+    from levanter.main.train_lm import TrainLmConfig, TrainWork
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """How a run ended.
+
+    Attributes:
+        taken: steps taken, earlier attempts included.
+        stop: steps that were to be taken.
+        preempted: whether it was told to stop before.
+        loss: of its last step; None where no step was taken.
+        checkpoint: the last complete checkpoint.
+        exported: the Hugging Face export of the final state.
+        evaluation: the last evaluation.
+        throughput: average, without the first step.
+        seconds: from the first step to the last.
+    """
+
+    taken: int
+    stop: int
+    preempted: bool
+    loss: float | None
+    checkpoint: CheckpointRef | None
+    exported: str | None
+    evaluation: EvalResult | None
+    throughput: Throughput
+    seconds: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Single values for trackers."""
+        found = {"train/loss": self.loss, "throughput/tokens_per_second": self.throughput.tokens_per_second}
+        if self.evaluation is not None:
+            found.update(self.evaluation.metrics())
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        rate = self.throughput.tokens_per_second
+        how = "stopped by a signal" if self.preempted else "done"
+        lines = [
+            f"{how} after {self.taken:,} of {self.stop:,} steps"
+            + ("" if self.loss is None else f", loss {self.loss:.4f}")
+            + ("" if rate is None else f", {rate:,.0f} tokens/s"),
+            "no checkpoint" if self.checkpoint is None else f"checkpoint: {self.checkpoint.path}",
+        ]
+        if self.evaluation is not None:
+            lines.append(f"validation loss {self.evaluation.overall.micro.loss:.4f} nats a token")
+        if self.exported is not None:
+            lines.append(f"Hugging Face export: {self.exported}")
+        return "\n".join(lines)
+
+
+def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trained:
+    """Trains; nothing runs that is not in `plan`.
+
+    Raises:
+        ValueError: what the user must know: data, checkpoints, export paths, a loss that is not a number.
+    """
+    work: TrainWork = plan.work
+    config, show = work.config, jax.process_index() == 0
+    places = Places.of(config, run_id)
+    resumed = find_resume(config, places)
+    first = 0 if resumed is None else resumed.step
+    refuse_taken_exports(config, places, resumed)
+    data = _data(work, show=show)
+    stop = last_step(config, data)
+    for line in (*data.describe(stop), *data.notes):
+        logger.info("data: %s", line)
+    if resumed is not None:
+        logger.info("resuming from the %s", resumed)
+        _compare_data(resumed, data)
+    with _checkpointer(config, places) as checkpointer:
+        state = first_state(plan, mesh, resumed, show=show)
+        save = SaveCheckpoint(
+            checkpointer=checkpointer,
+            metadata=lambda taken: {
+                "run_id": run_id,
+                "rows_drawn": data.schedule.first_draw(taken),
+                "config": plain(config),
+                "jax": jax.__version__,
+            },
+        )
+
+        def export_now(taken: int, state: TrainState) -> str:
+            return _export(work, state, places.export(taken), show=show)
+
+        pauses: list[Pause] = [save]
+        if places.exports is not None:
+            pauses.append(Every(steps=config.hf_save_steps, action=export_now, until=stop))
+        evaluate = _evaluation(plan, mesh, data, tracker=tracker, last=stop, show=show)
+        if evaluate is not None:
+            pauses.append(evaluate)
+        size_of = _sizes(plan)
+        tokens_before = data.schedule.first_draw(first) * data.positions
+        track = Track(tracker=tracker, size_of=size_of, steps=stop, tokens=tokens_before)
+        losses: deque[float] = deque(maxlen=1)
+        began = time.monotonic()
+        left = data.schedule.first_draw(max(stop, first)) * data.positions - tokens_before
+        with Progress("training", total=left, unit="tokens", show=show) as progress, stop_signal() as stopping:
+            loop = Loop(
+                step_of=_steps(plan, mesh),
+                listeners=[
+                    track,
+                    ShowProgress(progress=progress, size_of=size_of, steps=stop),
+                    lambda report: losses.append(report.loss),
+                ],
+                pauses=pauses,
+                guard=Guard(
+                    nan=config.trainer.crash_on_nan,
+                    inf=config.trainer.crash_on_inf,
+                    last_checkpoint=lambda: _last(checkpointer, resumed),
+                ),
+                stopping=stopping,
+            )
+            batches = placed_batches(
+                data, lambda step: stage_program(plan, work.batches, step).inputs[1], mesh, first=first, stop=stop
+            )
+            with closing(batches):
+                ended = loop.run(state, batches, first=first)
+        seconds = time.monotonic() - began
+        if ended.taken > first or resumed is None:
+            save.save(ended.taken, ended.state, force=not ended.preempted)
+            checkpointer.wait()
+        exported = None
+        if places.exports is not None and not ended.preempted:
+            exported = export_now(ended.taken, ended.state)
+        return Trained(
+            taken=ended.taken,
+            stop=stop,
+            preempted=ended.preempted,
+            loss=losses[-1] if losses else None,
+            checkpoint=checkpointer.newest or resumed,
+            exported=exported,
+            evaluation=None if evaluate is None else evaluate.result,
+            throughput=track.throughput,
+            seconds=seconds,
+        )
+
+
+def last_step(config: "TrainLmConfig", data: TrainingData) -> int:
+    """How many steps the run takes: those asked for, or as many as the data is enough for."""
+    limits = [config.trainer.num_train_steps]
+    if data.steps is not None:
+        limits.append(data.steps)
+    if config.epoch:
+        limits.append(data.steps_of_epochs(config.epoch))
+    return min(limits)
+
+
+def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool) -> TrainState:
+    """The state before the run's first step: from its checkpoint, from weights, or made from the seed.
+
+    Raises:
+        CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
+    """
+    work: TrainWork = plan.work
+    config = work.config
+    if resumed is not None:
+        return with_arrays(work.state, restore(resumed, planned_targets(plan.sharding, mesh)))
+    key = jax.random.PRNGKey(config.trainer.seed)
+    if config.reference is not None:
+        assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
+        total = plan.load.bytes_by_host[jax.process_index() if plan.load.num_hosts > 1 else 0]
+        with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
+            loaded = load(
+                plan.load,
+                work.state_plan.parameters,
+                work.origin.checkpoint.source,
+                mesh,
+                progress=lambda at: progress.advance_to(at.bytes_done, note=at.path),
+            )
+        return plan.program("init_optimizer").jit(mesh)(with_arrays(work.state.model, loaded.arrays), key)
+    state = plan.program("init_state").jit(mesh)(key)
+    named = config.initialize_from_checkpoint_path or config.trainer.initialize_from
+    return state if named is None else _with_model_of(state, checkpoint_at(named), plan, mesh)
+
+
+def _with_model_of(state: TrainState, ref: CheckpointRef, plan: RunPlan, mesh: Mesh) -> TrainState:
+    """A fresh state with the parameters of a checkpoint of ours."""
+    prefix = f"{MODEL}."
+    wanted = {path: t for path, t in planned_targets(plan.sharding, mesh).items() if path.startswith(prefix)}
+    if plan.work.config.trainer.allow_partial_checkpoint:
+        lacking = sorted(wanted.keys() - ref.leaves.keys())
+        for path in lacking:
+            logger.warning("%s: %s is not in it and is initialized", ref.path, path)
+        wanted = {path: target for path, target in wanted.items() if path in ref.leaves}
+    found = {path.removeprefix(prefix): x for path, x in restore(ref, wanted, unexpected="skip").items()}
+    logger.info("parameters from the %s", ref)
+    own = _by_path(state.model)
+    return replace(state, model=with_arrays(state.model, {**own, **found}))
+
+
+def _by_path(module: Any) -> dict[str, jax.Array]:
+    """A module's arrays by path."""
+    return {leaf.path: x for leaf, x in zip(leaves(module), jax.tree.leaves(module), strict=True)}
+
+
+def _data(work: "TrainWork", *, show: bool) -> TrainingData:
+    config = work.config
+    assert work.tokenizer is not None, "a plan without its tokenizer must not run: RunPlan.check() comes first"
+    with Progress("tokenizing", total=None, unit="tokens", show=show) as progress:
+
+        def tell(step: BuildProgress) -> None:
+            progress.advance_to(step.tokens, note=f"{step.fraction:.0%}")
+
+        return build_training(
+            config.data,
+            work.tokenizer,
+            positions=config.positions,
+            batch_sizes=[(stage.start, stage.plan.rows) for stage in work.batches],
+            seed=config.trainer.seed if config.data_seed is None else config.data_seed,
+            vocab_size=work.model.vocab_size,
+            on_progress=tell,
+        )
+
+
+def _evaluation(
+    plan: RunPlan, mesh: Mesh, data: TrainingData, *, tracker: Tracker, last: int, show: bool
+) -> Evaluate | None:
+    work: TrainWork = plan.work
+    if work.validation is None:
+        return None
+    assert work.tokenizer is not None and work.model.vocab_size is not None
+    trainer = work.config.trainer
+    return Evaluate(
+        program=plan.program(PROGRAM),
+        mesh=mesh,
+        sequences=validation_rows(
+            work.config.data, work.validation, data, work.tokenizer, vocab_size=work.model.vocab_size
+        ),
+        tracker=tracker,
+        every=trainer.steps_per_eval,
+        last=last,
+        max_batches=trainer.max_eval_batches,
+        show=show,
+    )
+
+
+def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
+    """Says so where the run goes on elsewhere in the data than it stopped."""
+    there, here = resumed.metadata.get("rows_drawn"), data.schedule.first_draw(resumed.step)
+    if there != here:
+        logger.warning(
+            "the checkpoint of step %d was saved after %s rows of data; with this batch schedule the run goes on "
+            "behind %d rows",
+            resumed.step,
+            there,
+            here,
+        )
+
+
+def _checkpointer(config: "TrainLmConfig", places: Places) -> Checkpointer:
+    written = config.trainer.checkpointer
+    return Checkpointer(
+        places.checkpoints,
+        keep=[(interval.every, interval.until) for interval in written.keep],
+        save_interval_seconds=None if written.save_interval is None else written.save_interval.total_seconds(),
+        keep_last_temporary=written.keep_last_temporary_checkpoints,
+        temporary_base=places.temporary,
+        delete_old_temporary=written.delete_old_temp_checkpoints,
+    )
+
+
+def _last(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
+    """What a run that failed can go back to."""
+    checkpointer.wait()
+    ref = checkpointer.newest or resumed
+    return (
+        "no checkpoint was saved before" if ref is None else f"the last checkpoint is of step {ref.step} ({ref.path})"
+    )
+
+
+def _steps(plan: RunPlan, mesh: Mesh) -> Callable[[int], Step]:
+    """The compiled step of every step."""
+    jitted: dict[str, Step] = {}
+
+    def step_of(step: int) -> Step:
+        program = stage_program(plan, plan.work.batches, step)
+        if program.name not in jitted:
+            jitted[program.name] = program.jit(mesh)
+        return jitted[program.name]
+
+    return step_of
+
+
+def _sizes(plan: RunPlan) -> Callable[[int], StepSize]:
+    """How much each step does."""
+    flops = {each.program: each.flops_full for each in plan.workloads}
+
+    def size_of(step: int) -> StepSize:
+        stage = [stage for stage in plan.work.batches if stage.start <= step][-1]
+        name = stage_program(plan, plan.work.batches, step).name
+        return StepSize(rows=stage.plan.rows, tokens=stage.plan.tokens, flops=flops[name])
+
+    return size_of
+
+
+def _export(work: "TrainWork", state: TrainState, folder: str, *, show: bool) -> str:
+    tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
+    with Progress(f"exporting to {folder}", total=None, unit="bytes", show=show) as progress:
+
+        def tell(done: int, total: int) -> None:
+            progress.meter.total = total
+            progress.advance_to(done)
+
+        export(
+            state.model,
+            work.model,
+            folder,
+            tokenizer=tokenizer,
+            dtype=work.config.hf_save_dtype,
+            overwrite=True,
+            progress=tell,
+        )
+    return folder

@@ -1,0 +1,100 @@
+"""Books: texts as they are read, and what makes one run's numbers what they are.
+
+A text is UTF-8; a byte order mark at its beginning is dropped and Windows line ends become plain ones, as in a program
+that reads it as text. Characters are counted in that text.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from haliax_ext.sources import TensorSource
+from levanter.io import open_read
+from levanter.memorization.schemes import Convention, name_of
+
+_SMALL_TENSORS = 8
+
+
+class TextError(ValueError):
+    """A book that cannot be read as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BookText:
+    """A book.
+
+    Attributes:
+        text: what is scored.
+        sha256: of the file's bytes.
+        notes: what was changed on reading it.
+    """
+
+    text: str = field(repr=False)
+    sha256: str
+    notes: tuple[str, ...] = ()
+
+
+def read_book(path: str) -> BookText:
+    """Reads a book.
+
+    Raises:
+        MissingFileError: there is no such file; the message has the nearest names.
+        TextError: it is empty, or not UTF-8 (with the first offending byte).
+    """
+    with open_read(path) as file:
+        content = file.read()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{path}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}\n"
+            f"  → convert it, for instance: iconv -f WINDOWS-1252 -t UTF-8"
+        ) from error
+    notes = []
+    if text.startswith("\ufeff"):
+        text = text[1:]
+        notes.append("the byte order mark at its beginning is dropped")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        notes.append("line ends are read as \\n")
+    if not text.strip():
+        raise TextError(f"{path}: there is nothing in it to score")
+    return BookText(text=text, sha256=hashlib.sha256(content).hexdigest(), notes=tuple(notes))
+
+
+def slug(title: str) -> str:
+    """A title as a folder's name: lower case, words joined by `_`."""
+    return re.sub(r"[^\w.-]+", "_", title.strip().lower()).strip("_.") or "book"
+
+
+def weights_digest(source: TensorSource) -> str:
+    """SHA-256 that tells checkpoints apart without reading them: names, shapes, dtypes, and the smallest tensors.
+
+    The smallest are norms and biases, which every kind of fine-tuning that changes all weights changes.
+    """
+    digest = hashlib.sha256()
+    for name, info in sorted(source.tensors.items()):
+        digest.update(repr((name, tuple(info.shape), info.dtype.name)).encode())
+    smallest = sorted(source.tensors.items(), key=lambda item: (item[1].nbytes, item[0]))[:_SMALL_TENSORS]
+    for name, info in smallest:
+        digest.update(source.read(name, tuple(slice(0, size) for size in info.shape)).tobytes())
+    return digest.hexdigest()
+
+
+def windows_identity(book: BookText, given: Convention, *, max_windows: int | None) -> dict[str, Any]:
+    """The part of a run's identity that is the text and how it is cut."""
+    identity: dict[str, Any] = {"text.sha256": book.sha256, "text.characters": len(book.text)}
+    identity |= flat("windows", asdict(given.windowing))
+    return identity | {"windows.max": max_windows, "preset": name_of(given), "scheme": given.scheme.name}
+
+
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= flat(f"{prefix}.{key}", item)
+    return found

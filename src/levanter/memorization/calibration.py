@@ -1,0 +1,191 @@
+"""Calibration: how low the threshold may be, and how sure a number is.
+
+*Threshold from controls.* Texts that the model cannot have seen (published after its training, or written for the
+purpose) are scored like the book. Any window of theirs with p_z ≥ τ is a false positive: it was guessed, not
+remembered. `calibrate` gives the smallest τ whose share of false positives among control windows does not exceed a
+chosen rate. With N control windows the rate can only be resolved to 1/N.
+
+*Intervals.* Windows overlap, and neighbouring passages are remembered together, so neither windows nor characters are
+independent draws; an interval that treats them so is far too narrow. The *circular block bootstrap* (Politis & Romano
+1992) resamples contiguous blocks, drawn with replacement from the sequence closed to a ring, and so keeps what
+neighbours have in common. Blocks are several windows long. Everything is seeded: the same numbers give the same
+interval.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+RESAMPLES = 2000
+BLOCK_WINDOWS = 8
+"""Lengths of a window that a block has at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A percentile interval of a bootstrap.
+
+    Attributes:
+        low, high: its ends.
+        confidence: how often such an interval holds the true value, if blocks are long enough.
+        block: elements of a block.
+        resamples: how many were drawn.
+    """
+
+    low: float
+    high: float
+    confidence: float
+    block: int
+    resamples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A threshold from control texts.
+
+    Attributes:
+        log_threshold: log τ; windows with log p_z at or above it count. Above 0 where more control windows than
+            allowed have p_z = 1: then nothing counts.
+        asked: the false-positive rate that was asked for.
+        reached: the share of control windows at or above τ, at most `asked`.
+        windows: how many control windows there are.
+        interval: of log τ.
+    """
+
+    log_threshold: float
+    asked: float
+    reached: float
+    windows: int
+    interval: Interval
+
+    @property
+    def threshold(self) -> float:
+        """τ; 0 where it is too small for a float: then every p_z > 0 counts."""
+        return math.exp(self.log_threshold)
+
+
+def block_length(window: float, elements: int) -> int:
+    """How long a block is: `BLOCK_WINDOWS` windows, or √elements if that is more, and at most a quarter of all.
+
+    Args:
+        window: elements that one window spans (characters of a window, or windows that overlap it).
+        elements: the sequence's length.
+    """
+    block = max(math.ceil(BLOCK_WINDOWS * window), math.isqrt(elements), 1)
+    return max(1, min(block, elements // 4))
+
+
+def block_bootstrap(
+    values: ArrayLike,
+    *,
+    block: int,
+    resamples: int = RESAMPLES,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """A percentile interval of the mean of a sequence whose neighbours depend on each other.
+
+    Each resample is the mean of ⌈length / block⌉ blocks; the last one is cut, so that all resamples have the length
+    of the sequence.
+
+    Args:
+        values: `[length]`, in order.
+        block: elements of a block, 1 … length.
+        resamples: how many means are drawn.
+        confidence: in (0, 1).
+        seed: of the draws.
+
+    Raises:
+        ValueError: an empty sequence; a block that is not within it; no resamples; a confidence outside (0, 1).
+    """
+    values = np.asarray(values, dtype=np.float64).reshape(-1)
+    length = values.size
+    _check(length, block=block, resamples=resamples, confidence=confidence)
+    blocks = -(-length // block)
+    last = length - (blocks - 1) * block
+    # The ring, cut open once: sums of any block are differences of the running sum.
+    running = np.concatenate([[0.0], np.cumsum(np.concatenate([values, values[:block]]))])
+    starts = np.random.default_rng(seed).integers(0, length, size=(resamples, blocks))
+    sums = (running[starts[:, :-1] + block] - running[starts[:, :-1]]).sum(axis=1)
+    sums += running[starts[:, -1] + last] - running[starts[:, -1]]
+    low, high = np.quantile(sums / length, [(1 - confidence) / 2, (1 + confidence) / 2])
+    # Differences of running sums are off by rounding; a mean cannot leave the range of what it is of.
+    bounds = (float(values.min()), float(values.max()))
+    return Interval(
+        low=float(np.clip(low, *bounds)),
+        high=float(np.clip(high, *bounds)),
+        confidence=confidence,
+        block=block,
+        resamples=resamples,
+    )
+
+
+def calibrate(
+    controls: Sequence[ArrayLike],
+    *,
+    false_positive_rate: float = 0.01,
+    block: int = 1,
+    resamples: int = 500,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Calibration:
+    """The smallest τ at which at most `false_positive_rate` of the control windows reach it.
+
+    Args:
+        controls: log p_z of the windows of each control text, in order.
+        false_positive_rate: in [0, 1); 0 puts τ just above the likeliest control window.
+        block: windows of a bootstrap block; several times as many as overlap one.
+        resamples, confidence, seed: of the interval.
+
+    Raises:
+        ValueError: no control windows, or a rate outside [0, 1).
+    """
+    values = np.concatenate([np.asarray(c, dtype=np.float64).reshape(-1) for c in controls] or [np.zeros(0)])
+    if not 0 <= false_positive_rate < 1:
+        raise ValueError(f"false_positive_rate must be in [0, 1), got {false_positive_rate}")
+    if values.size == 0:
+        raise ValueError("no control windows: τ cannot be calibrated")
+    block = min(block, values.size)
+    _check(values.size, block=block, resamples=resamples, confidence=confidence)
+    log_threshold = _upper_quantile(values, false_positive_rate)
+    random = np.random.default_rng(seed)
+    blocks = -(-values.size // block)
+    offsets = np.arange(block)
+    drawn = np.empty(resamples)
+    for n in range(resamples):
+        at = (random.integers(0, values.size, size=blocks)[:, None] + offsets).reshape(-1)[: values.size]
+        drawn[n] = _upper_quantile(values[at % values.size], false_positive_rate)
+    # A quantile of resamples must be one of them: interpolating between τ = 0 and another means nothing.
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], method="nearest")
+    return Calibration(
+        log_threshold=log_threshold,
+        asked=false_positive_rate,
+        reached=float(np.mean(values >= log_threshold)),
+        windows=values.size,
+        interval=Interval(low=float(low), high=float(high), confidence=confidence, block=block, resamples=resamples),
+    )
+
+
+def _upper_quantile(values: np.ndarray, rate: float) -> float:
+    """The smallest float that at most a `rate` of the values reach."""
+    # So many may reach it (rounding of rate × N must not lose one); the next largest is the one that may not.
+    allowed = min(math.floor(rate * values.size * (1 + 1e-12) + 1e-12), values.size - 1)
+    at = values.size - 1 - allowed
+    return float(np.nextafter(np.partition(values, at)[at], np.inf))
+
+
+def _check(length: int, *, block: int, resamples: int, confidence: float) -> None:
+    problems = []
+    if length == 0:
+        problems.append("nothing to resample: the sequence is empty")
+    elif not 1 <= block <= length:
+        problems.append(f"block must be within 1 … {length}, the sequence's length; got {block}")
+    if resamples < 1:
+        problems.append(f"resamples must be positive, got {resamples}")
+    if not 0 < confidence < 1:
+        problems.append(f"confidence must be between 0 and 1, got {confidence}")
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -1,0 +1,101 @@
+"""Comparisons: several runs side by side, and a warning where side by side means nothing.
+
+Runs over the same text share its characters, so their strips line up and one can ask which characters one run covers
+and another does not. Runs over other texts share no more than a table. p_z under another preset, scheme, suffix length
+or threshold is another quantity: `cautions` says what differs.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from levanter.memorization.measurement import Measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Which characters of a text two runs cover, in shares of all characters; the four add up to 1."""
+
+    both: float
+    first_only: float
+    second_only: float
+    neither: float
+
+
+def overlap(first: Measurement, second: Measurement) -> Overlap:
+    """Compares what two runs over one text cover.
+
+    Raises:
+        ValueError: the runs are over different texts.
+    """
+    if text_key(first) != text_key(second):
+        raise ValueError(
+            f"{first.book.title} and {second.book.title}: two texts ({first.characters:,} and {second.characters:,} "
+            "characters); only runs over one text can be compared character by character"
+        )
+    one, two = first.covered, second.covered
+    return Overlap(
+        both=float(np.mean(one & two)),
+        first_only=float(np.mean(one & ~two)),
+        second_only=float(np.mean(~one & two)),
+        neither=float(np.mean(~one & ~two)),
+    )
+
+
+def by_text(runs: Sequence[Measurement]) -> list[list[Measurement]]:
+    """The runs grouped by text, in the order in which they were given."""
+    groups: dict[str, list[Measurement]] = {}
+    for run in runs:
+        groups.setdefault(text_key(run), []).append(run)
+    return list(groups.values())
+
+
+def text_key(run: Measurement) -> str:
+    """What tells texts apart: the file's hash in the manifest, else the text's; else title and length."""
+    identity = run.book.manifest.get("identity", {})
+    known = identity.get("text.sha256") if isinstance(identity, Mapping) else None
+    if isinstance(known, str):
+        return known
+    if run.book.text is not None:
+        return hashlib.sha256(run.book.text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{run.book.title}/{run.characters}"
+
+
+def model_name(run: Measurement) -> str:
+    """The model, as the manifest names it; empty where it does not."""
+    return str(run.book.manifest.get("model") or "")
+
+
+def labels(runs: Sequence[Measurement]) -> list[str]:
+    """A name for each run that tells it from the others: title or model, with whatever else differs."""
+    parts: dict[str, list[str]] = {
+        "model": [model_name(run) for run in runs],
+        "title": [run.book.title for run in runs],
+        "preset": [run.book.preset for run in runs],
+        "scheme": [run.scheme.name for run in runs],
+    }
+    differing = [name for name, values in parts.items() if len(set(values)) > 1] or ["title"]
+    found = [" · ".join(value for name in differing if (value := parts[name][n])) or "run" for n in range(len(runs))]
+    # Runs that nothing tells apart are numbered.
+    return [
+        f"{label} ({found[: n + 1].count(label)})" if found.count(label) > 1 else label for n, label in enumerate(found)
+    ]
+
+
+def cautions(runs: Sequence[Measurement]) -> list[str]:
+    """What keeps the numbers of these runs from being compared, one full sentence each."""
+    aspects = {
+        "presets": [run.book.preset for run in runs],
+        "decoding schemes": [run.scheme.name for run in runs],
+        "prefix lengths": [f"{run.book.prefix_tokens} tokens" for run in runs],
+        "suffix lengths": [f"{run.book.suffix_tokens} tokens" for run in runs],
+        "thresholds": [f"{run.threshold:.3g}" for run in runs],
+        "ways to count covered characters": [run.cover for run in runs],
+    }
+    return [
+        f"The runs have different {name} ({', '.join(dict.fromkeys(values))}), so their p_z are not comparable."
+        for name, values in aspects.items()
+        if len(set(values)) > 1
+    ]

@@ -1,0 +1,203 @@
+"""Examples: a prepared set of prompts and continuations, scored like windows of a book.
+
+Where a study has prepared its windows (rows of a prompt and what follows it in the text), they need not all have the
+same length. They are aligned at their ends: each is padded at the left up to the longest, tokens do not see the padding
+and count their positions from the first real token, so a row's scores are those it would have alone.
+
+A row whose suffix is shorter than the longest has log-probability 0, rank 0 beyond its end: such a place is certain and
+changes no p_z.
+
+A row is a record of one of three formats: `chat` with `single_turn: true` (the user's message is the prompt, the
+assistant's what follows it), `supervised` (its input and its target), `prebuilt` (`input_ids`, of which the first
+`sources_len` are the prompt). Texts are tokenized each for itself, without special tokens and without a chat template.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from levanter.data import (
+    ChatLmDatasetFormat,
+    LmDatasetFormatBase,
+    PrebuiltLmDatasetFormat,
+    SupervisedLmDatasetFormat,
+    Tokenizer,
+    format_name,
+)
+from levanter.data.errors import DataError
+from levanter.memorization.results import Scores
+
+PROMPT_LENGTH = "sources_len"
+"""The key of a prebuilt row that says how many of its ids are the prompt."""
+_ROLES = ("user", "assistant")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Examples:
+    """N rows, in order.
+
+    Attributes:
+        ids: int32, the tokens of all rows, one after the other.
+        ends: int64 `[N]`, where each row ends in `ids`.
+        lengths: int64 `[N]`, tokens of each.
+        prompts: int64 `[N]`, how many of them are given.
+        pad_id: fills the left.
+    """
+
+    ids: np.ndarray = field(repr=False)
+    ends: np.ndarray = field(repr=False)
+    lengths: np.ndarray = field(repr=False)
+    prompts: np.ndarray = field(repr=False)
+    pad_id: int = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[np.ndarray, int]]) -> "Examples":
+        """From pairs (tokens, how many of them are the prompt).
+
+        Raises:
+            ValueError: listing the rows that have no prompt, or nothing after it.
+        """
+        bad = [n for n, (tokens, prompt) in enumerate(rows) if not 0 < prompt < len(tokens)]
+        if bad or not rows:
+            shown = ", ".join(f"row {n}: {len(rows[n][0])} tokens, prompt {rows[n][1]}" for n in bad[:5])
+            raise ValueError(
+                f"every row has a prompt and something after it; {len(bad)} of {len(rows)} do not"
+                + (f" ({shown}{', …' if len(bad) > 5 else ''})" if bad else "")
+            )
+        lengths = np.array([len(tokens) for tokens, _ in rows], np.int64)
+        return cls(
+            ids=np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in rows]),
+            ends=np.cumsum(lengths),
+            lengths=lengths,
+            prompts=np.array([prompt for _, prompt in rows], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest row, after alignment."""
+        # The token before the longest suffix must have a place, whatever row it is in.
+        return int(max(self.lengths.max(), self.suffix_tokens + 1))
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Tokens of the longest suffix."""
+        return int((self.lengths - self.prompts).max())
+
+    @property
+    def padded(self) -> bool:
+        """Whether any row is shorter than the longest."""
+        return bool((self.lengths < self.positions).any())
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """The tokens of some rows, aligned at their ends, int32 `[rows, positions]`."""
+        at = self.ends[rows][:, None] - self.positions + np.arange(self.positions)
+        real = np.arange(self.positions) >= self.left_padding(rows)[:, None]
+        return np.where(real, self.ids[np.maximum(at, 0)], np.int32(self.pad_id)).astype(np.int32)
+
+    def left_padding(self, rows: np.ndarray) -> np.ndarray:
+        """How many positions at the left of each row hold no token."""
+        return (self.positions - self.lengths[rows]).astype(np.int32)
+
+    def aligned(self, scores: Scores) -> Scores:
+        """Scores whose column j is the j-th token of each row's suffix; places beyond its end are certain."""
+        k = self.suffix_tokens
+        lengths = (self.lengths - self.prompts)[:, None]
+        column = np.arange(k)[None, :]
+        source = np.minimum(column + (k - lengths), k - 1)
+        inside = column < lengths
+
+        def move(array: np.ndarray) -> np.ndarray:
+            return np.where(inside, np.take_along_axis(array, source, axis=1), np.zeros((), array.dtype))
+
+        return Scores.of_arrays({name: move(array) for name, array in scores.arrays.items()})
+
+    def spans(self) -> dict[str, Any]:
+        """Spans of tokens in the rows laid end to end; a prepared set has no text, so none of characters."""
+        starts = self.ends - self.lengths
+        unknown = np.full((len(self), 2), -1, np.int64)
+        return {
+            "token_spans": np.stack([starts, self.ends], axis=1),
+            "char_spans": unknown,
+            "suffix_char_spans": unknown.copy(),
+        }
+
+
+def pairs_of(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase) -> list[tuple[Any, Any]]:
+    """The prompt and the continuation of each record: texts, or lists of ids.
+
+    Raises:
+        DataError: the format has no prompts, or a record is not what it says (with the record's place).
+    """
+    if isinstance(format, ChatLmDatasetFormat) and not format.single_turn:
+        raise DataError("format: chat needs single_turn: true here, so that one message is the prompt and one the rest")
+    if not isinstance(format, (ChatLmDatasetFormat, SupervisedLmDatasetFormat, PrebuiltLmDatasetFormat)):
+        raise DataError(
+            f"format: {format_name(format)} has no prompts; a prepared set is chat (single_turn: true), supervised or "
+            "prebuilt"
+        )
+    return [_pair(record, format, origin) for record, origin in records]
+
+
+def tokenized(pairs: Sequence[tuple[Any, Any]], tokenizer: Tokenizer, *, bos: bool) -> list[tuple[np.ndarray, int]]:
+    """Each pair as ids with the number of those that are the prompt.
+
+    Raises:
+        ValueError: BOS is asked for, and the tokenizer has none.
+    """
+    if bos and tokenizer.bos_id is None:
+        raise ValueError(f"bos: the tokenizer {tokenizer.name} has no BOS token; set bos: false")
+    first = [] if not bos else [tokenizer.bos_id]
+    texts = [text for pair in pairs for text in pair if isinstance(text, str)]
+    ids = iter(tokenizer.encode_batch(texts))
+    rows = []
+    for pair in pairs:
+        prompt, rest = (next(ids) if isinstance(part, str) else np.asarray(part, np.int32) for part in pair)
+        prompt = np.concatenate([np.asarray(first, np.int32), prompt])
+        rows.append((np.concatenate([prompt, rest]).astype(np.int32), len(prompt)))
+    return rows
+
+
+def digest_of(pairs: Sequence[tuple[Any, Any]]) -> str:
+    """SHA-256 of a prepared set."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(repr(pair).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _pair(record: Any, format: LmDatasetFormatBase, origin: str) -> tuple[Any, Any]:
+    if not isinstance(record, Mapping):
+        raise DataError(f"{origin}: expected an object, found {type(record).__name__}")
+    if isinstance(format, PrebuiltLmDatasetFormat):
+        ids, length = _get(record, format.input_ids_key, list, origin), _get(record, PROMPT_LENGTH, int, origin)
+        if not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise DataError(f"{origin}: {format.input_ids_key!r} is not a list of ids")
+        return ids[:length], ids[length:]
+    if isinstance(format, SupervisedLmDatasetFormat):
+        return _get(record, format.input_key, str, origin), _get(record, format.target_key, str, origin)
+    assert isinstance(format, ChatLmDatasetFormat)
+    messages = _get(record, format.messages_field, list, origin)
+    said = {}
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise DataError(f"{origin}: a message is an object with role and content, found {type(message).__name__}")
+        said.setdefault(_get(message, "role", str, origin), _get(message, "content", str, origin))
+    lacking = [role for role in _ROLES if role not in said]
+    if lacking:
+        raise DataError(f"{origin}: no message of {' and '.join(lacking)}; there are {', '.join(said) or 'none'}")
+    return said["user"], said["assistant"]
+
+
+def _get(record: Mapping[str, Any], key: str, kind: type, origin: str) -> Any:
+    if key not in record:
+        raise DataError(f"{origin}: no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    value = record[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise DataError(f"{origin}: {key!r} is {type(value).__name__}, expected {kind.__name__}")
+    return value

@@ -1,0 +1,195 @@
+"""Parts: what of a book is scored already, kept so that a run that was killed goes on where it was.
+
+A *part* is a run of windows with their scores, one Parquet file that appears whole or not at all. Parts lie beside the
+book's results in `parts/`, with `run.json`: the *identity* of the run, every fact that its numbers depend on (text,
+tokenizer, model, windows, precision, mesh, batch). A run with another identity may not add to them.
+
+A part names its identity and a checksum of its numbers; one that does not hold what it says is scored again. When the
+book's results are written, `.success` holds the identity and the parts are removed.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from levanter.io import atomic_write, exists, join, open_read
+from levanter.io.paths import base_name, filesystem
+from levanter.memorization.results import Scores, as_json_bytes, score_columns, scores_of
+
+logger = logging.getLogger(__name__)
+
+PARTS, IDENTITY, DONE = "parts", "run.json", ".success"
+_PART = re.compile(r"part-(\d{9})\.parquet")
+_LEFT_BEHIND = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
+Identity = Mapping[str, Any]
+
+
+class OtherRunError(ValueError):
+    """The folder holds results of a run whose numbers mean something else."""
+
+
+class UnwritableFolderError(OSError, ValueError):
+    """The folder for the results cannot be written."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartStore:
+    """The parts of one book.
+
+    Attributes:
+        folder: the book's folder.
+        identity: what the numbers depend on: dotted keys, JSON values.
+        windows: how many the book has.
+        suffix_tokens: k.
+    """
+
+    folder: str
+    identity: Identity = field(repr=False)
+    windows: int
+    suffix_tokens: int
+
+    def is_done(self) -> bool:
+        """Whether this very run has finished here.
+
+        Raises:
+            OtherRunError: another run has finished here, or has begun; it says what differs.
+        """
+        path = join(self.folder, DONE)
+        if exists(path):
+            self._same(_read_json(path), "holds the results of")
+            return True
+        path = join(self.folder, PARTS, IDENTITY)
+        if exists(path):
+            self._same(_read_json(path), "holds a part of")
+        return False
+
+    def begin(self) -> None:
+        """Notes the identity, and removes what killed writers left behind.
+
+        Raises:
+            UnwritableFolderError: nothing can be written there.
+        """
+        try:
+            _remove_left_behind(self.folder)
+            _remove_left_behind(join(self.folder, PARTS))
+            with atomic_write(join(self.folder, PARTS, IDENTITY)) as file:
+                file.write(as_json_bytes(self.identity))
+        except OSError as error:
+            raise UnwritableFolderError(
+                f"{self.folder}: the results cannot be written there ({error.strerror or error})"
+            ) from error
+
+    def write(self, first: int, scores: Scores) -> None:
+        """Adds the windows from `first` on."""
+        meta = {"identity": _digest(self.identity), "first": first, "rows": len(scores), "crc32": _checksum(scores)}
+        table = pa.table(score_columns(scores)).replace_schema_metadata({b"part": json.dumps(meta).encode()})
+        with atomic_write(join(self.folder, PARTS, f"part-{first:09}.parquet")) as file:
+            pq.write_table(table, file, compression="zstd")
+
+    def read(self) -> list[Scores]:
+        """The parts that are there, from window 0 on, up to the first that is missing or damaged."""
+        names = {}
+        for name in _names(join(self.folder, PARTS)):
+            if match := _PART.fullmatch(name):
+                names[int(match[1])] = name
+        found: list[Scores] = []
+        done = 0
+        while done in names and done < self.windows:
+            part = self._read_part(names[done], done)
+            if part is None:
+                logger.warning("%s is damaged; its windows are scored again", join(self.folder, PARTS, names[done]))
+                break
+            found.append(part)
+            done += len(part)
+        return found
+
+    def finish(self) -> None:
+        """Says that the results are written, and removes the parts."""
+        with atomic_write(join(self.folder, DONE)) as file:
+            file.write(as_json_bytes(self.identity))
+        self.clean()
+
+    def clean(self) -> None:
+        """Removes the parts, and what killed writers left behind."""
+        _remove_left_behind(self.folder)
+        _remove(join(self.folder, PARTS))
+
+    def start_over(self) -> None:
+        """Forgets what any run did here; results that are there are overwritten at the end."""
+        self.clean()
+        _remove(join(self.folder, DONE))
+
+    def _read_part(self, name: str, first: int) -> Scores | None:
+        with open_read(join(self.folder, PARTS, name)) as file:
+            content = file.read()
+        try:
+            table = pq.read_table(pa.BufferReader(content))
+            meta = json.loads((table.schema.metadata or {})[b"part"])
+            scores = scores_of(table, self.suffix_tokens)
+        except (pa.ArrowException, OSError, ValueError, KeyError):
+            return None
+        expected = {"identity": _digest(self.identity), "first": first, "rows": len(scores)}
+        good = meta == {**expected, "crc32": _checksum(scores)}
+        return scores if good and len(scores) and first + len(scores) <= self.windows else None
+
+    def _same(self, there: Any, what: str) -> None:
+        if not isinstance(there, Mapping):
+            there = {}
+        ours = json.loads(as_json_bytes(self.identity))
+        keys = sorted(key for key in {*there, *ours} if there.get(key) != ours.get(key))
+        if keys:
+            lines = [f"  {key}: there {there.get(key)!r}, now {ours.get(key)!r}" for key in keys]
+            raise OtherRunError(
+                f"{self.folder} {what} another run, which this one may not continue:\n"
+                + "\n".join(lines)
+                + "\ngive another output_base_path, or set if_exists: replace"
+            )
+
+
+def _digest(identity: Identity) -> str:
+    return hashlib.sha256(as_json_bytes(identity)).hexdigest()
+
+
+def _checksum(scores: Scores) -> int:
+    value = 0
+    for name, array in sorted(scores.arrays.items()):
+        value = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), value))
+    return value
+
+
+def _read_json(path: str) -> Any:
+    with open_read(path) as file:
+        content = file.read()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise OtherRunError(f"{path}: not written by a memorization run ({error})") from error
+
+
+def _names(folder: str) -> list[str]:
+    fs, name = filesystem(folder)
+    if not fs.isdir(name):
+        return []
+    # Object stores remember listings; another process may have written since.
+    fs.invalidate_cache()
+    return sorted(base_name(entry) for entry in fs.ls(name, detail=False))
+
+
+def _remove_left_behind(folder: str) -> None:
+    for name in _names(folder):
+        if _LEFT_BEHIND.fullmatch(name):
+            _remove(join(folder, name))
+
+
+def _remove(path: str) -> None:
+    fs, name = filesystem(path)
+    if fs.exists(name):
+        fs.rm(name, recursive=True)

@@ -1,0 +1,96 @@
+"""Top passages: the suffixes that a model reproduces most surely, each with the prefix that it was given.
+
+Windows start every few tokens, so one remembered sentence shows up in dozens of them. A *passage* is the likeliest
+window of its neighbourhood: windows are taken from the likeliest down, and one whose suffix overlaps the suffix of a
+passage already taken is merged into that passage. The *run* of a passage is the stretch of text around it in which
+every character is covered.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from levanter.memorization.coverage import covered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """One remembered suffix.
+
+    Attributes:
+        window: index of the window.
+        log_pz: its log p_z.
+        prefix: characters that were given, start and stop.
+        suffix: characters that were scored, start and stop.
+        merged: windows at or above the threshold whose suffix overlaps this one, itself included. A window between two
+            passages counts for the likelier one.
+        run: the covered stretch that the suffix lies in, start and stop.
+    """
+
+    window: int
+    log_pz: float
+    prefix: tuple[int, int]
+    suffix: tuple[int, int]
+    merged: int
+    run: tuple[int, int]
+
+
+def top_passages(
+    log_pz: ArrayLike,
+    char_spans: np.ndarray,
+    suffix_spans: np.ndarray,
+    characters: int,
+    *,
+    log_threshold: float,
+    count: int = 20,
+) -> tuple[Passage, ...]:
+    """The likeliest passages, at most `count`, likeliest first; of equally likely ones the earlier first.
+
+    Args:
+        log_pz: `[N]`.
+        char_spans: int `[N, 2]`, characters of each whole window.
+        suffix_spans: int `[N, 2]`, characters of each suffix.
+        characters: the text's length.
+        log_threshold: log τ; windows below it are no passages.
+        count: how many at most.
+
+    Raises:
+        ValueError: spans outside the text.
+    """
+    log_pz = np.asarray(log_pz, dtype=np.float64)
+    kept = np.flatnonzero((log_pz >= log_threshold) & (suffix_spans[:, 1] > suffix_spans[:, 0]))
+    stretches = runs(covered(suffix_spans[kept], characters))
+    remaining = kept[np.argsort(-log_pz[kept], kind="stable")]
+    passages = []
+    while remaining.size and len(passages) < count:
+        best = int(remaining[0])
+        start, stop = (int(x) for x in suffix_spans[best])
+        apart = (suffix_spans[remaining, 1] <= start) | (suffix_spans[remaining, 0] >= stop)
+        passages.append(
+            Passage(
+                window=best,
+                log_pz=float(log_pz[best]),
+                prefix=(int(char_spans[best, 0]), start),
+                suffix=(start, stop),
+                merged=int(remaining.size - np.count_nonzero(apart)),
+                run=_run_around(stretches, start),
+            )
+        )
+        remaining = remaining[apart]
+    return tuple(passages)
+
+
+def runs(inked: np.ndarray) -> np.ndarray:
+    """The covered stretches of a text: int64 `[R, 2]`, half-open, in order.
+
+    Args:
+        inked: bool `[characters]`, what is covered.
+    """
+    steps = np.diff(np.concatenate([[False], inked, [False]]).astype(np.int8))
+    return np.stack([np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)], axis=1)
+
+
+def _run_around(stretches: np.ndarray, at: int) -> tuple[int, int]:
+    start, stop = stretches[int(np.searchsorted(stretches[:, 0], at, side="right")) - 1]
+    return int(start), int(stop)

@@ -1,0 +1,57 @@
+"""The list of top passages: how likely, where, and prefix and suffix where the text may be shown."""
+
+from levanter.memorization.discoverability import log_required_n
+from levanter.memorization.measurement import Measurement
+from levanter.memorization.passages import Passage
+from levanter.memorization.report.words import count, escaped, probability, samples
+
+SHOWN = 5
+"""Passages that are seen without opening the rest of the list."""
+
+
+def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -> str:
+    """An ordered list of the likeliest passages of a run.
+
+    Args:
+        run: what was measured.
+        index: the run's place in its section.
+        count: how many at most.
+        with_text: whether prefix and suffix are shown.
+    """
+    found = run.passages(count)
+    if not found:
+        return '<p class="lead">No window reaches the threshold.</p>'
+    text = run.book.text if with_text else None
+    items = [_item(passage, n, index, text, run.unit) for n, passage in enumerate(found, 1)]
+    listed = f'<ol class="passages">{"".join(items[:SHOWN])}</ol>'
+    if len(items) > SHOWN:
+        listed += (
+            f"<details><summary>{len(items) - SHOWN} more</summary>"
+            f'<ol class="passages" start="{SHOWN + 1}">{"".join(items[SHOWN:])}</ol></details>'
+        )
+    return listed
+
+
+def _item(passage: Passage, rank: int, index: int, text: str | None, unit: str) -> str:
+    needed = samples(float(log_required_n(passage.log_pz, 0.5)))
+    start, stop = passage.suffix
+    facts = [
+        f"{unit} {count(start)} – {count(stop)}",
+        f"{needed} {'sample' if needed == '1' else 'samples'} for an even chance",
+        f"covered around it: {count(passage.run[1] - passage.run[0])}",
+    ]
+    if passage.merged > 1:
+        facts.append(f"{count(passage.merged)} windows")
+    quote = ""
+    if text is not None:
+        prefix, suffix = text[slice(*passage.prefix)], text[slice(*passage.suffix)]
+        quote = (
+            f'<blockquote><span class="prefix">{escaped(prefix)}</span>'
+            f'<span class="suffix">{escaped(suffix)}</span></blockquote>'
+        )
+    return (
+        f'<li value="{rank}"><div class="head"><b>{probability(passage.log_pz)}</b>'
+        + "".join(f"<span>{escaped(fact)}</span>" for fact in facts)
+        + f'<button type="button" class="script-only" data-run="{index}" data-start="{start}" data-stop="{stop}">'
+        f"Show in the strip</button></div>{quote}</li>"
+    )

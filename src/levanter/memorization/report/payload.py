@@ -1,0 +1,61 @@
+"""What the page's script draws from: the heat of every character in a few bytes, and the text.
+
+Heat has 101 *levels*: 0 for characters below the threshold, and 1 … 100 from the lightest ink to p_z = 1, even in
+log p_z. Neighbours mostly share a level, so levels are written as runs: the run's length as a varint (seven bits a
+byte, low ones first, the high bit set on all but the last) and one byte of level; together in base64.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from levanter.memorization.heatmap import LIGHTEST, shade
+from levanter.memorization.measurement import Measurement
+
+LEVELS = 100
+
+
+def levels(measured: Measurement) -> np.ndarray:
+    """The level of every character: uint8 `[characters]`."""
+    ink = shade(measured.heat, log_threshold=measured.log_threshold)
+    above = 1 + np.rint((ink - LIGHTEST) / (1 - LIGHTEST) * (LEVELS - 1))
+    return np.where(ink > 0, above, 0).astype(np.uint8)
+
+
+def encoded(levels: np.ndarray) -> str:
+    """Levels as runs in base64, see the module."""
+    starts = np.flatnonzero(np.diff(levels, prepend=levels[:1] ^ 1))
+    lengths = np.diff(starts, append=levels.size)
+    out = bytearray()
+    for length, level in zip(lengths.tolist(), levels[starts].tolist(), strict=True):
+        while length > 0x7F:
+            out.append(0x80 | length & 0x7F)
+            length >>= 7
+        out.append(length)
+        out.append(level)
+    return base64.b64encode(bytes(out)).decode("ascii")
+
+
+def book_payload(runs: Sequence[Measurement], names: Sequence[str], *, with_text: bool) -> dict[str, Any]:
+    """The script's data of one text and the runs over it."""
+    text = next((run.book.text for run in runs if run.book.text is not None), None) if with_text else None
+    return {
+        "characters": runs[0].characters,
+        "unit": runs[0].unit,
+        "text": text,
+        "runs": [
+            {"name": name, "logThreshold": min(run.log_threshold, 0.0), "levels": encoded(levels(run))}
+            for name, run in zip(names, runs, strict=True)
+        ],
+    }
+
+
+def as_script(payload: Any) -> str:
+    """JSON that can stand inside a `script` element whatever the text holds."""
+    written = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # Signs that could end the element, that scripts take for line ends, and that UTF-8 cannot hold.
+    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", written)

@@ -1,0 +1,310 @@
+"""The runner: windows through a model, batch after batch, with the host's work behind the devices'.
+
+One Program scores one batch. Batches are dispatched in order and their scores fetched a few batches later, so that
+the devices never wait for the host; a thread stores them as parts. The last batch is filled up with copies of its last
+row, and the rows that fill it are dropped before anything else sees them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from haliax_ext.abstract import leaf_of
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.program import Input, Program, spec_of
+from levanter.memorization.parts import PartStore
+from levanter.memorization.results import Scheme, Scores
+from levanter.models.base import LmHeadModel
+from levanter.models.suffix_scores import TOP_40, Law, SuffixScores, suffix_scores
+
+FETCH_BEHIND = 4
+"""Batches in flight before the first result is fetched."""
+WINDOWS_A_PART = 8192
+"""Windows after which a part is written, however little time has passed."""
+
+
+class WindowSource(Protocol):
+    """N windows, in order: `Windows` of a book, or the `Examples` of a prepared set."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """The tokens of some windows, int32 `[rows, positions]`."""
+        ...
+
+    def left_padding(self, rows: np.ndarray) -> np.ndarray | None:
+        """How many positions at the left of each hold no token; None where there are never any."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """What one execution scores.
+
+    Attributes:
+        rows: windows of a global batch.
+        positions: tokens of a window.
+        suffix: tokens at its end that are scored.
+        padded: some windows are shorter and padded at the left.
+    """
+
+    rows: int
+    positions: int
+    suffix: int
+    padded: bool = False
+
+    def batches(self, windows: int) -> int:
+        """How many executions score so many windows."""
+        return -(-windows // self.rows)
+
+
+def laws_of(schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
+    """The laws among `schemes` that need a normalizer of their own."""
+    return tuple(dict.fromkeys(scheme.law for scheme in schemes if not scheme.law.stored))
+
+
+def score_program(
+    model: LmHeadModel,
+    shape: BatchShape,
+    *,
+    mappings: Mappings,
+    placement: Any = None,
+    batch_axis: str = "batch",
+    laws: Sequence[Scheme] = (),
+    name: str = "score",
+    **options: Any,
+) -> Program:
+    """The Program that scores one batch: model and tokens → `SuffixScores`, whole on every device.
+
+    Args:
+        model: abstract, its weights in the compute dtype.
+        shape: of the batch.
+        mappings: in scope.
+        placement: where the parameters are; default `mappings`.
+        batch_axis: the name of the batch's axis.
+        laws: the laws whose normalizers are wanted, beside that of the 40 most likely.
+        name: the Program's.
+        options: further fields of `Program`.
+    """
+    Batch, Pos = hax.Axis(batch_axis, shape.rows), hax.Axis("position", shape.positions)
+    wanted: tuple[Law, ...] = (TOP_40, *((law.top_k, law.temperature) for law in laws))
+
+    def score(model: LmHeadModel, tokens: hax.NamedArray, padding: hax.NamedArray | None = None) -> SuffixScores:
+        if padding is None:
+            return suffix_scores(model, tokens, suffix=shape.suffix, laws=wanted)
+        index = hax.arange(Pos).broadcast_to(tokens.axes)
+        positions = index - padding.broadcast_to(tokens.axes)
+        is_token = (positions >= 0).astype(np.int32)
+        return suffix_scores(
+            model, tokens, suffix=shape.suffix, laws=wanted, segment_ids=is_token, positions=positions * is_token
+        )
+
+    def declared(*axes: hax.Axis) -> hax.NamedArray:
+        return hax.NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], np.int32), axes)  # pyright: ignore
+
+    inputs = [
+        Input(name="model", value=model, placement=mappings if placement is None else placement),
+        Input(name="tokens", value=declared(Batch, Pos), placement=mappings.compute),
+    ]
+    if shape.padded:
+        inputs.append(Input(name="padding", value=declared(Batch), placement=mappings.compute))
+    # A few hundred kilobytes that the host reads: whole on every device.
+    return Program(
+        name=name, function=score, inputs=tuple(inputs), mappings=mappings, out_placement=AxisMapping(), **options
+    )
+
+
+def score_batches(
+    program: Program,
+    model: LmHeadModel,
+    mesh: Mesh,
+    source: WindowSource,
+    shape: BatchShape,
+    *,
+    laws: Sequence[Scheme] = (),
+    first: int = 0,
+    fetch_behind: int = FETCH_BEHIND,
+) -> Iterator[Scores]:
+    """Scores of the windows from `first` on, one batch at a time, in order, without the rows that fill the last.
+
+    Args:
+        program: of `score_program`, for this shape and these laws.
+        model: the weights, as the Program has them.
+        mesh: of devices.
+        source: the windows.
+        shape: of the batch.
+        laws: as the Program was made for.
+        first: where to begin, a multiple of the batch, so that every batch holds what it would hold in a whole run.
+        fetch_behind: batches in flight before the first result is fetched.
+    """
+    assert first % shape.rows == 0, f"window {first} does not begin a batch of {shape.rows}"
+    run = program.jit(mesh)
+    waiting: deque[tuple[int, SuffixScores]] = deque()
+    for begin in range(first, len(source), shape.rows):
+        real = min(shape.rows, len(source) - begin)
+        rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
+        inputs = [source.take(rows)]
+        if shape.padded:
+            padding = source.left_padding(rows)
+            inputs.append(np.zeros(len(rows), np.int32) if padding is None else padding)
+        found = run(model, *_on_devices(program, inputs, mesh))
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        waiting.append((real, found))
+        if len(waiting) > fetch_behind:
+            yield _fetch(*waiting.popleft(), laws)
+    while waiting:
+        yield _fetch(*waiting.popleft(), laws)
+
+
+def _fetch(real: int, found: SuffixScores, laws: Sequence[Scheme]) -> Scores:
+    def local(named: hax.NamedArray) -> np.ndarray:
+        return np.asarray(named.array.addressable_data(0))[:real]
+
+    top, *others = (local(x) for x in found.normalizers)
+    return Scores(
+        logprobs=local(found.logprobs),
+        ranks=local(found.ranks),
+        top_lse=top,
+        normalizers={law.name: array for law, array in zip(laws, others, strict=True)},
+    )
+
+
+def _on_devices(program: Program, arrays: Sequence[np.ndarray], mesh: Mesh) -> list[hax.NamedArray]:
+    """A batch as global arrays; every process gives its devices their part."""
+    placed = []
+    for declared, data in zip(program.inputs[1:], arrays, strict=True):
+        assert declared.placement is not None
+        sharding = NamedSharding(mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
+        array = jax.make_array_from_callback(data.shape, sharding, lambda index, data=data: data[index])
+        placed.append(hax.NamedArray(array, declared.value.axes))
+    return placed
+
+
+def score_and_store(
+    batches: Callable[[int], Iterator[Scores]],
+    store: PartStore,
+    *,
+    save_seconds: float,
+    on_windows: Callable[[int], None] = lambda _: None,
+) -> Scores | None:
+    """Scores what of a book is not scored yet, and keeps it as parts.
+
+    Args:
+        batches: the scores from a window on, batch by batch.
+        store: the book's parts. Only process 0 reads and writes them; the others compute along.
+        save_seconds: how long scores may be lost when the process is killed.
+        on_windows: called with how many windows are scored so far, those of earlier runs included.
+
+    Returns:
+        The scores of all windows; None in all processes but the first.
+    """
+    writes = jax.process_index() == 0
+    found = store.read() if writes else []
+    done = int(agreed(np.int32(sum(map(len, found)))))
+    if writes:
+        store.begin()
+    on_windows(done)
+    fresh: list[Scores] = []
+    first, since = done, time.monotonic()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="parts") as writer:
+        pending: deque[Future[None]] = deque()
+        for scores in batches(done):
+            done += len(scores)
+            on_windows(done)
+            if not writes:
+                continue
+            fresh.append(scores)
+            full = done - first >= WINDOWS_A_PART or done == store.windows
+            if full or time.monotonic() - since >= save_seconds:
+                part = Scores.joined(fresh)
+                pending.append(writer.submit(store.write, first, part))
+                found.append(part)
+                fresh, first, since = [], done, time.monotonic()
+            while pending and (len(pending) > 2 or pending[0].done()):
+                pending.popleft().result()
+        for future in pending:
+            future.result()
+    assert done == store.windows, f"{done} of {store.windows} windows scored"
+    return Scores.joined(found) if writes else None
+
+
+def agreed(value: Any) -> np.ndarray:
+    """What process 0 has, in every process; all of them call it. Folders change, so one process looks at them."""
+    return np.asarray(value if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenRows:
+    """Windows that are rows of one matrix."""
+
+    tokens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        return self.tokens[rows]
+
+    def left_padding(self, rows: np.ndarray) -> None:
+        del rows
+
+
+def score_windows(
+    model: LmHeadModel,
+    windows: np.ndarray,
+    *,
+    prefix_tokens: int,
+    mesh: Mesh,
+    mappings: Mappings | None = None,
+    batch_size: int = 32,
+    schemes: Sequence[Scheme] = (),
+    matmul_precision: str | None = "highest",
+) -> Scores:
+    """Scores windows with a model that is at hand: p_z under any scheme follows (`BookResult.log_pz`).
+
+    log p_z = Σ_t log q(z_t | z_<t) over the suffix, one teacher-forced pass (Hayes et al., arXiv:2410.19482).
+
+    Args:
+        model: on the devices of `mesh`, as `mappings` place it.
+        windows: token ids, int `[N, positions]`.
+        prefix_tokens: how many tokens of each are given; the others are scored.
+        mesh: of devices.
+        mappings: named axes to mesh axes; default: everything whole on every device.
+        batch_size: windows at a time; the mesh axes of `batch` divide it.
+        schemes: decoding schemes beside full, K = 40 and greedy, which are always there.
+        matmul_precision: JAX's; None leaves it to the dtype.
+
+    Raises:
+        ValueError: `windows` is not a matrix, or leaves no suffix.
+    """
+    if windows.ndim != 2 or not 0 < prefix_tokens < windows.shape[1]:
+        raise ValueError(
+            f"windows are [N, positions] with a prefix and a suffix; got shape {windows.shape}, prefix {prefix_tokens}"
+        )
+    laws = laws_of(schemes)
+    shape = BatchShape(rows=batch_size, positions=windows.shape[1], suffix=windows.shape[1] - prefix_tokens)
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    program = score_program(
+        template, shape, mappings=mappings or Mappings(), laws=laws, matmul_precision=matmul_precision
+    )
+    source = TokenRows(tokens=windows.astype(np.int32))
+    found = list(score_batches(program, model, mesh, source, shape, laws=laws))
+    if found:
+        return Scores.joined(found)
+    nothing = np.zeros((0, shape.suffix), np.float32)
+    return Scores(
+        logprobs=nothing,
+        ranks=nothing.astype(np.int32),
+        top_lse=nothing,
+        normalizers={law.name: nothing for law in laws},
+    )

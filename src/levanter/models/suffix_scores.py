@@ -1,0 +1,185 @@
+"""Scores of a suffix: how likely each of its tokens was, how it ranked, and how much the likeliest tokens held.
+
+A memorization window is a prefix that is given and a suffix of k tokens that is scored. One forward pass over the
+window gives the activations; the output head is applied at the k positions that predict the suffix and nowhere else,
+some positions at a time, so logits of `[batch, position, vocab]` never exist.
+
+Under `vocab → model` each device holds its part of the vocabulary. Log-sum-exp, the target's logit and its rank are
+sums over the vocabulary: each device's part, then a small all-reduce. The most likely tokens are found in two steps:
+each device's own, then the best of those; no device ever holds the others' logits.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
+
+from haliax_ext.mapping import compute_mapping_in_scope
+from levanter.layers.attention.reference import HIDDEN
+from levanter.models.base import LmHeadModel
+from levanter.models.scoring import chunking
+
+DEFAULT_CHUNK = 10
+"""Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. So few that a
+CPU's cache helps (5 % of SmolLM2's time), so many that reading the head again costs an accelerator little."""
+
+Law = tuple[int | None, float]
+"""A next-token law: tokens that may be sampled (None for all), and the temperature."""
+TOP_40: Law = (40, 1.0)
+
+
+class SuffixScores(eqx.Module):
+    """What is known of each suffix token, `[batch, suffix]`.
+
+    Attributes:
+        logprobs: float32, the token's log-probability under the whole vocabulary at temperature 1.
+        ranks: int32, how many vocabulary entries are more likely (of equal ones, those with a lower id).
+        normalizers: float32 for each law (K, T): the log of Σ exp(log p / T) over the K most likely entries, so that
+            the token's log-probability under the law is log p / T minus this, where its rank is below K.
+    """
+
+    logprobs: NamedArray
+    ranks: NamedArray
+    normalizers: tuple[NamedArray, ...]
+
+
+def suffix_scores(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    *,
+    suffix: int,
+    laws: tuple[Law, ...] = (TOP_40,),
+    segment_ids: NamedArray | None = None,
+    positions: NamedArray | None = None,
+    chunk: int | None = None,
+) -> SuffixScores:
+    """Scores the last `suffix` tokens of each sequence.
+
+    Matrix products are in the dtype of the weights; the head's result and everything after it is float32.
+
+    Args:
+        model: its weights in the compute dtype.
+        tokens: ids, `[batch, position]`.
+        suffix: how many tokens at the end are scored; at least one before them is given.
+        laws: the laws whose normalizers are wanted.
+        segment_ids: `[batch, position]`; tokens see only their own segment.
+        positions: the position of each token, where it is not its index.
+        chunk: suffix positions scored at a time.
+    """
+    Pos = tokens.resolve_axis("position")
+    assert 0 < suffix < Pos.size, f"{suffix} of {Pos.size} tokens cannot be a suffix with something before it"
+    activations = model(tokens, segment_ids=segment_ids, positions=positions)
+    first = Pos.size - suffix
+    predicting = activations[Pos.name, first - 1 : Pos.size - 1].rename({Pos.name: "suffix"})
+    targets = tokens[Pos.name, first:].rename({Pos.name: "suffix"})
+    return score_targets(
+        predicting, model.head_weight(), targets, laws=laws, chunk=chunk, vocab_size=model.config.vocab_size
+    )
+
+
+def score_targets(
+    activations: NamedArray,
+    head_weight: NamedArray,
+    targets: NamedArray,
+    *,
+    laws: tuple[Law, ...] = (TOP_40,),
+    chunk: int | None = None,
+    vocab_size: int | None = None,
+) -> SuffixScores:
+    """Scores `targets` under the head's distribution at each activation.
+
+    Args:
+        activations: `[batch, suffix, embed]`.
+        head_weight: `[vocab, embed]`, in the dtype of the activations.
+        targets: ids, `[batch, suffix]`.
+        laws: the laws whose normalizers are wanted.
+        chunk: suffix positions at a time.
+        vocab_size: entries of `vocab` that count; None for all.
+    """
+    Suffix = targets.resolve_axis("suffix")
+    count, size = chunking(Suffix.size, chunk or DEFAULT_CHUNK)
+    Chunks, Chunk = Axis("chunks", count), Suffix.resize(size)
+    padding = Chunk.size * Chunks.size - Suffix.size
+    # Outside of the loop, so that a head that is sharded for storage is gathered once and not in each chunk.
+    weight = hax.auto_sharded(head_weight)
+
+    def cut(x: NamedArray) -> NamedArray:
+        return hax.pad(x, {Suffix: (0, padding)}).unflatten_axis(Suffix.name, (Chunks, Chunk))
+
+    def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, SuffixScores]:
+        return None, _score_chunk(x, weight, target, laws, vocab_size)
+
+    with jax.named_scope("lm_head"):
+        _, found = hax.scan(step, Chunks)(None, cut(activations), cut(targets))
+
+    def joined(x: NamedArray) -> NamedArray:
+        others = [axis for axis in targets.axes if axis != Suffix]
+        flat = x.rearrange((*others, Chunks, Chunk)).flatten_axes((Chunks, Chunk), Suffix.resize(Suffix.size + padding))
+        return hax.auto_sharded(flat[Suffix.name, 0 : Suffix.size].rearrange(targets.axes))
+
+    return jax.tree.map(joined, found, is_leaf=lambda x: isinstance(x, NamedArray))
+
+
+def _score_chunk(
+    x: NamedArray, weight: NamedArray, target: NamedArray, laws: tuple[Law, ...], vocab_size: int | None
+) -> SuffixScores:
+    Vocab = weight.resolve_axis("vocab")
+    logits = hax.auto_sharded(hax.dot(x, weight, axis="embed", preferred_element_type=jnp.float32))
+    entries = hax.arange(Vocab)
+    if vocab_size is not None and vocab_size < Vocab.size:
+        logits = hax.where(entries < vocab_size, logits, HIDDEN)
+    ids = target.broadcast_axis(Vocab).rearrange(logits.axes)
+    entries = entries.astype(target.dtype).broadcast_to(logits.axes)
+    top = hax.max(logits, Vocab)
+    shifted = logits - top
+    normalizer = hax.log(hax.sum(hax.exp(shifted), Vocab))
+    of_target = hax.sum(hax.where(ids == entries, shifted, 0.0), Vocab)
+    likelier = (shifted > of_target) | ((shifted == of_target) & (entries < ids))
+    ranks = hax.sum(likelier.astype(jnp.int32), Vocab).astype(jnp.int32)
+    # Below, `shifted` stands for log p: they differ by `normalizer`, and a law at temperature T by that over T.
+    kept = max((k for k, _ in laws if k is not None), default=0)
+    likeliest = _likeliest(shifted, Vocab, min(kept, Vocab.size)) if kept else None
+    normalizers = []
+    for k, temperature in laws:
+        values = shifted if k is None else _first(likeliest, k)
+        name = "vocab" if k is None else "likeliest"
+        raw = hax.log(hax.sum(hax.exp(values / np.float32(temperature)), name))
+        normalizers.append((raw - normalizer / np.float32(temperature)).rearrange(target.axes))
+    return SuffixScores(
+        logprobs=(of_target - normalizer).rearrange(target.axes),
+        ranks=ranks.rearrange(target.axes),
+        normalizers=tuple(normalizers),
+    )
+
+
+def _first(likeliest: NamedArray | None, k: int) -> NamedArray:
+    assert likeliest is not None
+    return likeliest["likeliest", 0 : min(k, likeliest.axis_size("likeliest"))]
+
+
+def _likeliest(logits: NamedArray, Vocab: Axis, k: int) -> NamedArray:
+    """The k largest entries, descending, over the axis `likeliest`.
+
+    Each shard of the vocabulary finds its own k largest; only those are gathered and compared. This is written per
+    device, because the partitioner gathers the whole operand of a top-k over batch and vocabulary alike.
+    """
+    others = tuple(axis for axis in logits.axes if axis != Vocab)
+    logits = logits.rearrange((*others, Vocab))
+    if jax.sharding.get_abstract_mesh().empty:
+        return hax.top_k(logits, Vocab, k, "likeliest")[0]
+    mapping = compute_mapping_in_scope()
+    spec = mapping.spec(axis.name for axis in logits.axes)
+    over = mapping.mesh_axes("vocab")
+
+    def of_shard(part: jax.Array) -> jax.Array:
+        best, _ = jax.lax.top_k(part, min(k, part.shape[-1]))
+        if not over:
+            return best
+        return jax.lax.top_k(jax.lax.all_gather(best, over, axis=part.ndim - 1, tiled=True), k)[0]
+
+    # What is the same on every device of `over` after the gather, the checker cannot see.
+    found = jax.shard_map(of_shard, in_specs=spec, out_specs=PartitionSpec(*spec[:-1], None), check_vma=False)
+    return hax.named(found(logits.array), (*others, Axis("likeliest", k)))

@@ -1,0 +1,100 @@
+"""What loading takes on a pod: device and host memory, bytes by host, seconds at a stated rate.
+
+All of it follows from the `LoadPlan`, step by step in the order of loading. *Beyond the shards*: what a device holds of
+a leaf that is not the leaf's final shard. A leaf that is read directly has nothing there: its blocks are the shards. A
+leaf that is exchanged has slabs, and what the exchange makes of them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from haliax_ext.host_reader import READ_BYTES
+from haliax_ext.load_plan import LeafLoad, LoadPlan, Step
+from haliax_ext.loading import default_memory_bytes
+
+READERS = 16
+"""Reading threads of a host, at most; each has a buffer of one read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBudget:
+    """Loading, from the LoadPlan.
+
+    Attributes:
+        source_bytes: of the checkpoint, as far as it is used.
+        bytes_by_host: what each host reads.
+        amplification: bytes read over `source_bytes`.
+        device_transient: the most a device holds beyond the final shards, and for which leaf.
+        device_peak: with the shards that are there at that moment.
+        host_peak: host memory of one host (buffers; the shards themselves are on the devices).
+        gigabytes_per_second: the rate of one host that `seconds` assumes.
+        seconds: reading time of the host that reads most.
+    """
+
+    source_bytes: int
+    bytes_by_host: tuple[int, ...]
+    amplification: float
+    device_transient: tuple[str, int]
+    device_peak: int
+    host_peak: int
+    gigabytes_per_second: float
+    seconds: float
+
+
+def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_bytes: int | None = None) -> LoadBudget:
+    """The budget of a LoadPlan.
+
+    Args:
+        plan: how every leaf is loaded.
+        gigabytes_per_second: 10⁹ bytes that one host reads a second; all hosts read at a time.
+        memory_bytes: the host-memory budget of the run; by default the one that `load` chooses.
+    """
+    assert gigabytes_per_second > 0, gigabytes_per_second
+    shards = {load.path: shard_bytes(plan, load) for load in plan.loads}
+    beyond, peak, there = ("", 0), 0, 0
+    for step in plan.steps:
+        extra = beyond_shards(plan, step)
+        if extra > beyond[1]:
+            others = len(step.loads) - 1
+            beyond = (step.loads[0].path + (f" and {others} more" if others else ""), extra)
+        # A leaf that arrives in pieces has all its room from the first one on.
+        if step.piece is None or step.piece[0] == 0:
+            there += sum(shards[load.path] for load in step.loads)
+        peak = max(peak, there + extra)
+    by_host = plan.bytes_by_host
+    return LoadBudget(
+        source_bytes=plan.source_bytes,
+        bytes_by_host=by_host,
+        amplification=plan.amplification,
+        device_transient=beyond,
+        device_peak=peak,
+        host_peak=max(_host_peak(plan, host, memory_bytes) for host in range(plan.num_hosts)),
+        gigabytes_per_second=gigabytes_per_second,
+        seconds=max(by_host, default=0) / (gigabytes_per_second * 1e9),
+    )
+
+
+def beyond_shards(plan: LoadPlan, step: Step) -> int:
+    """Bytes on a device that a step needs beyond the final shards of its leaves, by arithmetic."""
+    if step.piece is not None:
+        return step.loads[0].transient_device_bytes
+    # The result of an exchange in one piece is the shard.
+    return sum(max(load.transient_device_bytes - shard_bytes(plan, load), 0) for load in step.loads)
+
+
+def shard_bytes(plan: LoadPlan, load: LeafLoad) -> int:
+    """Bytes of a leaf's final shard on one device, in the dtype it is loaded in."""
+    mesh = plan.sharding.mesh
+    return load.leaf.nbytes // math.prod(mesh.ways(entry) for entry in load.spec if entry is not None)
+
+
+def _host_peak(plan: LoadPlan, host: int, memory_bytes: int | None) -> int:
+    """At most: the budget, or what is always admitted if that is more; and the readers' own buffers."""
+    budget = default_memory_bytes(plan.local_bytes(host)) if memory_bytes is None else memory_bytes
+    devices = plan.hosts.count(host)
+    largest = everything = 0
+    for step in plan.steps:
+        held = sum(load.transient_host_bytes for load in step.loads)
+        largest = max(largest, held)
+        everything += held if step.loads[0].exchange is not None else devices * shard_bytes(plan, step.loads[0])
+    return min(everything, max(budget, largest)) + READERS * READ_BYTES

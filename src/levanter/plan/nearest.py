@@ -1,0 +1,200 @@
+"""The nearest mapping that fits: single changes of a layout, tried out by arithmetic, few at a time.
+
+A *change* is one line of YAML that makes another layout of one. Changes are tried in this order, first alone, then on
+top of those that saved most:
+
+    parameters   an axis of what stays whole is cut over mesh axes that do not cut it yet
+    residual     the residual stream is cut between blocks too
+    rows         half the rows that a device takes at once
+    mesh         a mesh axis takes a factor of another one
+
+The planner itself places every array under each of them, so only layouts that a run would accept are proposed. Bytes of
+inputs are exact; what a Program makes on the way is scaled from the compiler's figure by the named activations and the
+gradients, an estimate that says so.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from haliax_ext.errors import gib
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import LeafPlan, show_axes
+from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, declared_by_groups, distribute
+from levanter.models.activations import RESIDUAL
+from levanter.plan.layouts import AXES, ROWS, Change, Figures, Layout, Subject, activations_of, figures_of
+
+MOST_CHANGES = 3
+BEAM = 4
+"""Layouts that further changes are tried on."""
+TENSOR_AXES = ("heads", "vocab", "mlp")
+"""Axes that are cut for parameters and activations alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """A layout that fits.
+
+    Attributes:
+        yaml: what to write, as one line.
+        arguments: bytes of inputs on a chip.
+        total: with what is made on the way, estimated; `None` where the compiler has not said what that is now.
+    """
+
+    yaml: str
+    arguments: int
+    total: int | None
+
+    def __str__(self) -> str:
+        exact = f"{self.yaml}  # {gib(self.arguments)} of inputs on a chip"
+        return exact if self.total is None else f"{exact}, about {gib(self.total)} in all (estimated)"
+
+
+def nearest_that_fits(subject: Subject) -> Nearest | None:
+    """The layout that a run would accept and that fits, by the fewest changes.
+
+    Among as many changes, new rules are nearer than a smaller batch, and that is nearer than other mesh sizes.
+    """
+    base = figures_of(subject, subject.now)
+    beam = [(subject.now, base)]
+    seen: set[frozenset[Change]] = set()
+    for _ in range(MOST_CHANGES):
+        tried: list[tuple[Layout, Figures]] = []
+        fitting: list[tuple[Layout, Figures]] = []
+        for layout, figures in beam:
+            for candidate in changed(subject, layout, figures):
+                if frozenset(candidate.changes) in seen:
+                    continue
+                seen.add(frozenset(candidate.changes))
+                found = figures_of(subject, candidate)
+                if not found.hopeless:
+                    tried.append((candidate, found))
+                    total = subject.total(found, base)
+                    if not found.errors and (found.arguments if total is None else total) <= subject.hbm_bytes:
+                        fitting.append((candidate, found))
+        if fitting:
+            layout, figures = min(fitting, key=lambda pair: pair[0].distance)
+            return Nearest(yaml=layout.yaml, arguments=figures.arguments, total=subject.total(figures, base))
+        beam = sorted(tried, key=lambda pair: pair[1].arguments + pair[1].made)[:BEAM]
+    return None
+
+
+def changed(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layout]:
+    """Layouts one change away, in the order in which they are preferred."""
+    yield from _cut_parameters(subject, layout, figures)
+    if subject.made is not None:
+        yield from _cut_residual(subject, layout)
+        yield from _fewer_rows(subject, layout)
+    yield from _other_sizes(layout)
+
+
+def _cut_parameters(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layout]:
+    """Cuts what repeats most on other chips over the mesh axes that do not cut it yet."""
+    mesh, mappings = layout.mesh, layout.mappings
+    batch = mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
+
+    def repeated(plan: LeafPlan) -> int:
+        return plan.bytes_per_device - plan.bytes_per_device // mesh.ways(plan.replicated_over)
+
+    worst = sorted((p for p in figures.residents if p.replicated_over), key=repeated, reverse=True)
+    for plan in worst[:BEAM]:
+        free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
+        subsets = [free, *((axis,) for axis in free)] if len(free) > 1 else [free] if free else []
+        for over in subsets:
+            # Mesh axes that cut the batch can cut parameters, but no other axis of activations.
+            shared = not set(over) & set(batch)
+            for name in _axes_to_cut(plan, shared=shared):
+                rules = _rules(plan, name, over, mesh)
+                if rules is not None:
+                    yield _with_rules(layout, name, over, rules, shared=shared and name in TENSOR_AXES)
+
+
+def _axes_to_cut(plan: LeafPlan, *, shared: bool) -> list[str]:
+    """The axes of a leaf worth cutting, those first that are usually cut; `heads` stands for both of its axes."""
+    names = [name for name in plan.leaf.names if name != "layers" and not name.startswith("_")]
+    if Q_PER_GROUP in names or KV_HEAD in names:
+        names = ["heads", *(name for name in names if name not in (KV_HEAD, Q_PER_GROUP))]
+    order = (*TENSOR_AXES, "embed") if shared else ("embed", *TENSOR_AXES)
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def _rules(
+    plan: LeafPlan, name: str, over: tuple[str, ...], mesh: MeshSpec
+) -> Mapping[str, tuple[str, ...] | None] | None:
+    """Rules that cut axis `name` of a leaf over more mesh axes; `None` where sizes do not divide."""
+    cuts = dict(zip(plan.leaf.names, plan.mesh_axes, strict=True))
+    sizes = dict(plan.leaf.axes)
+    if name != "heads":
+        axes = (*(a for a in cuts[name] if mesh.shape[a] > 1), *over)
+        return {name: axes} if sizes[name] % mesh.ways(axes) == 0 else None
+    if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:
+        return None
+    done = distribute(over, kv_heads=sizes[KV_HEAD], q_per_group=sizes.get(Q_PER_GROUP, 1), mesh=mesh)
+    return None if done is None else {KV_HEAD: done.kv_head or None, Q_PER_GROUP: done.q_heads_per_group or None}
+
+
+def _with_rules(
+    layout: Layout,
+    name: str,
+    over: tuple[str, ...],
+    rules: Mapping[str, tuple[str, ...] | None],
+    *,
+    shared: bool,
+) -> Layout:
+    mappings = layout.mappings
+    groups = rules.get(Q_PER_GROUP) if name == "heads" else None
+    declared = declared_by_groups(groups or ())
+    written = over if name == "heads" else rules[name]
+    section = "trainer.mesh.shared_mapping" if shared else "trainer.mesh.param_mapping"
+    return replace(
+        layout,
+        mappings=replace(
+            mappings,
+            params=mappings.params.merged(rules),
+            compute=mappings.compute.merged(rules) if shared else mappings.compute,
+            declared=(*mappings.declared, *(d for d in declared if d not in mappings.declared)),
+        ),
+        changes=(*layout.changes, Change(section=section, entries=((name, show_axes(written or ())),))),
+    )
+
+
+def _cut_residual(subject: Subject, layout: Layout) -> Iterator[Layout]:
+    """Cuts the residual stream between blocks over a mesh axis that cuts no batch."""
+    found = next((p for p in activations_of(subject, layout).leaves if p.leaf.path == RESIDUAL), None)
+    batch = layout.mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
+    if found is None:
+        return
+    for over in found.replicated_over:
+        for name in ("embed", "position"):
+            if over in batch or name not in found.leaf.names or layout.mappings.residual_stream.mesh_axes(name):
+                continue
+            yield replace(
+                layout,
+                mappings=replace(layout.mappings, residual=layout.mappings.residual.merged({name: over})),
+                changes=(*layout.changes, Change(section="trainer.mesh.residual_mapping", entries=((name, over),))),
+            )
+
+
+def _fewer_rows(subject: Subject, layout: Layout) -> Iterator[Layout]:
+    per_device = subject.rows * layout.rows / subject.ways(subject.now)
+    key = "per_device_parallelism" if subject.training else "per_device_eval_parallelism"
+    if per_device == int(per_device) and per_device % 2 == 0:
+        change = Change(section=ROWS, entries=((key, str(int(per_device) // 2)),))
+        yield replace(layout, rows=layout.rows / 2, changes=(*layout.changes, change))
+
+
+def _other_sizes(layout: Layout) -> Iterator[Layout]:
+    """Gives a factor of one mesh axis to another one that rules speak of, small factors first."""
+    mesh = layout.mesh
+    spoken_of = layout.mappings.params.used_mesh_axes
+    for to in (axis for axis in mesh.names if axis in spoken_of and axis not in mesh.dcn and axis != GROUP_AXIS):
+        for giver, size in mesh.axes:
+            if giver == to or giver in mesh.dcn or size == 1:
+                continue
+            for factor in (n for n in range(2, size + 1) if size % n == 0):
+                sizes = {**mesh.shape, to: mesh.shape[to] * factor, giver: size // factor}
+                entries = tuple((axis, str(sizes[axis])) for axis in (to, giver))
+                yield replace(
+                    layout,
+                    mesh=replace(mesh, axes=tuple((axis, sizes[axis]) for axis in mesh.names)),
+                    changes=(*layout.changes, Change(section=AXES, entries=entries)),
+                )

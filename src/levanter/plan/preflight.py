@@ -1,0 +1,390 @@
+"""`preflight`: one run on one target, asked five questions in order; the answers are a `Verdict`.
+
+    config ─► sharding ─► loading ─► compile ─► cost
+
+*config*: are the configuration and the checkpoint's metadata sound, and what is not at hand here? *sharding*: where
+does every array go, and do the Programs' inputs alone fit? *loading*: what do the weights take on the way in?
+*compile*: what does the target's own compiler say of the run's own Programs? *cost*: how long do they take?
+
+A stage that says no does not end the inquiry: what can still be computed is, and every finding is in the verdict. The
+compiler is not asked where arithmetic already answers (inputs beyond the memory of a chip).
+
+Words. *Question*: which run, which target, how far to go. *Finding*: one thing that is wrong, in a sentence.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from haliax_ext.errors import gib
+from levanter.hardware import Accelerator, parse_accelerator
+from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
+from levanter.plan.blame import raised_in_library
+from levanter.plan.budget import Budget, budget_of
+from levanter.plan.comms import Network
+from levanter.plan.cost import mfu, step_time
+from levanter.plan.load_budget import LoadBudget, load_budget
+from levanter.plan.report.words import span_text
+from levanter.plan.targets import target_of_pod
+from levanter.plan.verdict import ProgramVerdict, Stage, StageStatus, Verdict
+from levanter.plan.why_not import why_not
+from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, RunPlan, Target, Workload
+
+Progress = Callable[[str], None]
+LOCAL = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        target: an accelerator's name, or `local`.
+        describe: the run on a target. Raises a `ValueError` where it cannot be described at all.
+        provider: the same for the compile worker, `package.module:function` of (payload, target).
+        payload: its first argument, plain JSON values.
+        local: the devices here; needed for the target `local` only.
+        compile: whether the compiler is asked.
+        all_programs: whether Programs that take no time to speak of are compiled too.
+        require_inputs: whether an input that is not at hand is refused.
+        keep_text: a folder in which the compiler's text stays.
+    """
+
+    target: str
+    describe: Callable[[Target], RunPlan]
+    provider: str
+    payload: Mapping[str, Any]
+    local: Callable[[], Target] | None = None
+    compile: bool = True
+    all_programs: bool = False
+    require_inputs: bool = False
+    keep_text: Path | None = None
+
+
+@dataclass
+class _Inquiry:
+    """What has been found so far."""
+
+    question: Question
+    progress: Progress
+    stages: list[Stage] = field(default_factory=list)
+    codes: set[int] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
+
+    def begin(self, doing: str | None = None) -> None:
+        """Starts a stage; says what it does where that takes long."""
+        self.began = time.monotonic()
+        if doing is not None:
+            self.progress(doing)
+
+    def end(
+        self,
+        name: str,
+        message: str,
+        *,
+        findings: Iterable[str] = (),
+        code: int = OK,
+        status: StageStatus | None = None,
+    ) -> None:
+        """Notes a stage; its status follows from the exit code unless it is said."""
+        if status is None:
+            status = "ok" if code == OK else "crashed" if code == COMPILER_CRASH else "refused"
+        self.codes.add(code)
+        seconds = time.monotonic() - self.began
+        self.stages.append(Stage(name=name, status=status, seconds=seconds, message=message, findings=tuple(findings)))
+        self.progress(f"{name}: {message} ({seconds:.1f} s)")
+
+    @property
+    def exit_code(self) -> int:
+        """3 wins over a crash, and that over bad input."""
+        return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT) if code in self.codes), OK)
+
+
+def preflight(question: Question, *, progress: Progress = lambda _: None) -> Verdict:
+    """Answers one question.
+
+    Args:
+        question: which run on which target.
+        progress: told what is being done, and what came of it.
+
+    Raises:
+        AcceleratorError: an unknown target.
+    """
+    pod = None if question.target == LOCAL else parse_accelerator(question.target)
+    inquiry = _Inquiry(question=question, progress=progress)
+    plan = _config(inquiry, pod)
+    if plan is None:
+        headline = f"cannot be planned: {_first_line(inquiry.stages[-1].findings)}"
+        return _verdict(inquiry, None, pod, None, None, (), headline)
+    budget = _sharding(inquiry, plan)
+    load = _loading(inquiry, plan)
+    outcomes = _compile(inquiry, plan, pod, budget)
+    programs = _cost(inquiry, plan, pod, budget, outcomes)
+    headline = _headline(inquiry, budget, load, programs)
+    return _verdict(inquiry, plan, pod, budget, load, programs, headline)
+
+
+def _verdict(
+    inquiry: _Inquiry,
+    plan: RunPlan | None,
+    pod: Accelerator | None,
+    budget: Budget | None,
+    load: LoadBudget | None,
+    programs: tuple[ProgramVerdict, ...],
+    headline: str,
+) -> Verdict:
+    return Verdict(
+        plan=plan,
+        target=inquiry.question.target if pod is None else pod.name,
+        accelerator=pod,
+        budget=budget,
+        load=load,
+        programs=programs,
+        stages=tuple(inquiry.stages),
+        exit_code=inquiry.exit_code,
+        headline=headline,
+        notes=() if plan is None else plan.notes,
+    )
+
+
+def _config(inquiry: _Inquiry, pod: Accelerator | None) -> RunPlan | None:
+    question = inquiry.question
+    inquiry.begin("describing the run")
+    try:
+        if pod is not None:
+            target = target_of_pod(pod)
+        else:
+            assert question.local is not None, "the target `local` needs a way to count the devices here"
+            target = question.local()
+        plan = question.describe(target)
+    except ValueError as error:
+        if raised_in_library(error):
+            raise
+        inquiry.end("config", "the run cannot be described", findings=[str(error)], code=BAD_INPUT)
+        return None
+    except CompileCrash as error:
+        inquiry.end("config", "no devices are found here", findings=[str(error)], code=COMPILER_CRASH)
+        return None
+    wrong = [f"{c.name}: {c.message}" for c in plan.checks if c.status == "error"]
+    absent = [f"{c.name}: not checked here: {c.message}" for c in plan.checks if c.status == "unchecked"]
+    missing = len(plan.missing) if question.require_inputs else 0
+    if wrong or missing:
+        parts = [f"{len(wrong)} wrong"] if wrong else []
+        parts += [f"{missing} not at hand (--require_inputs)"] if missing else []
+        inquiry.end("config", ", ".join(parts), findings=[*wrong, *absent], code=BAD_INPUT)
+    elif absent:
+        inquiry.end("config", f"sound; {len(absent)} not checked here", findings=absent, status="unchecked")
+    else:
+        inquiry.end("config", "sound, every input is at hand")
+    return plan
+
+
+def _sharding(inquiry: _Inquiry, plan: RunPlan) -> Budget:
+    inquiry.begin()
+    budget = budget_of(plan)
+    replicated = any(f.kind == "replicated" and f.error is not None for f in plan.sharding.findings)
+    errors = [str(error) for error in (*plan.sharding.errors, *plan.activations.errors)]
+    name, most = _largest(budget)
+    limit = budget.hbm_bytes
+    message = f"inputs of {name} take {_of(most, limit)}; mesh {plan.mesh}"
+    if limit is not None and most > limit:
+        code = DOES_NOT_FIT
+        message = f"inputs of {name} alone do not fit: {gib(most)} > {gib(limit)}; mesh {plan.mesh}"
+    else:
+        code = DOES_NOT_FIT if replicated else BAD_INPUT if errors else OK
+    inquiry.end("sharding", message, findings=errors, code=code)
+    return budget
+
+
+def _loading(inquiry: _Inquiry, plan: RunPlan) -> LoadBudget | None:
+    inquiry.begin()
+    if plan.load is None:
+        errors = any(f.error is not None for f in plan.sharding.findings)
+        why = "not planned: the sharding has errors" if errors else "nothing is read: weights are made"
+        inquiry.end("loading", why, status="skipped")
+        return None
+    budget = load_budget(plan.load)
+    limit, peak = plan.target.hbm_bytes, budget.device_peak
+    rate = f"{span_text(budget.seconds, budget.seconds)} at {budget.gigabytes_per_second:g} GB/s a host"
+    if limit is not None and peak > limit:
+        leaf, extra = budget.device_transient
+        inquiry.end(
+            "loading",
+            f"does not fit while loading: {gib(peak)} > {gib(limit)}",
+            findings=[f"{leaf}: {gib(extra)} beyond its own shard"],
+            code=DOES_NOT_FIT,
+        )
+    else:
+        assumed = " (as if it had the names and dtype expected)" if _expected(plan) else ""
+        read = f"{gib(budget.source_bytes)}{assumed} read {budget.amplification:.2f}×, {rate}"
+        inquiry.end("loading", f"{read}; at most {gib(peak)} on a device, {gib(budget.host_peak)} on a host")
+    return budget
+
+
+def _expected(plan: RunPlan) -> bool:
+    """Whether the weights are planned without being there."""
+    return any(check.name == "weights" and check.status == "unchecked" for check in plan.checks)
+
+
+def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: Budget) -> Mapping[str, Outcome]:
+    question = inquiry.question
+    chosen = _chosen(plan, all_programs=question.all_programs)
+    target = LOCAL if pod is None else pod.name
+    inquiry.begin()
+    if not question.compile:
+        inquiry.end("compile", "not asked for (--no-compile)", status="skipped")
+        return {}
+    if pod is not None and not pod.can_compile:
+        inquiry.end("compile", f"no compiler for {pod.generation.name} runs without one", status="unchecked")
+        return {}
+    name, most = _largest(budget)
+    if budget.hbm_bytes is not None and most > budget.hbm_bytes:
+        inquiry.end("compile", f"not needed: the inputs of {name} alone do not fit", status="skipped")
+        return {}
+
+    inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
+
+    def heard(event: Mapping[str, Any]) -> None:
+        if event["event"] == "compiling":
+            inquiry.progress(f"compiling {event['program']} for {target}")
+
+    try:
+        outcomes = compile_programs(
+            question.provider,
+            question.payload,
+            target=LOCAL if pod is None else pod,
+            programs=chosen,
+            keep_text=question.keep_text,
+            on_event=heard,
+        )
+    except (LibtpuMissing, WorkerBadInput) as error:
+        inquiry.end("compile", _first_line([str(error)]), findings=[str(error)], code=BAD_INPUT)
+        return {}
+    except CompileCrash as error:
+        if plan.errors:
+            # What the earlier stages refuse need not go through the compiler.
+            said = error.last_lines[-1] if error.last_lines else str(error)
+            inquiry.end("compile", f"not possible with what is wrong above: {said}", status="skipped")
+            return {}
+        message = str(error).splitlines()[0].removesuffix(":")
+        inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)
+        return {}
+    refused = [o for o in outcomes if isinstance(o, Refused)]
+    beyond = [o for o in outcomes if isinstance(o, Compiled) and _beyond(o, plan.target.hbm_bytes)]
+    findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
+    findings += [f"{o.name} does not fit: {gib(o.peak_bytes)} > {gib(plan.target.hbm_bytes or 0)}" for o in beyond]
+    fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
+    message = "; ".join([*findings, *([f"{', '.join(fitting)} compiled"] if fitting else [])])
+    inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+def _cost(
+    inquiry: _Inquiry,
+    plan: RunPlan,
+    pod: Accelerator | None,
+    budget: Budget,
+    outcomes: Mapping[str, Outcome],
+) -> tuple[ProgramVerdict, ...]:
+    inquiry.begin()
+    workloads = {workload.program: workload for workload in plan.workloads}
+    verdicts = []
+    for program in plan.programs:
+        outcome = outcomes.get(program.name)
+        verdict = ProgramVerdict(name=program.name, outcome=outcome, workload=workloads.get(program.name))
+        if isinstance(outcome, Refused):
+            verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
+        elif outcome is None:
+            verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
+        elif isinstance(outcome, Compiled) and pod is not None:
+            verdict = _timed(verdict, outcome, pod)
+        verdicts.append(verdict)
+    timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
+    if timed:
+        inquiry.end("cost", f"{', '.join(timed)} (modelled, not measured)")
+    else:
+        why = "nothing was compiled" if not outcomes else "no cycles are known for this target"
+        inquiry.end("cost", why, status="skipped")
+    return tuple(verdicts)
+
+
+def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator) -> ProgramVerdict:
+    """The verdict with the time of one execution and what it says of the chips' use."""
+    if outcome.figures is None:
+        return verdict
+    workload: Workload | None = verdict.workload
+    network = Network.of(outcome.mesh, pod, outcome.coordinates)
+    time_ = step_time(outcome.figures, network, model_flops=0.0 if workload is None else workload.flops_causal)
+    if time_ is None or workload is None:
+        return replace(verdict, time=time_)
+
+    def use(flops: float) -> tuple[float, float]:
+        return (mfu(flops, accelerator=pod, seconds=time_.high), mfu(flops, accelerator=pod, seconds=time_.low))
+
+    full = use(workload.flops_full)
+    # Kernels skip the pairs that a causal mask hides; where that is most of the work, counting them says nothing.
+    return replace(verdict, time=time_, mfu=use(workload.flops_causal), mfu_full=full if full[1] <= 1 else None)
+
+
+def _chosen(plan: RunPlan, *, all_programs: bool) -> tuple[str, ...]:
+    """The Programs that are compiled: those that make up the job's time."""
+    timed = {workload.program for workload in plan.workloads}
+    names = [program.name for program in plan.programs]
+    return tuple(name for name in names if all_programs or not timed or name in timed)
+
+
+def _largest(budget: Budget) -> tuple[str, int]:
+    """The Program with the largest inputs, and their bytes on a device."""
+    return budget.largest, budget.arguments.get(budget.largest, 0)
+
+
+def _beyond(outcome: Compiled, limit: int | None) -> bool:
+    """Whether a program that was compiled still does not fit: only TPU compilers refuse by themselves."""
+    return limit is not None and outcome.peak_bytes > limit
+
+
+def _headline(
+    inquiry: _Inquiry,
+    budget: Budget,
+    load: LoadBudget | None,
+    programs: Sequence[ProgramVerdict],
+) -> str:
+    limit = budget.hbm_bytes
+    name, most = _largest(budget)
+    refused = [p for p in programs if isinstance(p.outcome, Refused)]
+    if limit is not None and most > limit:
+        return f"does not fit: {gib(most)} > {gib(limit)} (inputs of {name} alone)"
+    if refused:
+        assert isinstance(refused[0].outcome, Refused)
+        return f"does not fit: {refused[0].outcome.refusal} ({refused[0].name})"
+    beyond = [p for p in programs if isinstance(p.outcome, Compiled) and _beyond(p.outcome, limit)]
+    if beyond and limit is not None:
+        return f"does not fit: {gib(beyond[0].peak_bytes or 0)} > {gib(limit)} ({beyond[0].name})"
+    if load is not None and limit is not None and load.device_peak > limit:
+        return f"does not fit while loading: {gib(load.device_peak)} > {gib(limit)}"
+    compiled = [p for p in programs if p.peak_bytes is not None]
+    times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
+    modelled = f"; {', '.join(times)} (modelled, not measured)" if times else ""
+    if compiled:
+        size = _of(max(p.peak_bytes or 0 for p in compiled), limit)
+    else:
+        size = f"{_of(most, limit)} for inputs alone"
+    if inquiry.exit_code == OK:
+        return f"{'fits' if compiled else 'not compiled'}: {size}{modelled}"
+    problem = next(stage for stage in inquiry.stages if stage.status in ("refused", "crashed"))
+    what = _first_line(problem.findings or [problem.message])
+    return f"refused ({problem.name}): {what}; {size}{modelled}"
+
+
+def _of(nbytes: int, limit: int | None) -> str:
+    if limit is None:
+        return f"{gib(nbytes)} a device"
+    if nbytes < 0.01 * limit:
+        return f"{gib(nbytes)} of {gib(limit)} a chip"
+    return f"{nbytes / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a chip"
+
+
+def _first_line(texts: Sequence[str]) -> str:
+    return texts[0].splitlines()[0] if texts else ""

@@ -1,0 +1,11 @@
+"""What preflight found out, shown: `render` for a terminal, `to_json` for programs, `to_html` for a browser.
+
+All three are functions of the verdicts alone and say the same; what has to be worked out of a verdict first is in
+`facts`. No time in them is measured, and every form says so.
+"""
+
+from levanter.plan.report.html import to_html as to_html
+from levanter.plan.report.text import render as render
+from levanter.plan.report.values import to_json as to_json
+
+__all__ = ["render", "to_html", "to_json"]

@@ -1,0 +1,229 @@
+"""The page's charts as markup: a bar of bytes against a chip's memory, a treemap of arrays, bars of time.
+
+They are plain boxes placed by percentages, so that they need no script, print, and keep their text readable on a narrow
+screen. Every chart stands beside a table that says the same.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from haliax_ext.errors import named_shape
+from levanter.plan.budget import Resident
+from levanter.plan.report import facts
+from levanter.plan.report.markup import Content, Html, tag
+from levanter.plan.report.treemap import Rectangle, squarify
+from levanter.plan.report.words import gib, seconds_text
+
+MODULE_COLORS = 5
+_GROUP_OF = {"embeddings": "embedding", "self_attn": "attention", "mlp": "mlp", "lm_head": "head", "norm": "norm"}
+LETTER = 7.7
+"""Pixels of a letter in a box, about: decides how much of a name is written."""
+# The treemap's shape on a desk; the boxes' sizes are percentages of whatever it is shown in.
+_MAP = Rectangle(0.0, 0.0, 1060.0, 400.0)
+
+
+def group_class(name: str) -> str:
+    """The class that colors a group: `g-kv-cache`."""
+    return "g-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def module_classes(names: Sequence[str]) -> dict[str, str]:
+    """A color for each module: that of the parameters it holds where it is known, else the next that is left."""
+    found = {name: group_class(_GROUP_OF[name]) for name in names if name in _GROUP_OF}
+    others = [name for name in names if name not in found]
+    found |= {name: f"g-m{n}" if n < MODULE_COLORS else "g-rest" for n, name in enumerate(others)}
+    return found | {name: "g-rest" for name in names if name.endswith(" smaller modules")}
+
+
+def swatch(name: str) -> Html:
+    """A small box in the color of a group."""
+    return tag("i", class_=f"swatch {group_class(name)}", aria_hidden="true")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3f}%"
+
+
+def memory_bar(held: facts.Occupancy, *, holder: str) -> Html:
+    """The bytes of a chip, stacked, against what it has."""
+    boxes: list[Content] = [
+        tag(
+            "span",
+            class_=f"piece {group_class(segment.name)}",
+            style=f"width:{_percent(segment.nbytes / held.scale)}",
+            title=f"{segment.name}: {gib(segment.nbytes)}",
+        )
+        for segment in held.segments
+    ]
+    said = f"{gib(held.used)} on a {holder}"
+    under: Content = ""
+    if held.limit is not None:
+        said += f" of {gib(held.limit)}"
+        at = held.limit / held.scale
+        boxes.append(tag("span", class_="limit", style=f"left:{_percent(at)}"))
+        # The text stands on the side of the line where there is room.
+        side = f"left:{_percent(at)}" if at < 0.5 else f"right:{_percent(1 - at)}"
+        under = tag("div", tag("span", f"{gib(held.limit)} of a {holder}", style=side), class_="under")
+    return tag("div", tag("div", boxes, class_="stack", role="img", aria_label=said), under)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One array, or arrays that differ in a layer's number only."""
+
+    resident: Resident
+    count: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.resident.nbytes
+
+    @property
+    def name(self) -> str:
+        return self.resident.path + (f" ({self.count} of them)" if self.count > 1 else "")
+
+    @property
+    def about(self) -> str:
+        """All there is to know, in lines."""
+        resident = self.resident
+        lines = [self.name, f"{resident.group}: {resident.dtype} {named_shape(resident.axes)}"]
+        lines += [] if resident.replicated else [resident.spec]
+        each = f" ({gib(resident.nbytes)} each)" if self.count > 1 else ""
+        lines.append(f"{gib(self.nbytes)} on a chip{each} of {gib(self.count * resident.whole_bytes)} in all")
+        if resident.replicated:
+            lines.append("replicated: every chip holds all of it")
+        elif resident.replicated_over:
+            lines.append(f"the same on all chips along {' × '.join(resident.replicated_over)}")
+        return "\n".join(line for line in lines if line)
+
+
+def cells(residents: Sequence[Resident], *, most: int) -> list[Cell]:
+    """Every array, largest first; numbered layers that are alike become one, and the smallest beyond `most` too."""
+
+    def folded(resident: Resident) -> str:
+        return re.sub(r"\.\d+(?=\.)", ".*", resident.path)
+
+    def kind(resident: Resident) -> tuple[object, ...]:
+        return folded(resident), resident.axes, resident.dtype, resident.spec
+
+    counts = Counter(kind(resident) for resident in residents)
+    found: dict[tuple[object, ...], Cell] = {}
+    for resident in residents:
+        count = counts[kind(resident)]
+        shown = replace(resident, path=folded(resident)) if count > 1 else resident
+        found.setdefault(kind(resident), Cell(resident=shown, count=count))
+    ordered = sorted(found.values(), key=lambda cell: -cell.nbytes)
+    if len(ordered) <= most:
+        return ordered
+    rest = ordered[most - 1 :]
+    summary = Resident(
+        path=f"{sum(cell.count for cell in rest)} smaller arrays",
+        group="other weights",
+        axes=(),
+        dtype="",
+        spec="",
+        nbytes=sum(cell.nbytes for cell in rest),
+        whole_bytes=sum(cell.count * cell.resident.whole_bytes for cell in rest),
+    )
+    return [*ordered[: most - 1], Cell(resident=summary)]
+
+
+def treemap(shown: Sequence[Cell]) -> Html:
+    """Every array as a box as large as what it takes on a chip; groups stay together, replicated ones are hatched."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in shown:
+        groups.setdefault(cell.resident.group, []).append(cell)
+    areas = squarify([sum(cell.nbytes for cell in members) for members in groups.values()], _MAP)
+    apart = _told_apart(shown)
+    boxes: list[Content] = []
+    for members, area in zip(groups.values(), areas, strict=True):
+        for cell, at in zip(members, squarify([cell.nbytes for cell in members], area), strict=True):
+            boxes.append(_box(cell, at, apart[cell.name]))
+    return tag("div", boxes, class_="map", role="group", aria_label="arrays by their bytes on a chip")
+
+
+def _told_apart(shown: Sequence[Cell]) -> dict[str, str]:
+    """The short name of each array by its path: its last two parts, and what tells those apart that share them."""
+    alike: dict[tuple[str, str], list[Cell]] = {}
+    for cell in shown:
+        short = ".".join(cell.resident.path.removesuffix(".weight").split(".")[-2:])
+        alike.setdefault((cell.resident.group, short), []).append(cell)
+    found = {}
+    for (_, short), members in alike.items():
+        for cell in members:
+            parts = cell.resident.path.split(".")
+            others = [set(other.resident.path.split(".")) for other in members if other is not cell]
+            own = [part for part in parts if others and not any(part in other for other in others)]
+            found[cell.name] = f"{own[0]} {short}" if own and own[0] not in short else short
+    return found
+
+
+def _box(cell: Cell, at: Rectangle, name: str) -> Html:
+    resident = cell.resident
+    style = (
+        f"left:{_percent(at.left / _MAP.width)};top:{_percent(at.top / _MAP.height)};"
+        f"width:{_percent(at.width / _MAP.width)};height:{_percent(at.height / _MAP.height)}"
+    )
+    classes = f"cell {group_class(resident.group)}" + (" whole" if resident.replicated else "")
+    # Text where there is room for some; the path's end is what tells arrays apart.
+    text: Content = ""
+    if at.width > 40 and at.height > 18:
+        name = name if LETTER * len(name) < at.width else name.split(".")[-1]
+        text = [tag("b", name), tag("small", gib(cell.nbytes)) if at.height > 34 else ""]
+    return tag(
+        "button",
+        text,
+        type="button",
+        class_=classes,
+        style=style,
+        title=cell.about,
+        aria_label=cell.name,
+        tabindex=-1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeBar:
+    """One line of the chart of time.
+
+    Attributes:
+        name: in front of it.
+        pieces: name, seconds and class of each piece.
+        total: seconds that are written behind it.
+    """
+
+    name: str
+    pieces: tuple[tuple[str, float, str], ...]
+    total: float
+
+
+def time_bars(bars: Sequence[TimeBar]) -> Html:
+    """Bars on one scale of seconds."""
+    scale = max((sum(s for _, s, _ in bar.pieces) for bar in bars), default=0.0) or 1.0
+    lines = [
+        tag(
+            "div",
+            tag("span", bar.name, class_="name"),
+            tag(
+                "span",
+                [
+                    tag(
+                        "span",
+                        class_=f"piece {classes}",
+                        style=f"width:{_percent(seconds / scale)}",
+                        title=f"{name}: {seconds_text(seconds)}",
+                    )
+                    for name, seconds, classes in bar.pieces
+                ],
+                class_="stack thin",
+                role="img",
+                aria_label=f"{bar.name}: {seconds_text(bar.total)}",
+            ),
+            tag("span", seconds_text(bar.total), class_="total"),
+            class_="line",
+        )
+        for bar in bars
+    ]
+    return tag("div", lines, class_="times")

@@ -1,0 +1,400 @@
+"""What a verdict says, worked out once for every form it is shown in: terminal, page, JSON.
+
+*Occupancy*: what a chip holds while the program with the largest inputs runs: its inputs by group, padding of their
+layout, what is made on the way, and what stays free. *Wire*: the collectives over one set of mesh axes, which share
+their links. *Part*: the compute time of one module.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from haliax_ext.hlo import CompiledFigures, Scope
+from haliax_ext.hlo.scopes import UNNAMED
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.budget import Resident
+from levanter.plan.cost import StepTime
+from levanter.plan.report.words import between, percent, percent_between, seconds_text, span_text, three_digits
+from levanter.plan.verdict import ProgramVerdict, Verdict
+from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, Workload
+
+SCHEMA = "levanter.plan/1"
+MODELLED = "modelled, not measured"
+PADDING, GRADIENTS, TEMPORARIES = "layout padding", "gradients", "temporaries"
+
+State = Literal["fits", "not compiled", "does not fit", "bad input", "compiler crash", "failed"]
+
+# Names that only hold others.
+_TRUNK = frozenset(("transformer", "layers", "stacked", "model", "blocks"))
+
+
+def state(verdict: Verdict) -> State:
+    """The verdict in a word or three."""
+    if verdict.exit_code == OK:
+        return "fits" if verdict.fits else "not compiled"
+    named: dict[int, State] = {
+        BAD_INPUT: "bad input",
+        DOES_NOT_FIT: "does not fit",
+        COMPILER_CRASH: "compiler crash",
+    }
+    return named.get(verdict.exit_code, "failed")
+
+
+def headline(verdict: Verdict) -> str:
+    """The headline without the state it may begin with, beside which it is shown."""
+    start = f"{state(verdict)}:"
+    found = verdict.headline
+    return found[len(start) :].strip() if found.lower().startswith(start) else found
+
+
+def place(verdict: Verdict) -> str:
+    """The pod in words: `v4-256 (4×4×8: 128 chips, 32 hosts)`."""
+    if verdict.accelerator is not None:
+        return str(verdict.accelerator)
+    if verdict.plan is None:
+        return verdict.target
+    target = verdict.plan.target
+    return f"{verdict.target} ({target.devices} × {target.kind})"
+
+
+def chips(verdict: Verdict) -> int | None:
+    """How many chips the target has; devices, where chips are not told apart from them."""
+    if verdict.accelerator is not None:
+        return verdict.accelerator.chips
+    return verdict.plan.target.devices if verdict.plan is not None else None
+
+
+def holder(verdict: Verdict) -> str:
+    """What has a memory of its own: a `chip`, or a `device` where a chip is several or none is known."""
+    pod = verdict.accelerator
+    return "chip" if pod is not None and pod.devices == pod.chips else "device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Bytes on a chip of one group."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """What a chip holds.
+
+    Attributes:
+        program: while which Program runs.
+        source: `compiled` or `refused` (the compiler's figures), or `arithmetic` (inputs alone).
+        segments: what takes the room, in the order it is stacked.
+        limit: what there is; `None` where that is not limited.
+    """
+
+    program: str
+    source: Literal["compiled", "refused", "arithmetic"]
+    segments: tuple[Segment, ...]
+    limit: int | None
+
+    @property
+    def used(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left; negative where it does not fit."""
+        return None if self.limit is None else self.limit - self.used
+
+    @property
+    def scale(self) -> int:
+        """The length of a bar that shows all of it and the limit."""
+        return max(self.used, self.limit or 0, 1)
+
+
+def occupancy(verdict: Verdict) -> Occupancy | None:
+    """The bytes of the Program with the largest inputs, whose groups the budget has."""
+    budget = verdict.budget
+    if budget is None or not budget.arguments:
+        return None
+    name = budget.largest or max(budget.arguments, key=lambda n: budget.arguments[n])
+    inputs = budget.arguments[name]
+    segments = [Segment(name=group, nbytes=nbytes) for group, nbytes in budget.groups.items() if nbytes]
+    outcome = next((p.outcome for p in verdict.programs if p.name == name), None)
+    if isinstance(outcome, Compiled):
+        padding = max(0, outcome.memory.argument - inputs)
+        peak = outcome.peak_bytes
+    elif isinstance(outcome, Refused):
+        padding, peak = 0, outcome.refusal.needed
+    else:
+        padding, peak = 0, inputs
+    made = max(0, peak - inputs - padding)
+    gradients = min(budget.gradients, made)
+    extra = {PADDING: padding, GRADIENTS: gradients, TEMPORARIES: made - gradients}
+    segments += [Segment(name=group, nbytes=nbytes) for group, nbytes in extra.items() if nbytes]
+    source = "arithmetic"
+    if outcome is not None:
+        source = "compiled" if isinstance(outcome, Compiled) else "refused"
+    return Occupancy(program=name, source=source, segments=tuple(segments), limit=budget.hbm_bytes)
+
+
+def most_bytes(verdict: Verdict) -> int | None:
+    """The most bytes that a chip holds in any Program, as far as it is known."""
+    known = [p.peak_bytes for p in verdict.programs if p.peak_bytes is not None]
+    if verdict.budget is not None:
+        known += verdict.budget.arguments.values()
+    return max(known, default=None)
+
+
+def figures(program: ProgramVerdict) -> CompiledFigures | None:
+    """What the compiler's text says of a Program, where there is one."""
+    return program.outcome.figures if isinstance(program.outcome, Compiled) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Compute of one module.
+
+    Attributes:
+        name: `self_attn`, `mlp`, ….
+        seconds: modelled, on each chip.
+        during: the same by pass: `forward`, `remat`, `backward`.
+    """
+
+    name: str
+    seconds: float
+    during: dict[str, float]
+
+
+def parts(program: ProgramVerdict) -> tuple[Part, ...]:
+    """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
+    found, time = figures(program), program.time
+    if found is None or time is None:
+        return ()
+    per_cycle = time.cycle_scale * time.cycles / max(found.total_cycles, 1)
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    for scope, cycles in found.cycles.items():
+        sums[module_of(scope)][scope.during] += cycles
+    rows = [
+        Part(
+            name=name,
+            seconds=per_cycle * passes.total(),
+            during={during: per_cycle * cycles for during, cycles in passes.items()},
+        )
+        for name, passes in sums.items()
+        if passes.total()
+    ]
+    if time.kernels_expected:
+        rows.append(Part(name="kernels written by hand", seconds=time.kernels_expected, during={}))
+    return tuple(sorted(rows, key=lambda part: -part.seconds))
+
+
+def time_text(time: StepTime) -> str:
+    """The figure to plan with, and the range it stands in: `5.93 s, within 4.03–6.14 s`."""
+    within = f", within {span_text(time.low, time.high)}" if time.low < time.high else ""
+    return seconds_text(time.expected) + within
+
+
+def passes(shown: Sequence[Part]) -> list[str]:
+    """The passes that the parts are divided in, in their order; none where there is one only."""
+    found = [name for name in ("forward", "remat", "backward") if any(name in part.during for part in shown)]
+    return found if len(found) > 1 else []
+
+
+def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
+    """What a Program would take if all but one thing cost nothing: the low end of its time is the largest of these."""
+    time = program.time
+    if time is None:
+        return ()
+    found = [("compute", time.bounds["compute"]), ("HBM traffic", time.memory)]
+    found += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
+    found.append(("model FLOPs at peak", time.peak))
+    return tuple((name, seconds) for name, seconds in found if seconds > time.expected / 1000)
+
+
+def large_parts(program: ProgramVerdict) -> tuple[Part, ...]:
+    """The same as `parts`, modules of less than a thousandth of the time put together at the end."""
+    found, time = parts(program), program.time
+    small = [part for part in found if time is not None and part.seconds < time.expected / 1000]
+    if len(small) < 2:
+        return found
+    during: Counter[str] = Counter()
+    for part in small:
+        during.update(part.during)
+    rest = Part(name=f"{len(small)} smaller modules", seconds=sum(part.seconds for part in small), during=dict(during))
+    return (*(part for part in found if part not in small), rest)
+
+
+def module_of(scope: Scope) -> str:
+    """The module under the trunk that a scope belongs to: `layers.self_attn.q_proj` is `self_attn`."""
+    if scope.module == UNNAMED:
+        return "without a name"
+    names = [name for name in scope.module.split(".") if name not in _TRUNK]
+    return names[0] if names else "layers, outside their modules"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The collectives of one kind over one set of mesh axes."""
+
+    kind: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The collectives over one set of mesh axes.
+
+    Attributes:
+        over: the mesh axes, as text.
+        network: `ICI`, `DCN` or `unknown`.
+        kinds: what runs over them, most bytes first.
+        busy: seconds in use; `None` where the time is not known.
+        exposed: seconds that nothing hides.
+    """
+
+    over: str
+    network: str
+    kinds: tuple[Traffic, ...]
+    busy: float | None
+    exposed: float | None
+
+
+def wires(program: ProgramVerdict) -> tuple[Wire, ...]:
+    """The collectives of one execution by mesh axes, the busiest first."""
+    found = figures(program)
+    if found is None:
+        return ()
+    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    nbytes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for collective in found.collectives:
+        key = (collective.over, collective.network)
+        counts[key][collective.kind] += collective.times
+        nbytes[key][collective.kind] += collective.total_bytes
+    uses = {(link.over, link.network): link for link in program.time.links} if program.time is not None else {}
+    rows = []
+    for key, by_kind in nbytes.items():
+        over, network = key
+        use = uses.get(key)
+        rows.append(
+            Wire(
+                over=over,
+                network="unknown" if network == "unknown" else network.upper(),
+                kinds=tuple(Traffic(kind=kind, count=counts[key][kind], nbytes=n) for kind, n in by_kind.most_common()),
+                busy=None if use is None else use.busy,
+                exposed=None if use is None else use.exposed,
+            )
+        )
+    return tuple(sorted(rows, key=lambda wire: (-(wire.busy or 0.0), -sum(t.nbytes for t in wire.kinds))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """How fast one Program goes.
+
+    Attributes:
+        tokens_per_second_per_chip: at the high and the low end of its time.
+        expected: the same at the time to plan with.
+        items_per_second: of the workload's own unit, over all chips, at the time to plan with.
+    """
+
+    tokens_per_second_per_chip: tuple[float, float]
+    expected: float
+    items_per_second: float
+
+
+def rate(verdict: Verdict, program: ProgramVerdict) -> Rate | None:
+    """What the modelled time makes of a Program's workload."""
+    work, time, number = program.workload, program.time, chips(verdict)
+    if work is None or time is None or not number or time.low <= 0:
+        return None
+    return Rate(
+        tokens_per_second_per_chip=(work.tokens / time.high / number, work.tokens / time.low / number),
+        expected=work.tokens / time.expected / number,
+        items_per_second=work.items / time.expected,
+    )
+
+
+def utilization(program: ProgramVerdict, ends: tuple[float, float] | None) -> float | None:
+    """MFU at the time to plan with, from that at the high and the low end."""
+    time = program.time
+    return None if time is None or ends is None else ends[0] * time.high / time.expected
+
+
+def rate_text(speed: Rate) -> str:
+    """`173, within 167–254`."""
+    return f"{three_digits(speed.expected)}, within {between(*speed.tokens_per_second_per_chip)}"
+
+
+def utilization_text(program: ProgramVerdict, ends: tuple[float, float] | None) -> str:
+    """`51.2 %, within 49.5–75.4 %`; empty where it is not known."""
+    expected = utilization(program, ends)
+    return "" if expected is None or ends is None else f"{percent(expected)}, within {percent_between(*ends)}"
+
+
+def exposed_share(time: StepTime) -> float:
+    """The share of a step that is communication which nothing hides."""
+    return time.exposed / time.expected if time.expected > 0 else 0.0
+
+
+def main_program(verdict: Verdict) -> ProgramVerdict | None:
+    """The Program that the job's time is made of: of those with a workload the one that takes longest."""
+    working = [p for p in verdict.programs if p.workload is not None]
+    timed = [p for p in working if p.time is not None]
+
+    def length(p: ProgramVerdict) -> float:
+        return p.job_seconds[1] if p.job_seconds else p.time.high if p.time else 0.0
+
+    candidates: Sequence[ProgramVerdict] = timed or working or verdict.programs
+    return max(candidates, key=length, default=None)
+
+
+def job_seconds(verdict: Verdict) -> tuple[float, float] | None:
+    """All Programs of the job, low and high; `None` where one of them has no time."""
+    working: list[tuple[ProgramVerdict, Workload]] = [(p, p.workload) for p in verdict.programs if p.workload]
+    times = [p.job_seconds for p, _ in working]
+    if not times or any(t is None for t in times):
+        return None
+    return sum(t[0] for t in times if t), sum(t[1] for t in times if t)
+
+
+def unknown(verdict: Verdict) -> tuple[str, ...]:
+    """Everything that the model of time leaves out, each once."""
+    found = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
+    for program in verdict.programs:
+        if isinstance(program.outcome, Compiled) and program.outcome.text_error:
+            found.append(f"{program.name}: the compiler's text could not be had ({program.outcome.text_error})")
+    return tuple(dict.fromkeys(found))
+
+
+def unchecked(verdict: Verdict) -> tuple[str, ...]:
+    """The inputs that were not looked at here."""
+    checks = verdict.plan.checks if verdict.plan is not None else ()
+    return tuple(f"{check.name}: {check.message}" for check in checks if check.status == "unchecked")
+
+
+def notes(verdict: Verdict) -> tuple[str, ...]:
+    """Every decision that the user did not write, and facts worth knowing."""
+    found = list(verdict.notes)
+    if verdict.plan is not None:
+        found += [f"{check.name}: {check.message}" for check in verdict.plan.checks if check.status == "note"]
+        found += verdict.plan.notes
+    return tuple(dict.fromkeys(found))
+
+
+def findings(verdict: Verdict) -> tuple[str, ...]:
+    """Everything that is wrong, in the order it was found, each once; what was merely not looked at is no fault."""
+    refused = [stage for stage in verdict.stages if stage.status in ("refused", "crashed")]
+    lines = dict.fromkeys(line for stage in refused for line in stage.findings or (stage.message,))
+    checks = verdict.plan.checks if verdict.plan is not None else ()
+    absent = {check.message for check in checks if check.status == "unchecked"}
+    return tuple(line for line in lines if not any(line.endswith(message) for message in absent))
+
+
+def reasons(verdict: Verdict) -> tuple[str, ...]:
+    """Why a Program does not fit, and what would."""
+    return tuple(dict.fromkeys(line for program in verdict.programs for line in program.why_not))
+
+
+def largest(residents: Sequence[Resident], count: int) -> list[Resident]:
+    """The residents that take the most room on a chip."""
+    return sorted(residents, key=lambda resident: -resident.nbytes)[:count]

@@ -1,0 +1,362 @@
+"""Verdicts as one self-contained page: no network, and nothing is lost without scripts.
+
+Each target is a *panel* that shows what the terminal shows, with a bar, a treemap and bars of time; with several
+targets a table that compares them stands in front, and a script shows one panel at a time.
+"""
+
+import re
+from collections.abc import Sequence
+from importlib import resources
+
+from haliax_ext.errors import named_shape
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.report import charts, facts
+from levanter.plan.report.markup import Content, Html, escaped, listed, section, table, tag
+from levanter.plan.report.words import (
+    between,
+    count_text,
+    gib,
+    percent,
+    percent_between,
+    seconds_text,
+    span_text,
+    three_digits,
+)
+from levanter.plan.verdict import ProgramVerdict, Verdict
+
+MOST_ARRAYS = 600
+"""Arrays that are shown one by one on a page, over all targets: beyond that it would be slow to read and to load."""
+# Nothing may be fetched, whatever got into the page.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
+
+
+def to_html(verdicts: Sequence[Verdict], *, more: Sequence[tuple[str, str]] = ()) -> str:
+    """The page.
+
+    Args:
+        verdicts: one for each target.
+        more: titles and plain texts to add at the end, such as what a search found.
+    """
+    names = {verdict.plan.entry_point: None for verdict in verdicts if verdict.plan is not None}
+    title = f"Preflight: {', '.join(names) or 'no run'} on {', '.join(verdict.target for verdict in verdicts)}"
+    ids = _ids(verdicts)
+    body: list[Content] = [
+        tag("h1", title),
+        tag("p", f"Times are {facts.MODELLED}; bytes are the compiler's where it was asked.", class_="soft"),
+    ]
+    if len(verdicts) > 1:
+        body += [_comparison(verdicts, ids), _tabs(verdicts, ids)]
+    most = max(60, min(300, MOST_ARRAYS // max(len(verdicts), 1)))
+    body += [_panel(verdict, id_, most) for verdict, id_ in zip(verdicts, ids, strict=True)]
+    body += [section(heading, tag("pre", text)) for heading, text in more]
+    head: list[Content] = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        # An icon of its own, or browsers ask for one.
+        tag("link", rel="icon", href="data:,"),
+        tag("title", title),
+        Html(f"<style>\n{_part('page.css')}</style>"),
+    ]
+    script = Html(f"<script>\n{_part('page.js')}</script>")
+    page = tag("html", tag("head", head), "\n", tag("body", tag("main", body), script), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _part(name: str) -> str:
+    return resources.files("levanter.plan.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _ids(verdicts: Sequence[Verdict]) -> list[str]:
+    """A name for each panel that can stand in an address: the target's, numbered where two are alike."""
+    found: list[str] = []
+    for number, verdict in enumerate(verdicts, 1):
+        name = re.sub(r"[^a-z0-9]+", "-", verdict.target.lower()).strip("-") or "target"
+        found.append(f"{name}-{number}" if name in found else name)
+    return found
+
+
+def _badge(verdict: Verdict) -> Html:
+    state = facts.state(verdict)
+    kind = {"fits": " fits", "does not fit": " refused", "compiler crash": " refused", "bad input": " refused"}
+    return tag("span", state, class_="badge" + kind.get(state, ""))
+
+
+def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
+    rows: list[list[Content]] = []
+    for verdict, id_ in zip(verdicts, ids, strict=True):
+        program, most = facts.main_program(verdict), facts.most_bytes(verdict)
+        time = program.time if program is not None else None
+        speed = facts.rate(verdict, program) if program is not None else None
+        limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
+        rows.append(
+            [
+                tag("a", verdict.target, href=f"#{id_}"),
+                f"{facts.chips(verdict):,}" if facts.chips(verdict) else "–",
+                (gib(most) if most is not None else "–") + (f" of {gib(limit)}" if limit is not None else ""),
+                _badge(verdict),
+                seconds_text(time.expected) if time is not None else "–",
+                span_text(time.low, time.high) if time is not None else "–",
+                three_digits(speed.expected) if speed is not None else "–",
+                _share_or_dash(facts.utilization(program, program.mfu) if program is not None else None),
+                _share_or_dash(facts.exposed_share(time) if time is not None else None),
+            ]
+        )
+    header = ("target", "chips", "a chip holds", "verdict", "a step", "within", "tokens/s/chip", "MFU", "exposed")
+    note = "Within: from everything overlapped to the schedule as compiled. MFU: attention over the causal half. "
+    note += "Exposed: the share of a step that is communication which nothing hides."
+    return escaped([table(header, rows, numbers=(1, 2, 4, 5, 6, 7, 8)), tag("p", note, class_="soft")])
+
+
+def _share_or_dash(share: float | None) -> str:
+    return "–" if share is None else percent(share)
+
+
+def _tabs(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
+    links = [tag("a", verdict.target, href=f"#{id_}") for verdict, id_ in zip(verdicts, ids, strict=True)]
+    return tag("nav", links, class_="targets", aria_label="targets")
+
+
+def _panel(verdict: Verdict, id_: str, most: int) -> Html:
+    parts: list[Content] = [
+        tag("h2", facts.place(verdict), " ", _badge(verdict)),
+        tag("p", facts.headline(verdict), class_="headline"),
+        tag("p", f"mesh {verdict.plan.mesh}", class_="soft") if verdict.plan is not None else "",
+        _tiles(verdict),
+    ]
+    if verdict.exit_code and (wrong := facts.findings(verdict)):
+        parts.append(section("What is wrong", listed(wrong)))
+    if reasons := facts.reasons(verdict):
+        parts.append(section("Why it does not fit", listed(reasons)))
+    parts += [_bytes(verdict), _arrays(verdict, most)]
+    for program in verdict.programs:
+        parts += [_time(verdict, program), _collectives(program)]
+    parts += [_loading(verdict), _programs(verdict), _stages(verdict)]
+    for title, entries in (
+        ("Not checked here", facts.unchecked(verdict)),
+        ("Not known to the model of time", facts.unknown(verdict)),
+        ("Notes", facts.notes(verdict)),
+    ):
+        if entries:
+            parts.append(section(title, listed(entries)))
+    return tag("div", parts, class_="panel", id=id_)
+
+
+def _tiles(verdict: Verdict) -> Html:
+    """The figures one looks for first."""
+    tiles: list[tuple[str, str, str]] = []
+    held, most = facts.occupancy(verdict), facts.most_bytes(verdict)
+    if most is not None:
+        limit = held.limit if held is not None else None
+        tiles.append((f"on a {facts.holder(verdict)}", gib(most), f"of {gib(limit)}" if limit else ""))
+    program = facts.main_program(verdict)
+    if program is not None and program.time is not None:
+        time = program.time
+        within = f"within {span_text(time.low, time.high)}, bound by {time.bound_by}"
+        tiles.append((f"one {program.name}", seconds_text(time.expected), within))
+        tiles.append(("exposed", seconds_text(time.exposed), f"{percent(facts.exposed_share(time))} of it"))
+        if (speed := facts.rate(verdict, program)) is not None:
+            within = f"within {between(*speed.tokens_per_second_per_chip)}"
+            tiles.append(("tokens/s/chip", three_digits(speed.expected), within))
+        if (share := facts.utilization(program, program.mfu)) is not None and program.mfu is not None:
+            tiles.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
+    if (job := facts.job_seconds(verdict)) is not None:
+        tiles.append(("the whole job", span_text(*job), "without loading"))
+    if verdict.load is not None:
+        rate = three_digits(verdict.load.gigabytes_per_second)
+        tiles.append(("loading", seconds_text(verdict.load.seconds), f"at {rate} GB/s a host"))
+    return tag(
+        "dl",
+        [tag("div", tag("dt", name), tag("dd", value, tag("small", under))) for name, value, under in tiles],
+        class_="tiles",
+    )
+
+
+def _bytes(verdict: Verdict) -> Content:
+    held = facts.occupancy(verdict)
+    if held is None:
+        return ""
+    one = facts.holder(verdict)
+    rows: list[list[Content]] = [
+        [[charts.swatch(segment.name), segment.name], gib(segment.nbytes), _share(segment.nbytes, held)]
+        for segment in held.segments
+    ]
+    if held.free is not None:
+        what, nbytes = ("too much", -held.free) if held.free < 0 else ("free", held.free)
+        rows.append([tag("b", what), tag("b", gib(nbytes)), _share(nbytes, held)])
+    source = {
+        "compiled": "the compiler's figures",
+        "refused": "as the compiler refused it",
+        "arithmetic": "inputs alone, by arithmetic",
+    }
+    limit = f" of {gib(held.limit)}" if held.limit is not None else ""
+    note = f"while {held.program} runs: {gib(held.used)}{limit} ({source[held.source]})"
+    whole = ""
+    if verdict.budget is not None and verdict.budget.replicated_bytes:
+        whole = f"Of the inputs {gib(verdict.budget.replicated_bytes)} are arrays that every {one} holds whole."
+    return section(
+        f"Bytes on a {one}",
+        charts.memory_bar(held, holder=one),
+        table(("group", "bytes", f"of a {one}" if held.limit else "share"), rows, numbers=(1, 2)),
+        tag("p", whole) if whole else "",
+        note=note,
+    )
+
+
+def _share(nbytes: int, held: facts.Occupancy) -> str:
+    return percent(nbytes / (held.limit or max(held.used, 1)))
+
+
+def _arrays(verdict: Verdict, most: int) -> Content:
+    if verdict.budget is None or not verdict.budget.residents:
+        return ""
+    shown = charts.cells(verdict.budget.residents, most=most)
+    rows: list[list[Content]] = []
+    for cell in shown:
+        resident = cell.resident
+        whole = tag("span", "whole on every one", class_="whole-mark") if resident.replicated else resident.spec
+        rows.append(
+            [
+                tag("span", cell.name, class_="mono"),
+                [charts.swatch(resident.group), resident.group],
+                f"{resident.dtype} {named_shape(resident.axes)}" if resident.axes else resident.dtype,
+                whole,
+                gib(cell.nbytes),
+                gib(cell.count * resident.whole_bytes),
+            ]
+        )
+    header = ("array", "group", "axes", "sharding", f"on a {facts.holder(verdict)}", "in all")
+    count = count_text(len(verdict.budget.residents), "array")
+    hint = "Point at an array, tap it, or move with the arrow keys. Hatched: whole on every chip."
+    return section(
+        "Arrays",
+        charts.treemap(shown),
+        tag("div", hint, class_="detail", aria_live="polite"),
+        tag("details", tag("summary", f"{count} as a table"), table(header, rows, numbers=(4, 5))),
+        note=f"{count}, each as large as its bytes on a {facts.holder(verdict)}; hatched ones are whole on every one",
+    )
+
+
+def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
+    time = program.time
+    if time is None:
+        return ""
+    compute = facts.large_parts(program)
+    colors = charts.module_classes([part.name for part in compute])
+    pieces = [(part.name, part.seconds, colors[part.name]) for part in compute]
+    if time.exposed:
+        pieces.append(("exposed communication", time.exposed, "g-exposed hatched"))
+    bars = [charts.TimeBar(name="one after another", pieces=tuple(pieces), total=sum(s for _, s, _ in pieces))]
+    bars += [
+        charts.TimeBar(name=name, pieces=((name, seconds, "g-bound"),), total=seconds)
+        for name, seconds in facts.bounds(program)
+    ]
+    passes = facts.passes(compute)
+    rows: list[list[Content]] = [
+        [
+            [tag("i", class_=f"swatch {colors[part.name]}", aria_hidden="true"), part.name],
+            *(seconds_text(part.during[name]) if name in part.during else "" for name in passes),
+            seconds_text(part.seconds),
+            percent(part.seconds / time.expected),
+        ]
+        for part in compute
+    ]
+    blanks = [""] * len(passes)
+    share = percent(facts.exposed_share(time))
+    mark = tag("i", class_="swatch g-exposed hatched", aria_hidden="true")
+    rows.append([[mark, "exposed communication"], *blanks, seconds_text(time.exposed), share])
+    said = (
+        f"{facts.time_text(time)}: from everything overlapped (bound by {time.bound_by}) to the schedule as compiled "
+    )
+    said += "with the compiler's own cycles, and all communication that it does not hide."
+    numbers = tuple(range(1, len(passes) + 3))
+    return section(
+        f"Time of one {program.name}",
+        tag("p", said),
+        charts.time_bars(bars),
+        table(("module", *passes, "compute", "of the step"), rows, numbers=numbers),
+        tag("p", _speed(verdict, program)),
+        note=facts.MODELLED,
+    )
+
+
+def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
+    said = []
+    work, speed = program.workload, facts.rate(verdict, program)
+    if work is not None and speed is not None:
+        each = count_text(work.tokens, "token")
+        if work.unit != "tokens":
+            each += f" in {work.items:,} {work.unit} ({three_digits(speed.items_per_second)} {work.unit}/s)"
+        said.append(f"{each} an execution: {facts.rate_text(speed)} tokens/s/chip.")
+    if program.mfu is not None:
+        full = facts.utilization_text(program, program.mfu_full)
+        full = f"; {full} with full attention" if full else ""
+        said.append(f"MFU {facts.utilization_text(program, program.mfu)} with causal attention{full}.")
+    if work is not None:
+        often = "not known how often" if work.executions is None else count_text(work.executions, "execution")
+        seconds = program.job_seconds
+        said.append(f"The whole job: {often} ({work.reason})" + (f", {span_text(*seconds)}." if seconds else "."))
+    return " ".join(said)
+
+
+def _collectives(program: ProgramVerdict) -> Content:
+    found = facts.wires(program)
+    if not found:
+        return ""
+    rows: list[list[Content]] = []
+    for wire in found:
+        for number, traffic in enumerate(wire.kinds):
+            times = ["not known" if t is None else seconds_text(t) for t in (wire.busy, wire.exposed)]
+            shown = times if number == 0 else ["", ""]
+            where = [wire.over, wire.network] if number == 0 else ["", ""]
+            rows.append([*where, traffic.kind, f"{traffic.count:,}", gib(traffic.nbytes), *shown])
+    header = ("mesh axes", "network", "collective", "times", "bytes", "links busy", "exposed")
+    note = "bytes of the whole arrays, all times together; one row of times for all that share links"
+    return section(f"Collectives of one {program.name}", table(header, rows, numbers=(3, 4, 5, 6)), note=note)
+
+
+def _loading(verdict: Verdict) -> Content:
+    load = verdict.load
+    if load is None:
+        return ""
+    most, least = max(load.bytes_by_host, default=0), min(load.bytes_by_host, default=0)
+    leaf, transient = load.device_transient
+    by_host = gib(most) if least == most else f"{gib(least)} to {gib(most)}"
+    rows: list[list[Content]] = [
+        ["in storage", gib(load.source_bytes), f"read {load.amplification:.3f} times over all hosts"],
+        ["read by a host", by_host, count_text(len(load.bytes_by_host), "host")],
+        ["at most on a device", gib(load.device_peak), "final shards and what passes through"],
+        ["passing through", gib(transient), f"at most, for {leaf}" if transient else ""],
+        ["at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"],
+        ["time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"],
+    ]
+    return section("Loading", table(("", "", ""), rows, numbers=(1,)), note=facts.MODELLED)
+
+
+def _programs(verdict: Verdict) -> Content:
+    rows: list[list[Content]] = []
+    for program in verdict.programs:
+        outcome, budget = program.outcome, verdict.budget
+        if isinstance(outcome, Compiled):
+            memory = outcome.memory
+            sizes = (memory.argument, memory.output - memory.alias, memory.temp, memory.generated_code)
+            peak = gib(program.peak_bytes or 0)
+            rows.append([program.name, "fits", *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)])
+        else:
+            inputs = gib(budget.arguments[program.name]) if budget and program.name in budget.arguments else ""
+            refused = isinstance(outcome, Refused)
+            tail = [gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)] if refused else ["", ""]
+            rows.append([program.name, "refused" if refused else "not compiled", inputs, "", "", "", *tail])
+    if not rows:
+        return ""
+    header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
+    note = "what is made on the way is not all there at the peak"
+    return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), note=note)
+
+
+def _stages(verdict: Verdict) -> Content:
+    rows: list[list[Content]] = [[s.name, s.status, f"{s.seconds:.2f} s", s.message] for s in verdict.stages]
+    return section("Stages", table(("stage", "", "took", "found"), rows, numbers=(2,))) if rows else ""

@@ -1,0 +1,307 @@
+"""Verdicts as plain text for a terminal or a file: no colors, at most 110 columns.
+
+One target: the verdict, its stages, where the bytes of a chip go, what loading takes, each Program, its collectives and
+its time, what is not known. Several: a table that compares them, then why each of those that were refused was; for the
+details one asks for one target, or for the page.
+"""
+
+from collections.abc import Sequence
+
+from haliax_ext.errors import named_shape
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.load_budget import LoadBudget
+from levanter.plan.report import facts
+from levanter.plan.report.layout import WIDTH, Align, bar, paragraph, table
+from levanter.plan.report.words import (
+    count_text,
+    gib,
+    percent,
+    seconds_text,
+    span_text,
+    three_digits,
+    visible,
+)
+from levanter.plan.verdict import ProgramVerdict, Verdict
+
+LARGEST = 6
+_BAR = 44
+
+
+def render(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts as text, in the order they are given."""
+    lines = _one(verdicts[0]) if len(verdicts) == 1 else _several(verdicts)
+    return visible("\n".join(lines)) + "\n"
+
+
+def _several(verdicts: Sequence[Verdict]) -> list[str]:
+    lines = [*comparison(verdicts)]
+    for verdict in verdicts:
+        if verdict.exit_code:
+            lines += ["", *_heading(verdict), *_wrong(verdict)]
+    said = [line for verdict in verdicts for line in facts.unchecked(verdict)]
+    lines += _listed("not checked here", tuple(dict.fromkeys(said)))
+    return [*lines, "", "  details: plan one target at a time, or write the page with --html FILE"]
+
+
+def comparison(verdicts: Sequence[Verdict]) -> list[str]:
+    """One row for each target."""
+    header = ("target", "chips", "GiB a chip", "of", "verdict", "a step", "within", "tokens/s/chip", "MFU", "exposed")
+    numbers: list[Align] = ["right"] * 5
+    align: tuple[Align, ...] = ("left", "right", "right", "right", "left", *numbers)
+    rows = []
+    for verdict in verdicts:
+        program, most = facts.main_program(verdict), facts.most_bytes(verdict)
+        time = program.time if program is not None else None
+        speed = facts.rate(verdict, program) if program is not None else None
+        limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
+        rows.append(
+            (
+                verdict.target,
+                f"{facts.chips(verdict):,}" if facts.chips(verdict) else "–",
+                f"{most / (1 << 30):.2f}" if most is not None else "–",
+                f"{limit / (1 << 30):.2f}" if limit is not None else "–",
+                facts.state(verdict),
+                seconds_text(time.expected) if time is not None else "–",
+                span_text(time.low, time.high) if time is not None else "–",
+                three_digits(speed.expected) if speed is not None else "–",
+                _share_or_dash(facts.utilization(program, program.mfu) if program is not None else None),
+                _share_or_dash(facts.exposed_share(time) if time is not None else None),
+            )
+        )
+    what = next((f"{v.plan.entry_point}: " for v in verdicts if v.plan is not None), "")
+    lines = [*paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {facts.MODELLED})", indent=0), ""]
+    lines += table(rows, align=align, header=header)
+    said = "within: from everything overlapped to nothing more than the schedule hides; MFU: attention over the causal "
+    said += "half; exposed: the share of a step that is communication which nothing hides"
+    return [*lines, "", *paragraph(said)]
+
+
+def _share_or_dash(share: float | None) -> str:
+    return "–" if share is None else percent(share)
+
+
+def _one(verdict: Verdict) -> list[str]:
+    lines = [*_heading(verdict), "", *_stages(verdict)]
+    if verdict.exit_code:
+        lines += _wrong(verdict)
+    lines += [*_bytes(verdict), *_largest(verdict), *_loading(verdict.load), *_programs(verdict)]
+    for program in verdict.programs:
+        lines += [*_time(verdict, program), *_collectives(program)]
+    lines += _job(verdict)
+    lines += _listed("not known to the model of time", facts.unknown(verdict))
+    lines += _listed("not checked here", facts.unchecked(verdict))
+    return lines + _listed("notes", facts.notes(verdict))
+
+
+def _heading(verdict: Verdict) -> list[str]:
+    name = f"{verdict.plan.entry_point} on " if verdict.plan is not None else ""
+    mesh = f", mesh {verdict.plan.mesh}" if verdict.plan is not None else ""
+    lines = paragraph(f"{name}{facts.place(verdict)}{mesh}", indent=0)
+    return lines + paragraph(f"{facts.state(verdict).upper()}  {facts.headline(verdict)}", indent=0)
+
+
+def _stages(verdict: Verdict) -> list[str]:
+    """What was done, one line each; messages may take more."""
+    if not verdict.stages:
+        return []
+    names = max(len(stage.name) for stage in verdict.stages)
+    lines = ["stages"]
+    for stage in verdict.stages:
+        front = f"{stage.name:<{names}}  {stage.status:<9}  {stage.seconds:>6.2f} s  "
+        lines += paragraph(front + stage.message, hanging=len(front))
+    return lines
+
+
+def _wrong(verdict: Verdict) -> list[str]:
+    lines = _listed("what is wrong", facts.findings(verdict))
+    return lines + _listed("why it does not fit", facts.reasons(verdict))
+
+
+def _listed(title: str, entries: Sequence[str]) -> list[str]:
+    if not entries:
+        return []
+    lines = _title(title)
+    for entry in entries:
+        lines += paragraph(entry, mark="• ")
+    return lines
+
+
+def _title(text: str) -> list[str]:
+    return ["", *paragraph(text, indent=0)]
+
+
+def _bytes(verdict: Verdict) -> list[str]:
+    """Where the bytes of a chip go, stacked against its memory."""
+    held = facts.occupancy(verdict)
+    if held is None:
+        return []
+    one = facts.holder(verdict)
+    limit = f" of {gib(held.limit)}" if held.limit is not None else ""
+    source = {"compiled": "as compiled", "refused": "as the compiler refused it", "arithmetic": "inputs alone"}
+    lines = _title(f"bytes on a {one} while {held.program} runs: {gib(held.used)}{limit} ({source[held.source]})")
+    mark = None if held.limit is None else held.limit / held.scale
+    rows, begin = [], 0
+    for segment in held.segments:
+        piece = bar(begin / held.scale, segment.nbytes / held.scale, width=_BAR, mark=mark)
+        rows.append((segment.name, gib(segment.nbytes), _share(segment.nbytes, held), f"▕{piece}▏"))
+        begin += segment.nbytes
+    if held.free is not None:
+        over = held.free < 0
+        beyond = -held.free if over else 0
+        piece = bar((held.limit or 0) / held.scale, beyond / held.scale, width=_BAR, mark=mark)
+        what = ("too much", gib(-held.free)) if over else ("free", gib(held.free))
+        rows.append((*what, _share(abs(held.free), held), f"▕{piece}▏"))
+    lines += table(rows, align=("left", "right", "right", "left"))
+    budget = verdict.budget
+    if budget is not None and budget.replicated_bytes:
+        lines += paragraph(f"of the inputs {gib(budget.replicated_bytes)} are arrays that every {one} holds whole")
+    return lines
+
+
+def _share(nbytes: int, held: facts.Occupancy) -> str:
+    return percent(nbytes / held.limit) if held.limit else percent(nbytes / max(held.used, 1))
+
+
+def _largest(verdict: Verdict) -> list[str]:
+    if verdict.budget is None or not verdict.budget.residents:
+        return []
+    residents = facts.largest(verdict.budget.residents, LARGEST)
+    size = max(len(gib(resident.nbytes)) for resident in residents)
+    lines = _title(f"largest of {count_text(len(verdict.budget.residents), 'array')} on a {facts.holder(verdict)}")
+    for resident in residents:
+        whole = "whole on every one" if resident.replicated else f"of {gib(resident.whole_bytes)}"
+        what = f"{gib(resident.nbytes):>{size}}  {resident.path} {resident.dtype}, {whole}"
+        lines += paragraph(what, hanging=size + 2)
+        spec = "" if resident.replicated else f" {resident.spec}"
+        lines += paragraph(named_shape(resident.axes) + spec, indent=size + 4)
+    return lines
+
+
+def _loading(load: LoadBudget | None) -> list[str]:
+    if load is None:
+        return []
+    most = max(load.bytes_by_host, default=0)
+    least = min(load.bytes_by_host, default=0)
+    by_host = gib(most) if most == least else f"{gib(least)} to {gib(most)}"
+    leaf, transient = load.device_transient
+    rows = [
+        ("in storage", gib(load.source_bytes), f"read {load.amplification:.3f} times over all hosts"),
+        ("read by a host", by_host, f"{count_text(len(load.bytes_by_host), 'host')}"),
+        ("at most on a device", gib(load.device_peak), "final shards and what passes through"),
+        ("passing through", gib(transient), f"at most, for {leaf}" if transient else ""),
+        ("at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"),
+        ("time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"),
+    ]
+    return [*_title(f"loading ({facts.MODELLED})"), *table(rows, align=("left", "right", "left"))]
+
+
+def _programs(verdict: Verdict) -> list[str]:
+    """Each Program as the compiler sees it."""
+    if not verdict.programs:
+        return []
+    rows = []
+    for program in verdict.programs:
+        outcome = program.outcome
+        if isinstance(outcome, Compiled):
+            memory = outcome.memory
+            sizes = (memory.argument, memory.output - memory.alias, memory.temp, memory.generated_code)
+            peak = gib(program.peak_bytes or 0)
+            rows.append((program.name, "fits", *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)))
+        else:
+            inputs = verdict.budget.arguments.get(program.name) if verdict.budget is not None else None
+            refused = isinstance(outcome, Refused)
+            tail = (gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)) if refused else ("", "")
+            state = "refused" if refused else "not compiled"
+            rows.append((program.name, state, gib(inputs) if inputs is not None else "", "", "", "", *tail))
+    header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
+    numbers: list[Align] = ["right"] * 6
+    return [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
+
+
+def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
+    """How long one execution takes, and what of."""
+    time = program.time
+    if time is None:
+        return []
+    lines = _title(f"time of one {program.name}: {facts.time_text(time)} ({facts.MODELLED})")
+    compute = facts.large_parts(program)
+    scale = max(time.expected, sum(part.seconds for part in compute) + time.exposed, 1e-12)
+    passes = facts.passes(compute)
+    names = max(len(name) for name in ["exposed communication", *(part.name for part in compute)])
+    # Beside the bar: margins, its own ends, and a column of seconds for each pass and for all of them.
+    width = max(16, min(_BAR, WIDTH - names - 11 * (len(passes) + 1) - 7))
+    rows, begin = [], 0.0
+    for part in compute:
+        each = [seconds_text(part.during[name]) if name in part.during else "" for name in passes]
+        rows.append((part.name, *each, seconds_text(part.seconds), _bar(begin, part.seconds, scale, width)))
+        begin += part.seconds
+    if time.exposed:
+        blanks = [""] * len(passes)
+        mark = _bar(begin, time.exposed, scale, width)
+        rows.append(("exposed communication", *blanks, seconds_text(time.exposed), mark))
+    header = ("", *passes, "together", "") if passes else ()
+    numbers: list[Align] = ["right"] * (len(passes) + 1)
+    lines += table(rows, align=("left", *numbers, "left"), header=header)
+    said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in facts.bounds(program))
+    lines += paragraph(f"if all of it overlapped: {said}; the low end is bound by {time.bound_by}")
+    speed, work = facts.rate(verdict, program), program.workload
+    if speed is not None and work is not None:
+        said = f"{count_text(work.tokens, 'token')} an execution"
+        if work.unit != "tokens":
+            said += f" in {work.items:,} {work.unit}, {three_digits(speed.items_per_second)} {work.unit}/s"
+        lines += paragraph(f"{said}: {facts.rate_text(speed)} tokens/s/chip")
+    if program.mfu is not None:
+        full = facts.utilization_text(program, program.mfu_full)
+        full = f"; {full} with full attention" if full else ""
+        lines += paragraph(f"MFU {facts.utilization_text(program, program.mfu)} with causal attention{full}")
+    return lines
+
+
+def _bar(begin: float, length: float, scale: float, width: int) -> str:
+    return f"▕{bar(begin / scale, length / scale, width=width)}▏"
+
+
+def _collectives(program: ProgramVerdict) -> list[str]:
+    found = facts.wires(program)
+    if not found:
+        return []
+    rows = []
+    for wire in found:
+        for number, traffic in enumerate(wire.kinds):
+            first = number == 0
+            rows.append(
+                (
+                    wire.over if first else "",
+                    wire.network if first else "",
+                    traffic.kind,
+                    f"{traffic.count:,}",
+                    gib(traffic.nbytes),
+                    _seconds_or(wire.busy) if first else "",
+                    _seconds_or(wire.exposed) if first else "",
+                )
+            )
+    header = ("mesh axes", "network", "collective", "times", "bytes", "links busy", "exposed")
+    align: tuple[Align, ...] = ("left", "left", "left", "right", "right", "right", "right")
+    title = f"collectives of one {program.name} (bytes of the whole array, all times; {facts.MODELLED})"
+    return [*_title(title), *table(rows, align=align, header=header)]
+
+
+def _seconds_or(value: float | None) -> str:
+    return "not known" if value is None else seconds_text(value)
+
+
+def _job(verdict: Verdict) -> list[str]:
+    working = [program for program in verdict.programs if program.workload is not None]
+    if not working:
+        return []
+    lines = _title(f"the whole job ({facts.MODELLED})")
+    for program in working:
+        work, seconds = program.workload, program.job_seconds
+        assert work is not None
+        often = "not known how often" if work.executions is None else count_text(work.executions, "execution")
+        long = f": {span_text(*seconds)}" if seconds is not None else ""
+        lines += paragraph(f"{program.name}: {often} ({visible(work.reason)}){long}")
+    total = facts.job_seconds(verdict)
+    if total is not None and len(working) > 1:
+        lines += paragraph(f"together {span_text(*total)}")
+    return lines

@@ -1,0 +1,75 @@
+"""A squarified treemap: rectangles whose areas are proportional to values, as close to squares as a row allows.
+
+The algorithm is that of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000): values in falling order are put in
+a row along the shorter side as long as that makes the worst aspect ratio in the row better, then the rest of the
+rectangle is filled in the same way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A place on the plane; `left` and `top` grow to the right and down."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+def squarify(values: Sequence[float], area: Rectangle) -> list[Rectangle]:
+    """One rectangle for each value, in the order of the values, which together fill `area`.
+
+    Args:
+        values: not negative; zeros get rectangles without an area.
+        area: what is filled.
+    """
+    assert all(value >= 0 for value in values), values
+    order = sorted(range(len(values)), key=lambda n: -values[n])
+    total = sum(values)
+    if total <= 0 or area.width <= 0 or area.height <= 0:
+        return [Rectangle(area.left, area.top, 0.0, 0.0) for _ in values]
+    scale = area.width * area.height / total
+    places: dict[int, Rectangle] = {}
+    rest, at = area, 0
+    while at < len(order):
+        side = min(rest.width, rest.height)
+        row = [values[order[at]] * scale]
+        while at + len(row) < len(order):
+            longer = [*row, values[order[at + len(row)]] * scale]
+            if _worst(longer, side) > _worst(row, side):
+                break
+            row = longer
+        placed, rest = _lay(row, rest)
+        places.update(zip(order[at : at + len(row)], placed, strict=True))
+        at += len(row)
+    return [places[n] for n in range(len(values))]
+
+
+def _worst(row: Sequence[float], side: float) -> float:
+    """The worst aspect ratio of a row along `side`."""
+    total, least, most = sum(row), min(row), max(row)
+    if least <= 0 or side <= 0:
+        return float("inf")
+    return max(side * side * most / (total * total), total * total / (side * side * least))
+
+
+def _lay(row: Sequence[float], area: Rectangle) -> tuple[list[Rectangle], Rectangle]:
+    """Lays a row along the shorter side; returns it and what is left of the area."""
+    total = sum(row)
+    upright = area.width >= area.height
+    side = area.height if upright else area.width
+    depth = min(total / side if side > 0 else 0.0, area.width if upright else area.height)
+    placed, at = [], 0.0
+    for value in row:
+        length = side * value / total if total > 0 else 0.0
+        if upright:
+            placed.append(Rectangle(area.left, area.top + at, depth, length))
+        else:
+            placed.append(Rectangle(area.left + at, area.top, length, depth))
+        at += length
+    if upright:
+        return placed, Rectangle(area.left + depth, area.top, area.width - depth, area.height)
+    return placed, Rectangle(area.left, area.top + depth, area.width, area.height - depth)

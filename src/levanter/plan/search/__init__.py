@@ -1,0 +1,17 @@
+"""Which mesh and mappings a run should use on a pod: legal ones ranked by arithmetic, the best few compiled.
+
+`candidates` lists what the model's axis sizes allow, `estimate` prices one without a compiler, `search` compiles the
+best of them and says of the winner's neighbours why they lost. The answer is a YAML fragment.
+"""
+
+from levanter.plan.search.candidates import Candidate as Candidate
+from levanter.plan.search.candidates import candidates as candidates
+from levanter.plan.search.estimate import Estimate as Estimate
+from levanter.plan.search.estimate import Subject as Subject
+from levanter.plan.search.estimate import estimate as estimate
+from levanter.plan.search.render import render as render
+from levanter.plan.search.render import values as values
+from levanter.plan.search.search import Neighbour as Neighbour
+from levanter.plan.search.search import SearchResult as SearchResult
+from levanter.plan.search.search import Tried as Tried
+from levanter.plan.search.search import search as search

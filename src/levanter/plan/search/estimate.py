@@ -1,0 +1,257 @@
+"""The price of a candidate by arithmetic: bytes on a chip, seconds on its matrix units and on its links.
+
+Only for ranking, and for saying why a neighbour lost; times that are reported come from the compiler. Counted are
+
+    gathers     parameters cut over a mesh axis that does not cut the computation, once a pass over the layers
+    tensor      the sum over `mlp` and over heads in every layer: two all-reduces of the residual stream a pass
+    gradients   reduced over the mesh axes that cut the batch
+    compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
+
+Gathers and gradients hide behind compute for the most part (`HIDDEN`), the sums over heads and `mlp` do not: seconds =
+max(compute, HBM, links) + (1 − HIDDEN) · min(compute, links) + tensor, with links = gathers + gradients.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.errors import ShardingError, gib
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import place
+from haliax_ext.planner import ShardingPlan, plan_sharding
+from levanter.hardware import Accelerator
+from levanter.mesh import MeshConfig, ModelAxes, resolve
+from levanter.plan.comms import Network, spans_of
+from levanter.plan.search.candidates import Candidate
+
+MATMUL_EFFICIENCY = 0.65
+"""The share of peak that matrix multiplications of a transformer reach on a TPU; it moves no candidate past another
+unless one of them waits for its links."""
+# Of what could hide behind something else, so much does. From compiled schedules: a layer that gathers its parameters
+# for as long as it computes takes well over the longer of the two.
+HIDDEN = 0.7
+GRADIENT_BYTES = 4
+# Norms' inputs and outputs, rotated queries and keys, gate, up and their product: about so many times the named ones.
+KEPT_WITHOUT_REMAT = 2
+LAYERS = "layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is laid out.
+
+    Attributes:
+        training: whether there is a backward pass.
+        parameters: the model's leaves, in their storage dtype.
+        statistics: other leaves that stay on the chips (optimizer state).
+        activations: the named activations of a forward pass, with a batch of 1.
+        batch_axis: the logical name of the batch axis.
+        axes: the model's axes, and the names that mappings may use.
+        positions: tokens in a row.
+        global_batch: rows of a training step; None for scoring.
+        flops_per_token: model FLOPs, attention over the causal half.
+        compute_bytes: bytes of an element in the compute dtype.
+    """
+
+    training: bool
+    parameters: tuple[Leaf, ...]
+    statistics: tuple[Leaf, ...]
+    activations: tuple[Leaf, ...]
+    batch_axis: str
+    axes: ModelAxes
+    positions: int
+    global_batch: int | None
+    flops_per_token: float
+    compute_bytes: int
+
+    @property
+    def layers(self) -> int:
+        return max((dict(leaf.axes).get(LAYERS, 1) for leaf in self.parameters), default=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a candidate costs; bytes on a device, seconds of one pass over a batch (all microbatches of a step).
+
+    Attributes:
+        argument_bytes: parameters and optimizer state, exact.
+        activation_bytes: what is alive beside them, roughly.
+        tokens: of the batch.
+        compute: matrix units.
+        memory: reading every argument once.
+        gathers: parameters over links.
+        tensor: sums over heads and `mlp`.
+        gradients: over links.
+        problem: why it cannot run at all, in axis names; "" if it can.
+    """
+
+    argument_bytes: int = 0
+    activation_bytes: int = 0
+    tokens: int = 0
+    compute: float = 0.0
+    memory: float = 0.0
+    gathers: float = 0.0
+    tensor: float = 0.0
+    gradients: float = 0.0
+    problem: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + self.activation_bytes
+
+    @property
+    def seconds(self) -> float:
+        links = self.gathers + self.gradients
+        return max(self.compute, self.memory, links) + (1 - HIDDEN) * min(self.compute, links) + self.tensor
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / max(self.tokens, 1)
+
+    def fits(self, hbm_bytes: int) -> bool:
+        return not self.problem and self.total_bytes <= hbm_bytes
+
+    @property
+    def waits_for(self) -> str:
+        """The largest of what takes time, in axis names."""
+        parts = {
+            "matrix multiplications": self.compute,
+            "reading parameters from HBM": self.memory,
+            "all-gathers of parameters (embed → data)": self.gathers,
+            "sums over mlp and heads (→ model)": self.tensor,
+            "gradients over data": self.gradients,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def estimate(candidate: Candidate, subject: Subject, pod: Accelerator) -> Estimate:
+    """Prices a candidate on a pod; what cannot run has a `problem`."""
+    try:
+        resolved = resolve(
+            MeshConfig(batch_axis_name=subject.batch_axis, **candidate.mesh_options()),
+            subject.axes,
+            devices=pod.devices,
+            granules=pod.slices,
+        )
+    except ShardingError as error:
+        return Estimate(problem=_first_line(error))
+    mesh, mappings = resolved.spec, resolved.mappings
+    plan = plan_sharding((*subject.parameters, *subject.statistics), mappings, mesh, hbm_bytes=pod.hbm_bytes)
+    if plan.errors:
+        problem = f"{gib(plan.bytes_per_device)} of {gib(pod.hbm_bytes)}: " if _replicated(plan) else ""
+        return Estimate(argument_bytes=plan.bytes_per_device, problem=problem + _first_line(plan.errors[0]))
+    ways = mesh.ways(mappings.compute.mesh_axes(subject.batch_axis))
+    rows = candidate.rows * ways
+    steps = 1 if subject.global_batch is None else subject.global_batch // rows
+    tokens = rows * steps * subject.positions
+    network = Network.of(mesh, pod)
+    passes = _passes(candidate, subject)
+    gathered = _gathered(subject, mappings, mesh)
+    residual = candidate.rows * subject.positions * subject.axes.sizes["embed"] * subject.compute_bytes
+    tensor_axes = [axis for axis in ("model", "group") if mesh.shape.get(axis, 1) > 1]
+    sums = 2 * subject.layers + 1
+    flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
+    return Estimate(
+        argument_bytes=plan.bytes_per_device,
+        activation_bytes=_alive(candidate, subject, mappings, mesh, rows),
+        tokens=tokens,
+        compute=flops / (pod.devices * pod.peak_flops() * MATMUL_EFFICIENCY),
+        memory=steps * plan.bytes_per_device / pod.hbm_bandwidth,
+        gathers=steps * passes.forward * _seconds(network, "all-gather", gathered, subject.compute_bytes),
+        tensor=steps
+        * passes.tensor
+        * sums
+        * ((network.seconds("all-reduce", residual, spans_of(mesh, *tensor_axes)) or 0.0) if tensor_axes else 0.0),
+        gradients=steps * _gradient_seconds(subject, mappings, mesh, network) if subject.training else 0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """How often the layers are gone through: `forward` with parameters gathered, `tensor` with sums over heads and
+    `mlp`; `compute` is what rematerialization multiplies the model's FLOPs by."""
+
+    forward: int
+    tensor: int
+    compute: float
+
+
+def _passes(candidate: Candidate, subject: Subject) -> _Passes:
+    if not subject.training:
+        return _Passes(forward=1, tensor=1, compute=1.0)
+    if candidate.remat is False:
+        return _Passes(forward=2, tensor=2, compute=1.0)
+    # The backward pass goes through each layer forward once more: a third of forward and backward.
+    return _Passes(forward=2, tensor=3, compute=4 / 3)
+
+
+def _gathered(subject: Subject, mappings: Mappings, mesh: MeshSpec) -> dict[tuple[str, ...], int]:
+    """Elements of all parameters on a device after gathering, by the mesh axes that they are gathered over."""
+    found: dict[tuple[str, ...], int] = {}
+    for leaf in subject.parameters:
+        kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
+        stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
+        over = tuple(a for a in mesh.names if a in stored - kept and mesh.shape[a] > 1)
+        if over:
+            elements = math.prod(size for _, size in leaf.axes) // mesh.ways(tuple(stored & kept))
+            found[over] = found.get(over, 0) + elements
+    return found
+
+
+def _seconds(network: Network, kind: str, elements: Mapping[tuple[str, ...], int], itemsize: int) -> float:
+    times = [network.seconds(kind, n * itemsize, spans_of(network.mesh, *over)) for over, n in elements.items()]
+    return sum(t or 0.0 for t in times)
+
+
+def _gradient_seconds(subject: Subject, mappings: Mappings, mesh: MeshSpec, network: Network) -> float:
+    """Gradients are summed over the mesh axes that cut the batch, and end where their parameters are."""
+    batch = [axis for axis in mappings.compute.mesh_axes(subject.batch_axis) if mesh.shape.get(axis, 1) > 1]
+    total = 0.0
+    for leaf in subject.parameters:
+        stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
+        elements = math.prod(size for _, size in leaf.axes) // mesh.ways(tuple(stored - set(batch)))
+        scattered = tuple(a for a in batch if a in stored)
+        rest = tuple(a for a in batch if a not in stored)
+        if scattered:
+            total += network.seconds("reduce-scatter", elements * GRADIENT_BYTES, spans_of(mesh, *scattered)) or 0.0
+            elements //= mesh.ways(scattered)
+        if rest:
+            total += network.seconds("all-reduce", elements * GRADIENT_BYTES, spans_of(mesh, *rest)) or 0.0
+    return total
+
+
+def _alive(candidate: Candidate, subject: Subject, mappings: Mappings, mesh: MeshSpec, rows: int) -> int:
+    """Bytes beside the arguments: activations of a layer, two gathered layers, and for training what is kept."""
+    on_device = _activation_bytes(subject.activations, subject, mappings, mesh, rows)
+    of_layer = sum(size for name, size in on_device.items() if not name.startswith("logits"))
+    logits = sum(on_device.values()) - of_layer
+    gathered = sum(_gathered(subject, mappings, mesh).values()) * subject.compute_bytes
+    alive = of_layer + logits + 2 * gathered // max(subject.layers, 1)
+    if subject.training:
+        gradients = plan_sharding(subject.parameters, mappings, mesh)
+        alive += sum(math.prod(p.shard_shape) for p in gradients.leaves) * GRADIENT_BYTES
+        kept = KEPT_WITHOUT_REMAT * of_layer if candidate.remat is False else on_device["residual stream"]
+        alive += subject.layers * kept + of_layer
+    return alive
+
+
+def _activation_bytes(
+    activations: Iterable[Leaf], subject: Subject, mappings: Mappings, mesh: MeshSpec, rows: int
+) -> dict[str, int]:
+    found = {}
+    for leaf in activations:
+        axes = tuple((name, rows if name == subject.batch_axis else size) for name, size in leaf.axes)
+        mapping = mappings.residual_stream if leaf.path == "residual stream" else mappings.compute
+        plan, _ = place(replace(leaf, axes=axes), mapping, mesh, role="activation")
+        found[leaf.path] = plan.bytes_per_device
+    return found
+
+
+def _replicated(plan: ShardingPlan) -> bool:
+    return any(f.kind == "replicated" and f.error is not None for f in plan.findings)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

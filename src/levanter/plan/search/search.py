@@ -1,0 +1,200 @@
+"""Ranks candidates by arithmetic, compiles the best few, and says of the winner's neighbours why they lost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from haliax_ext.errors import gib
+from levanter.hardware import Accelerator
+from levanter.plan.search.candidates import Candidate, candidates
+from levanter.plan.search.estimate import Estimate, Subject, estimate
+from levanter.plan.verdict import ProgramVerdict
+
+COMPILED = 3
+# A neighbour that is not slower than this is as good by what arithmetic can tell.
+SAME = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate that was priced; `verdict` where it was compiled."""
+
+    candidate: Candidate
+    estimate: Estimate
+    verdict: ProgramVerdict | None = None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of the compiled program, the schedule as compiled; `None` if it was refused or has no cycles."""
+        if self.verdict is None or self.verdict.time is None or self.verdict.workload is None:
+            return None
+        return self.verdict.time.high / self.verdict.workload.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """A candidate one step from the winner, and why it lost."""
+
+    change: str
+    why_not: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What the search came to.
+
+    Attributes:
+        best: the winner; `None` where nothing fits.
+        compiled: those that were compiled, best first.
+        neighbours: one step from the winner each.
+        considered: how many candidates divide.
+        fitting: how many of them fit by arithmetic.
+        closest: where nothing fits, the candidate that needs least.
+    """
+
+    best: Tried | None
+    compiled: tuple[Tried, ...]
+    neighbours: tuple[Neighbour, ...]
+    considered: int
+    fitting: int
+    closest: Tried | None = None
+
+    def fragment(self, extra: dict[str, Any] | None = None) -> str:
+        """The winner as YAML to paste.
+
+        Args:
+            extra: keys beside `trainer.mesh`, by dotted name: the batch, `model.gradient_checkpointing`.
+        """
+        assert self.best is not None
+        document: dict[str, Any] = {"trainer": {"mesh": self.best.candidate.mesh_options()}}
+        for dotted, value in (extra or {}).items():
+            at = document
+            *path, last = dotted.split(".")
+            for key in path:
+                at = at.setdefault(key, {})
+            at[last] = value
+        return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
+
+
+def search(
+    subject: Subject,
+    pod: Accelerator,
+    *,
+    compile_candidate: Callable[[Candidate], ProgramVerdict],
+    compiled: int = COMPILED,
+    on_event: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Searches the layouts of a run on a pod.
+
+    Args:
+        subject: what is laid out.
+        pod: on what.
+        compile_candidate: compiles the run's own Program for a candidate.
+        compiled: how many are compiled to the end; refused ones do not count.
+        on_event: told what is being done.
+    """
+    say = on_event or (lambda _: None)
+    found = candidates(
+        subject.axes.sizes,
+        devices=pod.devices // pod.slices,
+        global_batch=subject.global_batch,
+        slices=pod.slices,
+    )
+    priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in found]
+    fitting = sorted((t for t in priced if t.estimate.fits(pod.hbm_bytes)), key=_rank)
+    say(f"{len(found)} layouts divide, {len(fitting)} fit by arithmetic")
+    tried: list[Tried] = []
+    for one in _distinct(fitting):
+        if sum(t.seconds_per_token is not None for t in tried) >= compiled or len(tried) >= 2 * compiled:
+            break
+        say(f"compiling {one.candidate}")
+        tried.append(replace(one, verdict=compile_candidate(one.candidate)))
+    ranked = sorted(tried, key=lambda t: (t.seconds_per_token is None, t.seconds_per_token or 0.0, _rank(t)))
+    winner = ranked[0] if ranked and ranked[0].verdict is not None and ranked[0].verdict.fits else None
+    return SearchResult(
+        best=winner,
+        compiled=tuple(ranked),
+        neighbours=tuple(_neighbours(winner, priced, ranked, pod)) if winner else (),
+        considered=len(found),
+        fitting=len(fitting),
+        closest=None if winner else min(priced, key=_needs, default=None),
+    )
+
+
+def _rank(tried: Tried) -> tuple[float, int, int]:
+    # Among equals, what leaves more room; then the simpler layout.
+    return (round(tried.estimate.seconds_per_token, 12), tried.estimate.total_bytes, tried.candidate.group)
+
+
+def _needs(tried: Tried) -> tuple[bool, int]:
+    return (bool(tried.estimate.problem) and not tried.estimate.argument_bytes, tried.estimate.total_bytes)
+
+
+def _distinct(ranked: Sequence[Tried]) -> list[Tried]:
+    """One candidate for each layout: the batch that does best in it."""
+    best: dict[Candidate, Tried] = {}
+    for tried in ranked:
+        best.setdefault(replace(tried.candidate, rows=1), tried)
+    return list(best.values())
+
+
+def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried], pod: Accelerator) -> list[Neighbour]:
+    by_candidate = {t.candidate: t for t in priced} | {t.candidate: t for t in compiled}
+    at = winner.candidate
+    found: list[Neighbour] = []
+    layouts = {(t.candidate.data, t.candidate.model, t.candidate.group): t.candidate for t in priced}
+    ordered = sorted(layouts.values(), key=lambda c: c.tensor_ways)
+    position = next(n for n, c in enumerate(ordered) if (c.data, c.model, c.group) == (at.data, at.model, at.group))
+    for step in (-1, 1):
+        if 0 <= position + step < len(ordered):
+            other = ordered[position + step]
+            change = f"data {other.data} × model {other.model}" + (f" × group {other.group}" if other.group > 1 else "")
+            shifted = [
+                t
+                for t in by_candidate.values()
+                if (t.candidate.data, t.candidate.model, t.candidate.group) == (other.data, other.model, other.group)
+                and t.candidate.fsdp == (at.fsdp or (other.data == 1 and at.data == 1))
+                and t.candidate.remat == at.remat
+            ]
+            if shifted:
+                best = min(shifted, key=lambda t: (not t.estimate.fits(pod.hbm_bytes), _rank(t)))
+                found.append(Neighbour(change=change, why_not=_why_not(best, winner, pod)))
+    changes = {
+        "parameters whole over data" if at.fsdp else "embed → data": {"fsdp": not at.fsdp},
+        "residual embed → model": {"residual": "embed"},
+        "residual whole over model": {"residual": "whole"},
+        f"{at.rows * 2} rows a device": {"rows": at.rows * 2},
+        f"{at.rows // 2} rows a device": {"rows": at.rows // 2},
+        f"gradient_checkpointing {str(not at.remat).lower()}": {"remat": not at.remat},
+    }
+    for change, fields in changes.items():
+        other = by_candidate.get(replace(at, **fields))
+        if other is not None and other.candidate != at:
+            found.append(Neighbour(change=change, why_not=_why_not(other, winner, pod)))
+    return found
+
+
+def _why_not(other: Tried, winner: Tried, pod: Accelerator) -> str:
+    verdict = other.verdict
+    if verdict is not None and verdict.fits is False:
+        return f"compiled: {gib(verdict.peak_bytes or 0)} > {gib(pod.hbm_bytes)}"
+    mine, best = other.seconds_per_token, winner.seconds_per_token
+    if mine is not None and best is not None:
+        return f"compiled: {100 * (mine / best - 1):.1f} % slower a token"
+    price = other.estimate
+    if price.problem:
+        return price.problem
+    if not price.fits(pod.hbm_bytes):
+        return (
+            f"{gib(price.argument_bytes)} of arguments and about {gib(price.activation_bytes)} beside them > "
+            f"{gib(pod.hbm_bytes)}"
+        )
+    slower = price.seconds_per_token / winner.estimate.seconds_per_token - 1
+    if slower > SAME:
+        return f"about {100 * slower:.0f} % slower a token by arithmetic: it waits for {price.waits_for}"
+    if price.total_bytes > winner.estimate.total_bytes:
+        more = price.total_bytes - winner.estimate.total_bytes
+        return f"as fast by arithmetic, and takes {gib(more)} more"
+    return "as fast by arithmetic; not compiled"

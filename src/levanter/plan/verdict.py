@@ -1,0 +1,114 @@
+"""What preflight finds out about one run on one target: stages, bytes, compiled Programs, times, and a verdict.
+
+A `Verdict` is made by `preflight`, read by `report` and `search`. It holds values only: the plan (without devices), the
+budget of bytes on a chip, what loading takes, and for each Program what the compiler said and how long it would take.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from levanter.hardware import Accelerator
+from levanter.plan.aot import Compiled, Outcome, Refused
+from levanter.plan.budget import Budget
+from levanter.plan.cost import StepTime
+from levanter.plan.load_budget import LoadBudget
+from levanter.run import RunPlan, Workload
+
+StageStatus = Literal["ok", "refused", "unchecked", "skipped", "crashed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of the inquiry.
+
+    Attributes:
+        name: `config`, `sharding`, `loading`, `compile` or `cost`.
+        status: what came of it.
+        seconds: how long it took.
+        message: the outcome in one sentence.
+        findings: everything that is wrong, one entry each.
+    """
+
+    name: str
+    status: StageStatus
+    seconds: float
+    message: str
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramVerdict:
+    """One Program.
+
+    Attributes:
+        name: the Program's.
+        outcome: what the compiler said; `None` where it was not asked.
+        why_not: for a refusal, what takes the room and what would fit, in axis names.
+        time: of one execution; `None` where the compiler states no cycles.
+        workload: how much it does; `None` for Programs that run once and take no time to speak of.
+        mfu: model FLOPs utilization (attention over the causal half) at the high and the low end of the time.
+        mfu_full: the same with attention over every pair of positions counted; `None` where that would be more than
+            the chips can do.
+    """
+
+    name: str
+    outcome: Outcome | None
+    why_not: tuple[str, ...] = ()
+    time: StepTime | None = None
+    workload: Workload | None = None
+    mfu: tuple[float, float] | None = None
+    mfu_full: tuple[float, float] | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.outcome is None else isinstance(self.outcome, Compiled)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Bytes on a device that the compiler holds against HBM."""
+        if isinstance(self.outcome, Refused):
+            return self.outcome.refusal.needed
+        if isinstance(self.outcome, Compiled):
+            return self.outcome.peak_bytes
+        return None
+
+    @property
+    def job_seconds(self) -> tuple[float, float] | None:
+        """All executions of the job, low and high; `None` where time or number is not known."""
+        if self.time is None or self.workload is None or self.workload.executions is None:
+            return None
+        return self.time.low * self.workload.executions, self.time.high * self.workload.executions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Everything about one run on one target.
+
+    Attributes:
+        plan: what the entry point described; `None` where it could not be described at all.
+        target: the name asked for.
+        accelerator: the pod; `None` for `local`.
+        budget: bytes on a chip by group, from arithmetic.
+        load: what loading takes; `None` where nothing is loaded, or the plan has errors.
+        programs: in the order they run.
+        stages: in the order they were done.
+        exit_code: as the process returns it.
+        headline: the verdict in one line.
+    """
+
+    plan: RunPlan | None
+    target: str
+    accelerator: Accelerator | None
+    budget: Budget | None
+    load: LoadBudget | None
+    programs: tuple[ProgramVerdict, ...]
+    stages: tuple[Stage, ...]
+    exit_code: int
+    headline: str
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every compiled Program fits; `None` where none was compiled."""
+        found = [p.fits for p in self.programs if p.fits is not None]
+        return all(found) if found else None

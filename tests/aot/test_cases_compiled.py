@@ -1,0 +1,72 @@
+"""The cases of `helpers.plan_cases`, compiled at full depth with the real TPU compiler.
+
+The verdict of each is asserted with any compiler. Figures (memory, communication, modelled times) are golden texts for
+the libtpu that this jax pins, and are not compared on another one. `UPDATE_GOLDEN=1 make test-aot` writes them anew.
+"""
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+from helpers.golden import assert_golden
+from helpers.plan_cases import CASES, compiled_text
+
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.verdict import Verdict
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (the `plan` extra)"),
+]
+PINNED = "0.0.42.1"
+GIB = 1 << 30
+# What published figures and hand checks say of the memory a step needs, in GiB on a chip.
+NEEDS = {
+    # The same in plain JAX: 32.5 (31.0 with an older compiler), against 30.75.
+    "llama2_70b_v4-256_whole": (30.75, 33.5),
+    # 24 GB of weights and moments alone, and gradients; 36.9 in a hand check.
+    "llama3_8b_v6e-128_embed4": (31.25, 38.5),
+    "llama3_8b_v6e-128": (1.0, 6.0),
+}
+
+
+def compiling() -> list:
+    """Every case that is compiled, marked for CI or not."""
+    return [
+        pytest.param(name, marks=[pytest.mark.ci] if case.ci else [])
+        for name, case in CASES.items()
+        if case.compiled is not None
+    ]
+
+
+@pytest.mark.parametrize("name", compiling())
+def test_compiled(name):
+    case = CASES[name]
+    verdict = case.verdict(compiled=True)
+    assert verdict.exit_code == case.compiled, verdict.headline
+    check_outcomes(verdict)
+    if name in NEEDS:
+        low, high = NEEDS[name]
+        assert low < max(p.peak_bytes for p in verdict.programs if p.peak_bytes) / GIB < high
+    if case.figures and importlib.metadata.version("libtpu") == PINNED:
+        assert_golden(f"compiled/{name}.txt", compiled_text(case, verdict))
+
+
+def check_outcomes(verdict: Verdict) -> None:
+    """What holds for every Program: inputs as arithmetic has them, a peak within memory, no utilization above one."""
+    outcomes = [(p, p.outcome) for p in verdict.programs if p.outcome is not None]
+    assert outcomes
+    hbm = verdict.budget.hbm_bytes
+    for program, outcome in outcomes:
+        if isinstance(outcome, Refused):
+            assert outcome.refusal.available == pytest.approx(hbm, rel=1e-3)
+            assert outcome.refusal.needed > hbm
+            continue
+        assert isinstance(outcome, Compiled)
+        # Layout padding is all that may come on top.
+        expected = verdict.budget.arguments[program.name]
+        assert expected <= outcome.memory.argument * 1.0001
+        assert outcome.memory.argument == pytest.approx(expected, rel=0.03)
+        assert program.peak_bytes <= hbm
+        assert program.mfu is None or 0 < program.mfu[0] <= program.mfu[1] <= 1

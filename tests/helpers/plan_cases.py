@@ -1,0 +1,241 @@
+"""The runs whose plans are kept as golden texts: which config, on which pod, with which overrides, and the verdict.
+
+A *case* is one question to preflight. Its plan (places, bytes by group, findings) is compared without compiling in
+`make test`; those that compile also are compiled by `tests/aot/test_cases_compiled.py`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haliax_ext.errors import gib
+from haliax_ext.plan_report import summarize
+from levanter.config import load
+from levanter.main import eval_careless_lm, eval_lm, train_lm
+from levanter.plan.aot import Compiled, Refused
+from levanter.plan.preflight import Question, preflight
+from levanter.plan.verdict import ProgramVerdict, Verdict
+from levanter.run import RunPlan, Target
+
+CONFIGS = Path(__file__).parents[2] / "config"
+ENTRY_POINTS: Mapping[str, tuple[type, Any]] = {
+    "eval_careless_lm": (eval_careless_lm.EvalCarelessLmConfig, eval_careless_lm.describe),
+    "eval_lm": (eval_lm.EvalLmConfig, eval_lm.describe),
+    "train_lm": (train_lm.TrainLmConfig, train_lm.describe),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run on one target.
+
+    Attributes:
+        name: of its golden texts.
+        entry_point: which `main` describes it.
+        config: the file below `config/`.
+        target: the pod.
+        overrides: command line arguments over the file.
+        exit_code: of the plan, without compiling.
+        compiled: exit code with the compiler's word; None where the compiler is not asked (its inputs alone do not
+            fit, or it cannot be described).
+        ci: whether CI compiles it; all others that compile are for `make test-aot`.
+    """
+
+    name: str
+    entry_point: str
+    config: str
+    target: str
+    overrides: tuple[str, ...] = ()
+    exit_code: int = 0
+    compiled: int | None = 0
+    ci: bool = False
+
+    @property
+    def command(self) -> str:
+        """What a user would type."""
+        words = [
+            "python -m levanter.main.plan",
+            self.entry_point,
+            f"--config_path config/{self.config}.yaml",
+            f"--target {self.target}",
+            *self.overrides,
+        ]
+        return " ".join(words)
+
+    @property
+    def figures(self) -> bool:
+        """Whether the compiler's figures are kept: for what CI compiles and what `docs/405b.md` shows."""
+        return self.ci or self.entry_point == "eval_lm"
+
+    def describe(self, target: Target) -> RunPlan:
+        """The run on a target."""
+        config_class, describe = ENTRY_POINTS[self.entry_point]
+        return describe(
+            load(config_class, ["--config_path", str(CONFIGS / f"{self.config}.yaml"), *self.overrides]), target
+        )
+
+    def verdict(self, *, compiled: bool) -> Verdict:
+        """Preflight's answer."""
+        question = Question(
+            target=self.target,
+            describe=self.describe,
+            provider=f"{__file__}:described",
+            payload={"case": self.name},
+            compile=compiled,
+        )
+        return preflight(question)
+
+
+def described(payload: Mapping[str, Any], target: Target) -> RunPlan:
+    """What the compile worker calls."""
+    return CASES[payload["case"]].describe(target)
+
+
+def _scoring(name: str, target: str, *overrides: str, config: str = "v4-256", **keys: Any) -> Case:
+    return Case(
+        name=f"405b_{name}",
+        entry_point="eval_lm",
+        config=f"eval/llama3.1_405b_{config}",
+        target=target,
+        overrides=overrides,
+        **keys,
+    )
+
+
+def _windows(name: str, target: str, *, config: str, **keys: Any) -> Case:
+    return Case(
+        name=f"405b_windows_{name}",
+        entry_point="eval_careless_lm",
+        config=f"memorization/llama3.1_405b_{config}",
+        target=target,
+        **keys,
+    )
+
+
+def _training(name: str, config: str, target: str, *overrides: str, **keys: Any) -> Case:
+    return Case(name=name, entry_point="train_lm", config=f"train/{config}", target=target, overrides=overrides, **keys)
+
+
+def _published() -> list[Case]:
+    """Runs whose speed is published; `tests/aot/test_published.py` compiles them."""
+    configs = sorted((CONFIGS / "train/published").glob("*.yaml"))
+    return [
+        _training(f"published_{path.stem}", f"published/{path.stem}", _pod_in(path.stem), compiled=None)
+        for path in configs
+    ]
+
+
+def _pod_in(stem: str) -> str:
+    """`v4-256` of `llama2_70b_v4-256_seq2048`."""
+    return next(part for part in stem.split("_") if re.fullmatch(r"v\d\w*-\d+", part))
+
+
+_SEVENTY, _DEPTH_24 = "llama2_70b_v4-256", "llama_0.78b_64k_v6e-8"
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        _scoring("as_published", "v4-256", config="as_published", exit_code=3, compiled=None),
+        _scoring("old_style", "v4-256", config="old_style", ci=True),
+        _scoring("v4-256", "v4-256", ci=True),
+        _scoring("v4-256_f32", "v4-256", "--trainer.mp=f32", ci=True),
+        _scoring("v4-128", "v4-128"),
+        _scoring("v4-64", "v4-64", ci=True),
+        _scoring("v5p-64", "v5p-64"),
+        _scoring("v6e-64", "v6e-64", ci=True),
+        _scoring("v6e-256", "v6e-256"),
+        _windows("as_published", "v4-256", config="as_published", exit_code=3, compiled=None),
+        _windows("v4-256", "v4-256", config="v4-256", ci=True),
+        _training("llama2_7b_v4-32", "llama2_7b_v4-32", "v4-32"),
+        _training("llama2_13b_v4-64", "llama2_13b_v4-64", "v4-64"),
+        _training("llama2_70b_v4-256", _SEVENTY, "v4-256", ci=True),
+        _training("llama2_70b_v4-256_seq2048", "llama2_70b_v4-256_seq2048", "v4-256"),
+        # The residual stream whole over `model`, as upstream's default has it, and cut along `position` instead.
+        _training(
+            "llama2_70b_v4-256_whole", _SEVENTY, "v4-256", "--trainer.mesh.residual_mapping.embed=null",
+            compiled=3, ci=True,
+        ),
+        _training(
+            "llama2_70b_v4-256_position", _SEVENTY, "v4-256", "--trainer.mesh.residual_mapping.embed=null",
+            "--trainer.mesh.residual_mapping.position=model",
+        ),
+        _training("llama3_8b_v6e-128", "llama3_8b_v6e-128", "v6e-128"),
+        _training("llama3_8b_v6e-128_embed4", "llama3_8b_v6e-128_embed4", "v6e-128", compiled=3, ci=True),
+        _training("llama_0.78b_64k_tp1", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=1"),
+        _training("llama_0.78b_64k_tp2", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=2"),
+        _training("llama_0.78b_64k_tp4", _DEPTH_24, "v6e-8"),
+        _training(
+            "llama_0.78b_64k_tp8", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=8", exit_code=2, compiled=None
+        ),
+        _training("llama_0.78b_64k_as_published", f"{_DEPTH_24}_as_published", "v6e-8", ci=True),
+        _training(
+            "llama_0.78b_64k_as_published_kept", f"{_DEPTH_24}_as_published", "v6e-8",
+            "--model.gradient_checkpointing=false", compiled=3, ci=True,
+        ),
+        *_published(),
+    )
+}  # fmt: skip
+
+
+def verdict_text(case: Case, verdict: Verdict) -> str:
+    """A verdict without the compiler as text: a function of the config and the target alone."""
+    lines = [case.command, "", f"exit code {verdict.exit_code}: {verdict.headline}", ""]
+    # What the first stage finds on this machine (files, tokenizers) is not a function of the config.
+    for stage in verdict.stages[1:]:
+        lines.append(f"{stage.name:<9} {stage.status:<9} {stage.message}")
+    if verdict.plan is None:
+        lines += ["", *(finding for stage in verdict.stages for finding in stage.findings)]
+    else:
+        lines += ["", *_budget_lines(verdict), "", summarize(verdict.plan.sharding), "", *_loading_lines(verdict)]
+        lines += [f"note: {note}" for note in verdict.notes]
+    return "\n".join(lines)
+
+
+def _budget_lines(verdict: Verdict) -> list[str]:
+    budget = verdict.budget
+    assert budget is not None
+    lines = [f"inputs of {name}: {size:,} bytes = {gib(size)}" for name, size in budget.arguments.items()]
+    lines += [f"  {group:<14} {gib(size):>12}" for group, size in budget.groups.items()]
+    lines.append(f"  {'whole on every chip':<14} {gib(budget.replicated_bytes):>7}")
+    lines.append("largest on a chip")
+    lines += [f"  {gib(r.nbytes):>12}  {r.path} {r.dtype} {r.spec}" for r in budget.residents[:5]]
+    return lines
+
+
+def _loading_lines(verdict: Verdict) -> list[str]:
+    load = verdict.load
+    if load is None:
+        return ["loading: nothing is planned"]
+    leaf, extra = load.device_transient
+    return [
+        f"loading: {gib(load.source_bytes)} read {load.amplification:.3f} times by {len(load.bytes_by_host)} hosts, "
+        f"at most {gib(max(load.bytes_by_host))} each",
+        f"  on a chip at most {gib(load.device_peak)}, {gib(extra)} of it beyond the shards ({leaf})",
+        f"  on a host at most {gib(load.host_peak)}",
+    ]
+
+
+def compiled_text(case: Case, verdict: Verdict) -> str:
+    """What the compiler said, as text: memory and communication of each Program. Times are modelled from these."""
+    lines = [case.command, "", f"exit code {verdict.exit_code}"]
+    for program in verdict.programs:
+        if isinstance(program.outcome, Refused):
+            lines += ["", f"{program.name} is refused: {program.outcome.refusal}"]
+        elif isinstance(program.outcome, Compiled):
+            lines += ["", program.name, *(f"  {line}" for line in _figure_lines(program))]
+    return "\n".join(lines)
+
+
+def _figure_lines(program: ProgramVerdict) -> list[str]:
+    assert isinstance(program.outcome, Compiled)
+    memory = program.outcome.memory
+    lines = [
+        f"peak {gib(program.peak_bytes or 0)} on a chip",
+        f"inputs {gib(memory.argument)}, outputs {gib(memory.output)}, of which reused {gib(memory.alias)}, "
+        f"temporaries {gib(memory.temp)}",
+    ]
+    if program.time is not None:
+        lines += sorted(f"over {link.over} ({link.network}): {gib(link.total_bytes)}" for link in program.time.links)
+        lines += sorted(f"without an estimate: {what}" for what in program.time.unknown)
+    return lines

@@ -1,0 +1,220 @@
+"""The command `plan` as a user runs it: what it takes, what it prints, what a script sees of it."""
+
+import ast
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.hf_folder import CONFIG, TEXTS, write_folder
+
+import levanter.main
+from levanter.config import HelpRequested
+from levanter.main import plan
+from levanter.main.plan import ENTRY_POINTS, PlanUsageError, asked_for, main
+
+MAIN = Path(levanter.main.__file__).parent
+ROOT = Path(__file__).parents[3]
+# Without a model or an accelerator (`plan` itself, reports), or a demonstration made of two runs that can be planned.
+WITHOUT_A_PLAN = {"plan", "memorization_report", "demo_memorization", "cache_dataset", "demo_train"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("model")
+    write_folder(where)
+    return where
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A folder of which only config.json is there."""
+    where = tmp_path / "bare"
+    where.mkdir()
+    (where / "config.json").write_text(json.dumps(CONFIG))
+    return where
+
+
+def evaluation(tmp_path, model, *, text=None, **trainer) -> str:
+    if text is None:
+        text = tmp_path / "docs.jsonl"
+        text.write_text(json.dumps({"text": "\n".join(TEXTS) * 9}) + "\n")
+    document = {
+        "hf_checkpoint": str(model),
+        "max_eval_length": 32,
+        "data": {"components": {"docs": {"source": {"validation_urls": [str(text)]}}}},
+        "trainer": {
+            "mp": "f32",
+            "log_dir": str(tmp_path / "logs"),
+            "per_device_eval_parallelism": 1,
+            "mesh": {"axes": {"data": -1, "model": 2}},
+            **trainer,
+        },
+    }
+    path = tmp_path / "eval.yaml"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def ask(path, *words, target="v4-16"):
+    return main(["eval_lm", "--config_path", path, "--target", target, "--no-compile", *words])
+
+
+def runnable_modules() -> set[str]:
+    """Modules of `levanter.main` that are entry points, by their text alone."""
+    found = set()
+    for path in MAIN.glob("*.py"):
+        calls = {node.func.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+                 and isinstance(node.func, ast.Name)}  # fmt: skip
+        if path.stem != "entry" and ("run_entry_point" in calls or path.stem == "plan"):
+            found.add(path.stem)
+    return found
+
+
+def test_every_entry_point_can_be_planned():
+    assert runnable_modules() - WITHOUT_A_PLAN == set(ENTRY_POINTS)
+
+
+@pytest.mark.parametrize("entry", ENTRY_POINTS.values(), ids=lambda entry: entry.name)
+def test_entry_points_are_what_the_table_says(entry):
+    module = importlib.import_module(f"levanter.main.{entry.name}")
+    config = getattr(module, entry.config)
+    names = {field.name for field in dataclasses.fields(config)}
+    # `plan: {assume_tokens: N}` is a key of every run, and none of our own flags hides a key.
+    assert "plan" in names
+    assert not names & {*plan._WITH_VALUE, *plan._SWITCHES}
+    assert callable(module.describe)
+    assert entry.name in plan.help_text() and entry.summary in plan.help_text()
+
+
+def test_a_run_that_fits(tmp_path, folder, capsys):
+    assert ask(evaluation(tmp_path, folder)) == 0
+    shown = capsys.readouterr()
+    assert "GiB" in shown.out
+    assert "describing the run" in shown.err and "sharding: " in shown.err
+
+
+def test_a_config_json_is_enough(tmp_path, bare, capsys):
+    path = evaluation(tmp_path, bare)
+    assert ask(path) == 0
+    assert "not checked here" in capsys.readouterr().out
+    # Where everything must be at hand, what is absent is bad input.
+    assert ask(path, "--require_inputs") == 2
+    shown = capsys.readouterr().out
+    unwrapped = " ".join(shown.split())
+    assert "there are no weights" in unwrapped and "there is no tokenizer" in unwrapped
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval_ml", "--target", "v4-8"], "unknown entry point 'eval_ml'; did you mean `eval_lm`?"),
+        (["eval_lm", "--target", "v4-7"], "nearest: v4-8"),
+        (["eval_lm", "--target", "v44-8"], "did you mean"),
+        (["eval_lm", "--target", "v4-9", "--target", "nonsense"], "--target nonsense: unknown accelerator"),
+        (["eval_lm"], "no target: give --target v4-256"),
+        (["eval_lm", "--target"], "--target needs a value"),
+        (["--target", "v4-8"], "the entry point comes first"),
+        (["eval_lm", "--target", "v4-8", "--no-compile", "--hf_checkpiont", "x"], "hf_checkpiont"),
+        (["eval_lm", "--target", "v4-8", "--config_path", "nowhere.yaml"], "nowhere.yaml"),
+        (["eval_lm", "--target", "v4-8", "--assume_tokens", "0", "--hf_checkpoint", "x"], "assume_tokens must be"),
+        (["eval_lm", "--target", "v4-8", "--json", "a", "--json", "b"], "--json is given 2 times"),
+    ],
+)
+def test_what_cannot_be_asked(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_with_the_question_is_said_at_once():
+    with pytest.raises(PlanUsageError) as caught:
+        asked_for(["evl_lm", "--json"])
+    assert "unknown entry point" in str(caught.value)
+    assert "--json needs a value" in str(caught.value)
+    assert "no target" in str(caught.value)
+
+
+def test_words_are_split_between_plan_and_run():
+    words = "eval_lm --config_path a.yaml --target v4-8,v6e-8 --target local --trainer.seed -1 --no_compile"
+    asked = asked_for([*words.split(), "--json=-", "--assume-tokens", "500", "--model.type=llama", "--search"])
+    assert asked.targets == ("v4-8", "v6e-8", "local")
+    assert asked.argv == (
+        "--config_path", "a.yaml", "--trainer.seed", "-1", "--model.type=llama", "--plan.assume_tokens=500",
+    )  # fmt: skip
+    assert (asked.json, asked.compile, asked.search, asked.require_inputs) == ("-", False, True, False)
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert "usage: python -m levanter.main.plan" in capsys.readouterr().out
+    # Behind an entry point: its own keys.
+    assert main(["train_lm", "--help", "trainer.mesh"]) == 0
+    assert "--trainer.mesh.axes" in capsys.readouterr().out
+    with pytest.raises(HelpRequested):
+        asked_for(["-h"])
+
+
+def test_exit_code_of_several_targets_is_that_of_the_worst(tmp_path, folder, capsys):
+    path = evaluation(tmp_path, folder, mesh={"axes": {"data": 4, "model": 2}})
+    # Eight chips are what this mesh is for; four are not.
+    assert ask(path, "--target", "v4-8") == 2
+    shown = capsys.readouterr().out
+    assert "v4-16" in shown and "v4-8" in shown
+    assert ask(path) == 0
+
+
+def test_json_and_html(tmp_path, folder, capsys):
+    path = evaluation(tmp_path, folder)
+    files = {kind: tmp_path / "there" / f"verdict.{kind}" for kind in ("json", "html")}
+    assert ask(path, "--target", "v6e-16", "--json", str(files["json"]), "--html", str(files["html"])) == 0
+    assert "v6e-16" in capsys.readouterr().out
+    document = json.loads(files["json"].read_text())
+    assert [verdict["target"] for verdict in document["verdicts"]] == ["v4-16", "v6e-16"]
+    page = files["html"].read_text()
+    assert page.startswith("<!") and "v6e-16" in page
+    # On standard output the JSON is all there is; what is for people goes to standard error.
+    assert ask(path, "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["verdicts"][0]["exit_code"] == 0
+    assert "v4-16" in shown.err
+
+
+def test_a_report_that_cannot_be_written(tmp_path, folder, capsys):
+    (tmp_path / "file").write_text("")
+    assert ask(evaluation(tmp_path, folder), "--json", str(tmp_path / "file" / "verdict.json")) == 2
+    shown = capsys.readouterr()
+    # The verdict is not lost with it.
+    assert "GiB" in shown.out and "verdict.json" in shown.err
+
+
+def test_relative_paths_hold_in_the_worker_too(tmp_path, bare, monkeypatch):
+    path = evaluation(tmp_path, "bare")
+    monkeypatch.chdir(tmp_path)
+    payload = {"entry_point": "eval_lm", "argv": ["--config_path", os.path.relpath(path)]}
+    from levanter.plan.targets import target_of_pod
+
+    described = plan.describe(payload, target_of_pod("v4-16"))
+    assert [p.name for p in described.programs] == ["score"]
+
+
+def test_ctrl_c(tmp_path, folder):
+    """A real interrupt of the real command, while the worker compiles."""
+    path = evaluation(tmp_path, folder)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "levanter.main.plan", "eval_lm", "--config_path", path, "--target", "local"]
+    environment = dict(os.environ) | {"TMPDIR": str(scratch)}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "starting the compiler" in line:
+                break
+        running.send_signal(signal.SIGINT)
+        assert "interrupted" in running.stderr.read()
+        assert running.wait(timeout=30) == 130
+    assert list(scratch.iterdir()) == []
