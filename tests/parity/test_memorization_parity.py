@@ -125,10 +125,10 @@ def test_a_real_model_and_a_text_it_knows(tmp_path):
     ids = open_checkpoint(SMOLLM2).tokenizer().encode_batch([text.read_text()])[0]
     windows = np.stack([ids[at : at + 100] for at in range(0, len(ids) - 99, 400)])
     assert len(result) == len(windows)
-    laws = [(None, 1.0, None), (40, 1.0, None), (40, 1.0, 5), (1, 1.0, 5)]
+    laws = [(None, 1.0, None), (40, 1.0, None), (40, 1.0, 1), (1, 1.0, 1)]
     expected = log_pz_by_torch(torch_smollm2(), windows, 50, laws)
     for (top_k, _, first), log_pz in zip(laws, expected, strict=True):
         found = result.log_pz(Scheme(top_k=top_k, suffix_tokens=first))
         np.testing.assert_allclose(found, log_pz, atol=2e-3, rtol=0)
-    reachable = np.isfinite(expected[2])
-    assert reachable.any() and not reachable.all()
+    # The comparison says something only where some suffixes can be drawn and others not.
+    assert np.isfinite(expected[2]).any() and not np.isfinite(expected[1]).all()

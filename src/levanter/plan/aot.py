@@ -14,6 +14,8 @@ import importlib.util
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,8 +159,8 @@ def compile_programs(
         raise WorkerBadInput("AcceleratorError", f"{name}: only TPUs are compiled for without one; GPUs need a GPU")
     if pod is not None and importlib.util.find_spec("libtpu") is None:
         raise LibtpuMissing(name)
-    with tempfile.TemporaryDirectory(prefix="levanter-plan-") as scratch:
-        folder = Path(scratch) if keep_text is None else keep_text
+    with _scratch_folder() as scratch:
+        folder = scratch if keep_text is None else keep_text
         folder.mkdir(parents=True, exist_ok=True)
         request = {
             **_EMPTY,
@@ -170,7 +172,7 @@ def compile_programs(
             "import_paths": list(import_paths),
             "folder": str(folder),
         }
-        events = run_worker(request, environment=worker_environment(pod), scratch=Path(scratch), on_event=on_event)
+        events = run_worker(request, environment=worker_environment(pod), scratch=scratch, on_event=on_event)
         return tuple(_outcome(event) for event in events if event["event"] == "outcome")
 
 
@@ -180,9 +182,9 @@ def devices_here() -> Target:
     Raises:
         CompileCrash: JAX finds no device, or dies on the way.
     """
-    with tempfile.TemporaryDirectory(prefix="levanter-plan-") as scratch:
-        request = {**_EMPTY, "target": "local", "folder": scratch}
-        events = run_worker(request, environment=worker_environment(None), scratch=Path(scratch))
+    with _scratch_folder() as scratch:
+        request = {**_EMPTY, "target": "local", "folder": str(scratch)}
+        events = run_worker(request, environment=worker_environment(None), scratch=scratch)
     found = next(event for event in events if event["event"] == "devices")
     return Target(name="local", **{key: value for key, value in found.items() if key != "event"})
 
@@ -252,6 +254,20 @@ def run_worker(
         compiling = [e["program"] for e in events if e["event"] == "compiling"]
         raise CompileCrash(request["target"], compiling[-1] if compiling else None, _how(status), _tail(errors_file))
     return events
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """A folder of our own that is gone afterwards.
+
+    `tempfile` names it only once it is there: an interrupt in between would leave it behind. This one is named first.
+    """
+    folder = Path(tempfile.gettempdir()) / f"levanter-plan-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ KERNEL_EFFICIENCY = 0.5
 # Seconds that a second of estimated cycles takes, by generation: what brings the modelled step time of one
 # published run of each to the published one (`benchmarks/published_step_times.py`, docs/preflight.md). Generations that
 # are not here are taken as the compiler states them.
-CYCLE_SCALE: Mapping[str, float] = {"v4": 0.95, "v5p": 0.76, "v6e": 0.76}
+CYCLE_SCALE: Mapping[str, float] = {"v4": 0.97, "v5p": 0.8, "v6e": 0.8}
 
 
 @dataclass(frozen=True, kw_only=True)
