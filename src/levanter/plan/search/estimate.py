@@ -32,6 +32,8 @@ unless one of them waits for its links."""
 # Of what could hide behind something else, so much does. From compiled schedules: a layer that gathers its parameters
 # for as long as it computes takes well over the longer of the two.
 HIDDEN = 0.7
+# Of the activations that are counted, so much is alive at one time in compiled programs, at the least.
+ALIVE_AT_ONCE = 0.5
 GRADIENT_BYTES = 4
 # Norms' inputs and outputs, rotated queries and keys, gate, up and their product: about so many times the named ones.
 KEPT_WITHOUT_REMAT = 2
@@ -111,7 +113,8 @@ class Estimate:
         return self.seconds / max(self.tokens, 1)
 
     def fits(self, hbm_bytes: int) -> bool:
-        return not self.problem and self.total_bytes <= hbm_bytes
+        """Whether it is worth asking the compiler, which finds room that this sum does not know of."""
+        return not self.problem and self.argument_bytes + ALIVE_AT_ONCE * self.activation_bytes <= hbm_bytes
 
     @property
     def waits_for(self) -> str:
