@@ -26,9 +26,10 @@ demo: $(BIN)/.core  ## score real text with a real model on 8 virtual CPU device
 demo-memorization: $(BIN)/.core  ## a model learns half a text; the report shows which half (<= 5 minutes)
 	JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_memorization
 
-demo-train: $(BIN)/.core  ## train a small model on 8 virtual CPU devices, and compare its held-out loss (<= 5 minutes)
+demo-train: $(BIN)/.dev  ## train a small model on 8 virtual CPU devices, export it, let transformers write (<= 5 minutes)
 	rm -rf logs/demo_train
 	$(CPU8) $(BIN)/python -m levanter.main.demo_train --config_path config/train/demo.yaml
+	$(CPU8) $(BIN)/python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-*
 
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not aot'

@@ -8,7 +8,8 @@ A `WeightRule` names one leaf, the source tensors it is made of, and how its axe
         axes=(("kv_head", "q_heads_per_group", "head_size"), ("embed",)),
     )
 
-`{layers}` is a *stacked* axis: one source tensor for each index. Each entry of `axes` is an axis of the source tensor
+`{layers}` is a *stacked* axis: one source tensor for each index; `{6*layers+2}` numbers them 2, 8, 14, … for a leaf
+that stands for every sixth layer of a checkpoint. Each entry of `axes` is an axis of the source tensor
 and names the leaf's axes flattened into it, major first. Every axis of the leaf stands in exactly one of the two
 places. Transpositions, splits and stacks need nothing else; a leaf that is a piece of a fused tensor has a `Part`.
 
@@ -32,7 +33,8 @@ from haliax_ext.sources import TensorInfo
 
 SHOWN = 20
 """How many problems of one kind a message spells out before it only counts them."""
-_BRACES = re.compile(r"\{([^{}]*)\}")
+_BRACES = re.compile(r"\{(?:(\d+)\*)?([^{}*+]*)(?:\+(\d+))?\}")
+"""`{axis}`, or `{step*axis+first}`."""
 
 
 class WeightRuleError(ValueError):
@@ -78,7 +80,8 @@ class WeightRule:
 
     Attributes:
         target: the leaf's path.
-        source: the source tensor's name; `{axis}` stands for an index along that axis of the leaf.
+        source: the source tensor's name; `{axis}` stands for an index along that axis of the leaf, and
+            `{step*axis+first}` for that multiple of it.
         axes: for each axis of a source tensor, the leaf's axes flattened into it, major first.
         part: which piece of a fused source tensor the leaf is.
         padded: axes of the leaf that may be longer than in the source; zeros fill the rest.
@@ -95,7 +98,7 @@ class WeightRule:
     @property
     def stacked(self) -> tuple[str, ...]:
         """The leaf's axes along which each index is a source tensor of its own."""
-        return tuple(_BRACES.findall(self.source))
+        return tuple(name for _, name, _ in _BRACES.findall(self.source))
 
     def check(self, leaf: Leaf) -> list[str]:
         """What is wrong with this rule for `leaf`, as sentences; empty if nothing."""
@@ -139,7 +142,12 @@ class WeightRule:
     def source_name(self, index: Sequence[int]) -> str:
         """The name of the source tensor at these stacked indices, given in the order of `stacked`."""
         numbers = iter(index)
-        return _BRACES.sub(lambda _: str(next(numbers)), self.source)
+
+        def number(found: re.Match[str]) -> str:
+            step, _, first = found.groups()
+            return str(next(numbers) * int(step or 1) + int(first or 0))
+
+        return _BRACES.sub(number, self.source)
 
     def layout(self, leaf: Leaf, source_shape: tuple[int, ...] | None = None) -> Layout:
         """The index algebra between `leaf` and source tensors of this shape."""

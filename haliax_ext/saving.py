@@ -8,6 +8,7 @@ lie; where other processes hold some, every process runs the same small program 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,6 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import SourcePiece, WeightRules
 from haliax_ext.slices import Box, box_shape, intersect, to_slices
+
+
+class Readable(Protocol):
+    """An array of which slices can be had: NumPy's, or one that lies in a file."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Any:
+        """The elements of a slice."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +79,13 @@ def plan_saving(
 
 
 def tensors_of(
-    plan: Iterable[OutTensor], arrays: Mapping[str, jax.Array | np.ndarray]
+    plan: Iterable[OutTensor], arrays: Mapping[str, jax.Array | Readable]
 ) -> Iterator[tuple[OutTensor, np.ndarray]]:
     """Each tensor with its elements; with several processes, every one of them must go through all.
 
     Args:
         plan: from `plan_saving`.
-        arrays: by leaf path.
+        arrays: by leaf path; on devices, in memory, or in files that are read slice by slice.
     """
     for tensor in plan:
         whole = np.empty(tensor.shape, tensor.dtype)
@@ -85,10 +94,10 @@ def tensors_of(
         yield tensor, whole
 
 
-def elements(array: jax.Array | np.ndarray, box: Box) -> np.ndarray:
+def elements(array: jax.Array | Readable, box: Box) -> np.ndarray:
     """The elements of a box of a sharded array, on the host of every process."""
     if not isinstance(array, jax.Array):
-        return np.asarray(array)[to_slices(box)]
+        return np.asarray(array[to_slices(box)])
     if array.is_fully_replicated:
         return np.asarray(array.addressable_data(0)[to_slices(box)])
     if not array.is_fully_addressable:

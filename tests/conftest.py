@@ -1,6 +1,7 @@
 """Every test sees 8 virtual CPU devices and JAX's strict promotion rules."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +26,11 @@ _UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.t
 hypothesis.settings.register_profile("ci", derandomize=True, **_UNTIMED)
 hypothesis.settings.register_profile("developer", **_UNTIMED)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "developer")
+
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and then interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,125 @@
-"""levanter: named-axis training and evaluation of language models in JAX. Importing it does nothing."""
+"""levanter: named-axis training and evaluation of language models in JAX. Importing it imports nothing.
+
+It does put two finders among Python's own, for scripts of earlier generations. The project's modules do not know the
+names such scripts use; where a name is not here, and only then, `levanter.main.legacy_imports` is asked for it, which
+holds the table of those names and tells of each, once, where it is now.
+"""
+
+import sys
+from functools import wraps
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+_EARLIER_NAMES: dict[str, tuple[str, ...]] = {
+    "levanter.checkpoint": (),
+    "levanter.data": (),
+    "levanter.eval": (),
+    "levanter.layers.attention": (),
+    "levanter.layers.rotary": (),
+    "levanter.mesh.config": ("MeshConfig",),
+    "levanter.models.base": ("LmHeadModel",),
+    "levanter.models.gemma": (),
+    "levanter.models.gpt2": (),
+    "levanter.models.llama": (),
+    "levanter.models.mistral": (),
+    "levanter.models.mixtral": (),
+    "levanter.models.olmo": (),
+    "levanter.models.qwen": (),
+    "levanter.models.registry": ("LmConfig",),
+    "levanter.optim": (),
+    "levanter.optim.muon": (),
+    "levanter.tracker": (),
+    "levanter.trainer": (),
+    "levanter.trainer.config": ("TrainerConfig",),
+}
+"""Modules that are here and had other names in them, and their classes that had other members."""
+
+
+_EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
+    "levanter.models.gemma.config": ("GemmaConfig", "Gemma2Config", "Gemma3Config"),
+    "levanter.models.gpt2.config": ("Gpt2Config",),
+    "levanter.models.llama.config": ("LlamaConfig",),
+    "levanter.models.mistral.config": ("MistralConfig",),
+    "levanter.models.mixtral.config": ("MixtralConfig", "Qwen3MoeConfig"),
+    "levanter.models.olmo.config": ("Olmo2Config", "Olmo3Config"),
+    "levanter.models.qwen.config": ("QwenConfig", "Qwen3Config"),
+    "levanter.trainer.config": ("TrainerConfig",),
+}
+"""Modules with configuration classes that were made with other keywords."""
+
+
+class _EarlierModules:
+    """Finds modules of earlier generations, where there is no module of that name."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        if not name.startswith("levanter."):
+            return None
+        return import_module("levanter.main.legacy_imports").find_spec(name)
+
+
+class _EarlierNamesIn(SourceFileLoader):
+    """Loads a module as ever; what it lacks afterwards is looked up among the names it had."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        name = module.__name__
+        vars(module).setdefault("__getattr__", lambda attribute: _earlier(name, attribute))
+        for cls in _EARLIER_NAMES.get(name, ()):
+            at = f"{name}:{cls}"
+            vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
+        for cls in _EARLIER_KEYWORDS.get(name, ()):
+            _accept_earlier_keywords(vars(module)[cls])
+
+
+class _ModulesWithEarlierNames:
+    """Finds the modules of the two tables for `_EarlierNamesIn`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _EARLIER_NAMES and name not in _EARLIER_KEYWORDS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _EarlierNamesIn(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _earlier(at: str, name: str, *instance: Any) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"{at} has no attribute {name!r}")
+    return import_module("levanter.main.legacy_imports").look_up(at, name, *instance)
+
+
+def _accept_earlier_keywords(cls: type) -> None:
+    """Makes a configuration class take the keywords it had: `LlamaConfig(seq_len=…)`."""
+    init = cls.__init__
+    known = set(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **keys: Any) -> None:
+        if not keys.keys() <= known:
+            keys = import_module("levanter.main.facades.keywords").of_today(type(self), keys)
+        init(self, *args, **keys)
+
+    cls.__init__ = __init__
+
+
+def _part(name: str) -> Any:
+    """`levanter.trainer` after `import levanter` alone, as scripts of earlier generations have it."""
+    if name.startswith("_"):
+        raise AttributeError(f"module 'levanter' has no attribute {name!r}")
+    try:
+        return import_module(f"levanter.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"levanter.{name}":
+            raise
+    return _earlier("levanter", name)
+
+
+globals()["__getattr__"] = _part  # unseen by type checkers, so that misspelt names are still errors to them
+sys.meta_path.insert(0, _ModulesWithEarlierNames)  # pyright: ignore[reportArgumentType]
+sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]

@@ -28,6 +28,12 @@ NEEDS = {
     # 24 GB of weights and moments alone, and gradients; 36.9 in a hand check.
     "llama3_8b_v6e-128_embed4": (31.25, 38.5),
     "llama3_8b_v6e-128": (1.0, 6.0),
+    # Published: about 45 GB (41.9 GiB), and 12 to 15 GB at TP 4, where it ran.
+    "llama_0.78b_64k_as_published": (40.0, 43.5),
+    "llama_0.78b_64k_as_published_tp4": (11.0, 18.0),
+    # The same with the whole block recomputed, and with nothing recomputed.
+    "llama_0.78b_64k_as_published_recomputed": (20.0, 25.0),
+    "llama_0.78b_64k_as_published_kept": (200.0, 260.0),
 }
 
 

@@ -108,9 +108,7 @@ def test_the_compiler_needs_no_more_than_planned(name, devices):
     memory = whole_program("big", [exchange], sharding).lower(MESH.build(devices)).compile().memory_analysis()
     slab = memory.argument_size_in_bytes
     assert slab == np.prod(exchange.padded) * 4 // 8
-    assert max(slab + memory.temp_size_in_bytes, slab + memory.output_size_in_bytes) <= (
-        exchange.transient_device_bytes + slab + 1024
-    )
+    assert slab + memory.temp_size_in_bytes + memory.output_size_in_bytes <= exchange.transient_device_bytes + 1024
 
 
 @pytest.mark.parametrize("name", ["inner axis", "heads", "replicated", "layers are cut"])
@@ -150,7 +148,8 @@ def test_an_inner_axis_is_exchanged_without_gathering(devices):
     _, (executable,) = run(sharding, exchange, np.zeros(leaf.shape, np.float32), MESH.build(devices))
     text = executable.as_text()
     assert re.search(r"all-to-all", text) and not re.search(r"all-gather", text)
-    assert exchange.transient_device_bytes == 2 * leaf.nbytes // 8
+    # The slab, what is sent, what is received, and the result.
+    assert exchange.transient_device_bytes == 4 * leaf.nbytes // 8
 
 
 def test_several_small_leaves_in_one_program(devices):

@@ -135,3 +135,22 @@ def test_a_whole_checkpoint_comes_back_from_its_leaves():
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(found[name], tensor)
+
+
+def test_numbered_layers_of_a_stack():
+    """A leaf may stand for every third layer of a checkpoint, from the second one on."""
+    rules = WeightRules(
+        rules=(WeightRule(target="w", source="h.{3*layers+1}.w", axes=(("embed",),)),
+               WeightRule(target="v", source="h.{1*layers+9}.v", axes=(("embed",),))),
+    )  # fmt: skip
+    w, v = leaf("w", "layers", "embed"), leaf("v", "layers", "embed")
+    rules.check([w, v])
+    assert rules.by_target()["w"].stacked == ("layers",)
+    assert rules.by_target()["w"].source_names(w) == ["h.1.w", "h.4.w", "h.7.w"]
+    assert rules.by_target()["v"].source_names(v) == ["h.9.v", "h.10.v", "h.11.v"]
+    values = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
+    for n, (name, (shape, (piece,))) in enumerate(rules.sources([w, v]).items()):
+        tensor = np.zeros(shape, np.float32)
+        piece.write(values[to_slices(piece.box)], tensor)
+        assert name in ("h.1.w", "h.4.w", "h.7.w", "h.9.v", "h.10.v", "h.11.v")
+        np.testing.assert_array_equal(tensor, values[n % 3])

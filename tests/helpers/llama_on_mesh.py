@@ -45,11 +45,8 @@ def leaf_from_source(leaf: Leaf, rules: WeightRules, tensors: Mapping[str, np.nd
     rule = rules.by_target()[leaf.path]
     sizes = dict(leaf.axes)
     order = [*rule.stacked, *(name for group in rule.axes for name in group)]
-    if rule.stacked:
-        (name,) = rule.stacked
-        array = np.stack([tensors[rule.source.replace("{" + name + "}", str(n))] for n in range(sizes[name])])
-    else:
-        array = tensors[rule.source]
+    each = [tensors[rule.source_name(index)] for index in np.ndindex(*(sizes[name] for name in rule.stacked))]
+    array = np.stack(each)
     array = array.reshape([sizes[name] for name in order])
     return array.transpose([order.index(name) for name in leaf.names])
 

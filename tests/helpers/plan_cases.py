@@ -104,6 +104,12 @@ def _scoring(name: str, target: str, *overrides: str, config: str = "v4-256", **
     )
 
 
+def _family(config: str, target: str, **keys: Any) -> Case:
+    """A well-known model of a family other than Llama scores a book."""
+    name = f"{config}_{target}"
+    return Case(name=name, entry_point="eval_lm", config=f"eval/{config}", target=target, compiled=None, **keys)
+
+
 def _windows(name: str, target: str, *, config: str, **keys: Any) -> Case:
     return Case(
         name=f"405b_windows_{name}",
@@ -147,6 +153,14 @@ CASES: Mapping[str, Case] = {
         _scoring("v6e-256", "v6e-256"),
         _windows("as_published", "v4-256", config="as_published", exit_code=3, compiled=None),
         _windows("v4-256", "v4-256", config="v4-256", ci=True),
+        *(
+            _family(config, target)
+            for config in ("gemma3_27b", "mixtral_8x22b", "qwen2.5_72b", "qwen3_235b_a22b")
+            for target in ("v4-256", "v5p-128", "v6e-64", "v6e-256")
+        ),
+        _training("nano_v4-8", "nano", "v4-8"),
+        _training("llama_100m_v6e-8", "llama_100m_v6e-8", "v6e-8"),
+        _training("llama_1b_v6e-64", "llama_1b_v6e-64", "v6e-64"),
         _training("llama2_7b_v4-32", "llama2_7b_v4-32", "v4-32"),
         _training("llama2_13b_v4-64", "llama2_13b_v4-64", "v4-64"),
         _training("llama2_70b_v4-256", _SEVENTY, "v4-256", ci=True),
@@ -161,6 +175,7 @@ CASES: Mapping[str, Case] = {
             "--trainer.mesh.residual_mapping.position=model",
         ),
         _training("llama3_8b_v6e-128", "llama3_8b_v6e-128", "v6e-128"),
+        _training("llama3_8b_2xv6e-128", "llama3_8b_2xv6e-128", "2xv6e-128"),
         _training("llama3_8b_v6e-128_embed4", "llama3_8b_v6e-128_embed4", "v6e-128", compiled=3, ci=True),
         _training("llama_0.78b_64k_tp1", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=1"),
         _training("llama_0.78b_64k_tp2", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=2"),
@@ -168,7 +183,14 @@ CASES: Mapping[str, Case] = {
         _training(
             "llama_0.78b_64k_tp8", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=8", exit_code=2, compiled=None
         ),
-        _training("llama_0.78b_64k_as_published", f"{_DEPTH_24}_as_published", "v6e-8", ci=True),
+        _training("llama_0.78b_64k_as_published", f"{_DEPTH_24}_as_published", "v6e-8", compiled=3, ci=True),
+        _training(
+            "llama_0.78b_64k_as_published_tp4", f"{_DEPTH_24}_as_published", "v6e-8", "--trainer.mesh.axes.model=4",
+        ),
+        _training(
+            "llama_0.78b_64k_as_published_recomputed", f"{_DEPTH_24}_as_published", "v6e-8",
+            "--model.gradient_checkpointing=true",
+        ),
         _training(
             "llama_0.78b_64k_as_published_kept", f"{_DEPTH_24}_as_published", "v6e-8",
             "--model.gradient_checkpointing=false", compiled=3, ci=True,

@@ -1,59 +1,29 @@
-"""Two real processes load one checkpoint: together they read it once, and every shard is right."""
+"""Real processes load one checkpoint file: together they read it once, and every shard is right."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from helpers import load_in_two_processes
+from helpers import load_in_processes
+from helpers.processes import run_together
 from helpers.tiny_llama import tiny_tensors
+from safetensors.numpy import save_file
 
-TESTS = Path(load_in_two_processes.__file__).resolve().parent.parent
+# Real processes on a machine that has other things to do.
+pytestmark = pytest.mark.timeout(1800)
+
+
 IN_ORDER = list(range(8))
-# Each process has half of every row of the mesh: `model` crosses the hosts, `data` does not.
+# Each process has a part of every row of the mesh: `model` crosses the hosts, `data` does not.
 ACROSS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def together(folder: Path, **given) -> list[dict]:
-    """Runs two processes of 4 virtual devices each; what they report."""
+def together(folder: Path, count: int = 2, **given) -> list[dict]:
+    """Runs processes of 8 virtual devices in all; what they report."""
     given = {"mesh": {"data": 4, "model": 2}, "order": IN_ORDER, "dtype": "float32", "limit": 1 << 30, **given}
-    np.savez(folder / "tensors.npz", **tiny_tensors())
-    port = str(free_port())
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    }
-    script = str(Path(load_in_two_processes.__file__))
-    running = [
-        subprocess.Popen(
-            [sys.executable, script, str(number), "2", port, str(folder), json.dumps(given)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, output in zip(running, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
-    return [json.loads((folder / f"found.{number}.json").read_text()) for number in range(2)]
+    save_file(tiny_tensors(), folder / "model.safetensors")
+    run_together(folder, count, [load_in_processes.__file__, str(folder), json.dumps(given)], devices=8 // count)
+    return [json.loads((folder / f"found.{number}.json").read_text()) for number in range(count)]
 
 
 def check_bytes(found: list[dict]) -> None:
@@ -62,8 +32,8 @@ def check_bytes(found: list[dict]) -> None:
     for each in found:
         assert each["bytes_read"] == each["planned"]
         assert each["progress"] == [each["planned"], each["planned"], sum(e["planned"] for e in found)]
-        assert len(each["seconds_by_host"]) == 2
-    assert found[0]["seconds_by_host"] == found[1]["seconds_by_host"]
+        assert len(each["seconds_by_host"]) == len(found)
+    assert all(each["seconds_by_host"] == found[0]["seconds_by_host"] for each in found)
 
 
 def test_replicated_row_and_column_sharded_leaves(tmp_path):
@@ -93,3 +63,13 @@ def test_every_way_to_cut(tmp_path, order, mapping, dtype, limit):
     if not mapping:
         assert set(found[0]["strategies"].values()) == {"exchange"}
         assert (max(found[0]["pieces"].values()) > 1) == (limit == 4000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mapping",
+    [{}, {"embed": "data"}, {"mlp": "data"}, {"embed": "model", "mlp": "data", "vocab": None}],
+    ids=["replicated", "columns", "rows", "both"],
+)
+def test_four_processes(tmp_path, mapping):
+    check_bytes(together(tmp_path, 4, order=[0, 2, 4, 6, 1, 3, 5, 7], mapping=mapping))

@@ -14,7 +14,7 @@ from haliax_ext.abstract import with_arrays
 from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.config import parse
 from levanter.data import python_docs_text
-from levanter.main.eval_lm import EvalLmConfig, _on_devices, describe
+from levanter.main.eval_lm import EvalLmConfig, describe, on_devices
 from levanter.main.local import local_target
 from levanter.main.pretrained import load_pretrained
 from levanter.mesh import describe_devices
@@ -88,10 +88,10 @@ def expected(tokens):
 @pytest.mark.parametrize(
     "axes",
     [
-        "{data: 4, model: 2}",
-        "{data: 8, model: 1}",
+        pytest.param("{data: 4, model: 2}", marks=pytest.mark.slow),
+        pytest.param("{data: 8, model: 1}", marks=pytest.mark.slow),
         "{data: 2, model: 4}",
-        "{data: 1, model: 8}",
+        pytest.param("{data: 1, model: 8}", marks=pytest.mark.slow),
         "{data: 1, model: 2, group: 4}",
         "one device",
     ],
@@ -121,7 +121,7 @@ def test_every_log_probability_equals_torch(axes, tokens, expected, devices):
     found = []
     for start in range(0, ROWS, batch_rows):
         batch = _Batch(tokens[start : start + batch_rows])
-        found.append(np.asarray(score(model, *_on_devices(program, batch, mesh)).array))
+        found.append(np.asarray(score(model, *on_devices(program, batch, mesh)).array))
     np.testing.assert_allclose(np.concatenate(found)[:, :-1], expected, atol=2e-4, rtol=0)
 
 

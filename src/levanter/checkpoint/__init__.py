@@ -23,5 +23,9 @@ from levanter.checkpoint.refs import checkpoint_at as checkpoint_at
 from levanter.checkpoint.refs import find_checkpoints as find_checkpoints
 from levanter.checkpoint.refs import latest as latest
 from levanter.checkpoint.restoring import restore as restore
+from levanter.checkpoint.source import CheckpointSource as CheckpointSource
+from levanter.checkpoint.source import same_names as same_names
 from levanter.checkpoint.targets import Target as Target
 from levanter.checkpoint.targets import planned_targets as planned_targets
+from levanter.checkpoint.targets import used_shapes as used_shapes
+from levanter.checkpoint.watching import Watch as Watch

@@ -1,17 +1,21 @@
 """How the processes of a run agree: process 0 decides, the others take its word.
 
 Clocks differ, and so do random names. What depends on them is decided by process 0 and passed on as a short text
-through the service that `jax.distributed` runs. No device takes part, so nothing waits for the step that is under way.
-All processes must ask the same things in the same order.
+through the run's `Peers`, or, where a program has joined its processes itself, through the service that
+`jax.distributed` runs. No device takes part, so nothing waits for the step that is under way. All processes must ask
+the same things in the same order.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import jax
 from jax._src import distributed
 
 from levanter.checkpoint.errors import CheckpointPeerError
+from levanter.mesh.barrier import current_peers
+from levanter.mesh.peers import PeerLostError
 
 _LIVES = 200
 """So many answers are left to be read; older ones are deleted. No process is so many questions behind."""
@@ -43,6 +47,10 @@ class Agreement:
         """
         if jax.process_count() == 1:
             return decide()
+        peers = current_peers()
+        if peers is not None:
+            with _as_checkpoint_error():
+                return peers.follow(f"{self._name}: {question}", decide, seconds=self._timeout)
         number, client = next(self._count), _client()
         if self.decides:
             answer = decide()
@@ -63,6 +71,11 @@ class Agreement:
         """
         if jax.process_count() == 1:
             return
+        peers = current_peers()
+        if peers is not None:
+            with _as_checkpoint_error():
+                peers.meet(f"{self._name}: {point}", seconds=self._timeout)
+            return
         try:
             _client().wait_at_barrier(f"{self._name}/{point}", self._milliseconds)
         except jax.errors.JaxRuntimeError as error:
@@ -81,6 +94,15 @@ class Agreement:
             f"{self._name}: process {jax.process_index()} of {jax.process_count()} waited {self._timeout:g} s at "
             f"{point!r} for the others ({first})"
         )
+
+
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
+    """Who waits for checkpoints knows one kind of error; `decide`'s own errors pass."""
+    try:
+        yield
+    except PeerLostError as error:
+        raise CheckpointPeerError(str(error)) from error
 
 
 def _client():

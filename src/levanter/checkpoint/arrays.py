@@ -5,8 +5,11 @@ any sharding: each process reads the ranges its devices need. A leaf's path is i
 """
 
 import logging
+import math
+import sys
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +21,7 @@ from levanter.checkpoint.targets import Target
 
 # Orbax logs through the first; the second logs what its event loops leave behind.
 _LOGGERS = ("absl", "asyncio")
+STACK_AXES = 3
 
 
 class ArrayWriter:
@@ -25,11 +29,15 @@ class ArrayWriter:
 
     Args:
         timeout_seconds: how long a save may take, waiting for other processes included.
+        chunk_bytes: an array's part on a device is written in pieces of at most so many bytes.
     """
 
-    def __init__(self, *, timeout_seconds: float):
+    def __init__(self, *, timeout_seconds: float, chunk_bytes: int):
+        self._chunk_bytes = chunk_bytes
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(_told_by_us)
+        self._failed, self._hook = False, sys.unraisablehook
+        sys.unraisablehook = _Quiet(self._hook)
         self._orbax = ocp.AsyncCheckpointer(
             # Weights of floats shrink by a tenth under Orbax's compression, which takes four times the processor time.
             ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False),
@@ -45,11 +53,14 @@ class ArrayWriter:
         When it returns, the arrays may be donated or deleted. On a CPU Orbax holds views of them instead of copies;
         JAX does not reuse a buffer that somebody views.
         """
-        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(dict(arrays)))
+        how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
+        self._failed = True
+        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(dict(arrays), save_args=how))
 
     def wait(self) -> None:
         """Waits until all processes have written and the folder has its name; raises what went wrong."""
         self._orbax.wait_until_finished()
+        self._failed = False
 
     def close(self) -> None:
         """Waits and frees threads."""
@@ -58,6 +69,38 @@ class ArrayWriter:
         finally:
             for name in _LOGGERS:
                 logging.getLogger(name).removeFilter(_told_by_us)
+            # Behind a save that failed, echoes come until the process ends.
+            if not self._failed and isinstance(sys.unraisablehook, _Quiet):
+                sys.unraisablehook = self._hook
+
+
+class _Quiet:
+    """A `sys.unraisablehook` that leaves out the echoes of a failed save.
+
+    When one write fails, Orbax closes the event loop it waited in; the other writes, still under way, then find it
+    closed, each with a traceback that nobody can catch. What failed has been raised.
+    """
+
+    def __init__(self, before: Any):
+        self._before = before
+
+    def __call__(self, found: Any, /) -> None:
+        names = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(found.exc_traceback)}
+        echo = isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+        if not (echo and names <= {"asyncio.base_events"}):
+            self._before(found)
+
+
+def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
+    """In which pieces an array is written: what a device holds of it, cut further where that is large.
+
+    An array of three and more axes is a stack of matrices (one for each layer); it is cut into those first, because
+    that is how an export reads it.
+    """
+    part = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    if part <= chunk_bytes:
+        return ocp.SaveArgs()
+    return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,) if array.ndim >= STACK_AXES else ())
 
 
 def _told_by_us(record: logging.LogRecord) -> bool:
@@ -84,7 +127,13 @@ def read_arrays(ref: CheckpointRef, targets: Mapping[str, Target]) -> dict[str, 
         return {}
     item = {path: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=t.sharding) for path, t in targets.items()}
     how = {
-        path: ocp.ArrayRestoreArgs(dtype=np.dtype(t.dtype), sharding=t.sharding, global_shape=t.shape, strict=True)
+        path: ocp.ArrayRestoreArgs(
+            dtype=np.dtype(t.dtype),
+            sharding=t.sharding,
+            global_shape=t.shape,
+            # Padding is filled with zeros, or left behind; everything else has been compared.
+            strict=t.shape == ref.leaves[path].shape,
+        )
         for path, t in targets.items()
     }
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))

@@ -37,9 +37,12 @@ from levanter.checkpoint.refs import (
 )
 from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
 from levanter.checkpoint.targets import saved_leaf
+from levanter.checkpoint.watching import Watch
 from levanter.io.paths import filesystem, is_remote, join
 
 log = logging.getLogger(__name__)
+CHUNK_BYTES = 64 << 20
+"""What is read at once of a checkpoint: small enough for a small part of a large array to be read alone."""
 _instances = itertools.count()
 
 
@@ -53,7 +56,10 @@ class Checkpointer:
         keep_last_temporary: how many temporary checkpoints stay.
         temporary_base: where temporary checkpoints go; None for `base`.
         delete_old_temporary: whether temporary checkpoints of earlier attempts at this run are deleted as well.
+        used: of arrays that may be padded, the part that means something, by path.
         timeout_seconds: how long a save may take, waiting for other processes included.
+        chunk_bytes: an array's part on a device is written in pieces of at most so many bytes.
+        watch: what a save reports about itself; None for nothing.
         clock: seconds that only grow; process 0's counts.
 
     Raises:
@@ -70,7 +76,10 @@ class Checkpointer:
         keep_last_temporary: int = 1,
         temporary_base: str | None = None,
         delete_old_temporary: bool = True,
+        used: Mapping[str, tuple[int, ...]] | None = None,
         timeout_seconds: float = 1200.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        watch: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if save_interval_seconds is not None and save_interval_seconds <= 0:
@@ -90,7 +99,8 @@ class Checkpointer:
         if self._agreement.decides:
             for each in self._bases:
                 _check_writable(each)
-        self._writer = ArrayWriter(timeout_seconds=timeout_seconds)
+        self._writer = ArrayWriter(timeout_seconds=timeout_seconds, chunk_bytes=chunk_bytes)
+        self._used, self._watch = dict(used or {}), watch
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: tuple[CheckpointRef, Future[None]] | None = None
         self._own: set[str] = set()
@@ -147,7 +157,7 @@ class Checkpointer:
             step=step,
             kind=kind,
             metadata=MappingProxyType(dict(metadata)),
-            leaves=MappingProxyType(_checked_leaves(arrays)),
+            leaves=MappingProxyType(_checked_leaves(arrays, self._used)),
             arrays="",
             saved_at=now(),
         )
@@ -155,14 +165,18 @@ class Checkpointer:
         with self._explained(ref):
             name = self._agreement.on(f"save {step}", lambda: self._prepare(ref))
         ref = replace(ref, arrays=name)
+        ended = _nothing if self._watch is None else self._watch.begin(f"saving step {step}")
         try:
             with self._explained(ref):
                 self._writer.start(ref.arrays_path, arrays)
         except CheckpointSaveError:
             self._clean(ref)
+            ended()
             raise
         self._last_time = self._clock()
-        self._running = (ref, self._pool.submit(self._complete, ref))
+        future = self._pool.submit(self._complete, ref)
+        future.add_done_callback(lambda _: ended())
+        self._running = (ref, future)
 
     def wait(self) -> None:
         """Waits until the save that is under way is complete.
@@ -253,6 +267,10 @@ class Checkpointer:
             ) from error
 
 
+def _nothing() -> None:
+    pass
+
+
 def _reason(error: BaseException) -> str:
     """What went wrong in the words of the library that noticed; a full disk, where that is what it is."""
     text = " ".join(str(error).split())
@@ -270,7 +288,7 @@ def _delete_replaced(ref: CheckpointRef) -> None:
             fs.rm(f"{name}/{each}", recursive=True)
 
 
-def _checked_leaves(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
+def _checked_leaves(arrays: Mapping[str, jax.Array], used: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     problems, leaves = [], {}
     for path, array in arrays.items():
         if not isinstance(array, jax.Array):
@@ -282,7 +300,7 @@ def _checked_leaves(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
         elif array.is_deleted():
             problems.append(f"{path}: was donated or deleted before it could be saved")
         else:
-            leaves[path] = saved_leaf(array.shape, array.dtype)
+            leaves[path] = saved_leaf(array.shape, array.dtype, used=used.get(path))
     if not arrays:
         problems.append("there are no arrays to save")
     if problems:

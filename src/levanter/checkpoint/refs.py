@@ -37,13 +37,26 @@ _STEP = re.compile(r"^step-(\d+)$")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """The shape and dtype of one saved array."""
+    """The shape and dtype of one saved array.
+
+    Attributes:
+        shape: as it lies in the files.
+        dtype: its name.
+        used: the part of the shape that means something, where the rest may be padding; None where nothing is said.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    used: tuple[int, ...] | None = None
+
+    @property
+    def meant(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        return self.shape if self.used is None else self.used
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        padded = f" in {list(self.shape)}" if self.meant != self.shape else ""
+        return f"{self.dtype}{list(self.meant)}{padded}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +171,14 @@ def document(ref: CheckpointRef) -> bytes:
         "saved_at": ref.saved_at,
         "arrays": ref.arrays,
         "metadata": dict(ref.metadata),
-        "leaves": {path: {"shape": list(leaf.shape), "dtype": leaf.dtype} for path, leaf in sorted(ref.leaves.items())},
+        "leaves": {path: _leaf_document(leaf) for path, leaf in sorted(ref.leaves.items())},
     }
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _leaf_document(leaf: SavedLeaf) -> dict[str, Any]:
+    used = {} if leaf.used is None else {"used": list(leaf.used)}
+    return {"shape": list(leaf.shape), "dtype": leaf.dtype, **used}
 
 
 def read_ref(path: str) -> CheckpointRef | None:
@@ -195,7 +213,11 @@ def read_ref(path: str) -> CheckpointRef | None:
             metadata=MappingProxyType(content["metadata"]),
             leaves=MappingProxyType(
                 {
-                    name: SavedLeaf(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
+                    name: SavedLeaf(
+                        shape=tuple(leaf["shape"]),
+                        dtype=leaf["dtype"],
+                        used=tuple(leaf["used"]) if "used" in leaf else None,
+                    )
                     for name, leaf in content["leaves"].items()
                 }
             ),

@@ -1,16 +1,18 @@
 """Where restored arrays go, and whether a checkpoint has what is asked for.
 
 A *target* is the shape, dtype and sharding an array is to have. The sharding is the caller's: it need not be the one
-the array was saved under, nor on as many devices or processes.
+the array was saved under, nor on as many devices or processes. Neither need the shape be, where some of it is padding:
+a mesh that cuts the vocabulary rounds it up, and another mesh rounds it up to another number.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import numpy as np
 
+from haliax_ext.abstract import Leaf
 from haliax_ext.errors import nearest
 from haliax_ext.planner import ShardingPlan
 from levanter.checkpoint.errors import CheckpointMismatchError
@@ -21,26 +23,56 @@ Unexpected = Literal["error", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What one array is to become."""
+    """What one array is to become.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        sharding: where it lies.
+        used: the part of the shape that means something; beyond it, what is not in the checkpoint is zero. None for
+            all of it.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: jax.sharding.Sharding
+    used: tuple[int, ...] | None = None
 
 
-def planned_targets(plan: ShardingPlan, mesh: jax.sharding.Mesh) -> dict[str, Target]:
-    """The targets of everything in a plan, on a mesh built from the plan's."""
+def planned_targets(
+    plan: ShardingPlan, mesh: jax.sharding.Mesh, *, true_sizes: Mapping[str, int] | None = None
+) -> dict[str, Target]:
+    """The targets of everything in a plan, on a mesh built from the plan's.
+
+    Args:
+        plan: where everything lies.
+        mesh: the devices.
+        true_sizes: of axes that are rounded up in the plan's leaves.
+    """
+    used = used_shapes((each.leaf for each in plan.leaves), true_sizes or {})
     return {
         each.leaf.path: Target(
-            shape=each.leaf.shape, dtype=each.leaf.dtype, sharding=plan.sharding(each.leaf.path, mesh)
+            shape=each.leaf.shape,
+            dtype=each.leaf.dtype,
+            sharding=plan.sharding(each.leaf.path, mesh),
+            used=used.get(each.leaf.path),
         )
         for each in plan.leaves
     }
 
 
-def saved_leaf(shape: tuple[int, ...], dtype: np.dtype) -> SavedLeaf:
+def used_shapes(leaves: Iterable[Leaf], true_sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """For each leaf with an axis that may be rounded up, its shape without what was added."""
+    return {
+        leaf.path: tuple(true_sizes.get(name, size) for name, size in leaf.axes)
+        for leaf in leaves
+        if any(name in true_sizes for name, _ in leaf.axes)
+    }
+
+
+def saved_leaf(shape: tuple[int, ...], dtype: np.dtype, *, used: tuple[int, ...] | None = None) -> SavedLeaf:
     """A shape and a dtype as a checkpoint records them."""
-    return SavedLeaf(shape=tuple(shape), dtype=np.dtype(dtype).name)
+    return SavedLeaf(shape=tuple(shape), dtype=np.dtype(dtype).name, used=used)
 
 
 def check_targets(ref: CheckpointRef, targets: Mapping[str, Target], *, unexpected: Unexpected = "error") -> None:
@@ -49,13 +81,35 @@ def check_targets(ref: CheckpointRef, targets: Mapping[str, Target], *, unexpect
     Raises:
         CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.
     """
-    wanted = {path: saved_leaf(target.shape, target.dtype) for path, target in targets.items()}
-    found = list(_differences(ref.leaves, wanted, unexpected))
+    wanted = {path: saved_leaf(each.shape, each.dtype, used=each.used) for path, each in targets.items()}
+    check_leaves(ref, wanted, unexpected=unexpected)
+
+
+def check_leaves(
+    ref: CheckpointRef,
+    wanted: Mapping[str, SavedLeaf],
+    *,
+    unexpected: Unexpected = "error",
+    within: tuple[str, ...] = ("",),
+) -> None:
+    """Compares what is wanted with what was saved, without a device.
+
+    Args:
+        ref: the checkpoint.
+        wanted: every leaf that is wanted, by path.
+        unexpected: as in `restore`.
+        within: the beginnings of the paths that are looked at; what else the checkpoint has does not matter.
+
+    Raises:
+        CheckpointMismatchError: lists every leaf that is missing, unexpected, or of another shape or dtype.
+    """
+    saved = {path: leaf for path, leaf in ref.leaves.items() if path.startswith(within)}
+    found = list(_differences(saved, wanted, unexpected))
     if found:
-        same = sum(wanted.get(path) == leaf for path, leaf in ref.leaves.items())
+        same = sum(path in wanted and _agree(leaf, wanted[path]) for path, leaf in saved.items())
         raise CheckpointMismatchError(
             f"{ref.path}: this checkpoint is not of what is to be restored: {len(found)} difference"
-            f"{'s' if len(found) > 1 else ''}, {same} of {len(ref.leaves)} leaves agree:\n  " + "\n  ".join(found)
+            f"{'s' if len(found) > 1 else ''}, {same} of {len(saved)} leaves agree:\n  " + "\n  ".join(found)
         )
 
 
@@ -71,7 +125,18 @@ def _differences(
         for path in extra:
             yield f"unexpected  {path} {saved[path]}: nothing takes this leaf of the checkpoint"
     for path in sorted(wanted.keys() & saved.keys()):
-        if wanted[path].shape != saved[path].shape:
-            yield f"shape       {path}: wanted {list(wanted[path].shape)}, the checkpoint has {list(saved[path].shape)}"
+        if not _fits(saved[path], wanted[path]):
+            yield f"shape       {path}: wanted {list(wanted[path].meant)}, the checkpoint has {list(saved[path].meant)}"
         if wanted[path].dtype != saved[path].dtype:
             yield f"dtype       {path}: wanted {wanted[path].dtype}, the checkpoint has {saved[path].dtype}"
+
+
+def _fits(saved: SavedLeaf, wanted: SavedLeaf) -> bool:
+    """Whether the shapes are the same, padding left out; where one of them says nothing of padding, as they lie."""
+    if saved.used is not None and wanted.used is not None:
+        return saved.used == wanted.used
+    return saved.shape == wanted.shape or saved.meant == wanted.meant
+
+
+def _agree(saved: SavedLeaf, wanted: SavedLeaf) -> bool:
+    return _fits(saved, wanted) and saved.dtype == wanted.dtype

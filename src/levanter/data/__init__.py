@@ -39,6 +39,7 @@ from levanter.data.store_build import BuildProgress as BuildProgress
 from levanter.data.tokenizer import Tokenizer as Tokenizer
 from levanter.data.training import build_tokens as build_tokens
 from levanter.data.training import build_training as build_training
+from levanter.data.training import compare_stores as compare_stores
 from levanter.data.training_data import TrainingData as TrainingData
 from levanter.data.training_sets import TrainingSet as TrainingSet
 from levanter.data.training_sets import TrainingSets as TrainingSets

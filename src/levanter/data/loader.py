@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 
 from levanter.data.rows import TrainRows
@@ -10,7 +10,12 @@ from levanter.data.training_data import TrainingData
 
 
 def batches(
-    data: TrainingData, *, first: int, stop: int, rows: tuple[int, int] | None = None, ahead: int = 2
+    data: TrainingData,
+    *,
+    first: int,
+    stop: int,
+    rows: Callable[[int], tuple[int, int]] | None = None,
+    ahead: int = 2,
 ) -> Generator[tuple[int, TrainRows], None, None]:
     """The batches of steps `first` to `stop`, each with its step; the next `ahead` are made in the background.
 
@@ -18,7 +23,7 @@ def batches(
         data: the rows.
         first: the first step, of a run that begins or resumes.
         stop: the step behind the last.
-        rows: the rows of each global batch to make; all of them by default.
+        rows: step → the rows of its global batch to make, first and behind the last; all of them by default.
         ahead: batches kept ready.
 
     Raises:
@@ -37,7 +42,7 @@ def batches(
     def make() -> None:
         try:
             for step in range(first, stop):
-                if not put((step, data.rows(step) if rows is None else data.rows(step, *rows))):
+                if not put((step, data.rows(step) if rows is None else data.rows(step, *rows(step)))):
                     return
         except BaseException as error:  # noqa: BLE001 - it is raised again where the batch is asked for
             put(error)

@@ -42,6 +42,8 @@ class SetSpan:
         first_row, rows: its rows.
         skipped: empty documents, which are left out.
         chars: characters read.
+        stride: tokens from one row's beginning to the next one's; None for one less than a row has, so that neighbours
+            share one. Rows that are given as rows share none.
     """
 
     name: str
@@ -53,6 +55,7 @@ class SetSpan:
     rows: int
     skipped: int
     chars: int
+    stride: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -96,6 +99,7 @@ class EvalSequences:
         document_starts: int64 `[documents]`, ascending: where each document begins in the stream.
         byte_lengths: int32 `[vocab]`.
         separate_documents: whether documents get segments of their own.
+        counts: bool `[tokens]`, whether a token is scored where it is predicted; None for all.
     """
 
     max_length: int
@@ -104,6 +108,7 @@ class EvalSequences:
     document_starts: np.ndarray
     byte_lengths: np.ndarray
     separate_documents: bool = True
+    counts: np.ndarray | None = None
 
     @property
     def row_count(self) -> int:
@@ -131,7 +136,8 @@ class EvalSequences:
         first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
         start = np.array([span.start for span in self.sets], np.int64)[set_index]
         stop = np.array([span.stop for span in self.sets], np.int64)[set_index]
-        begin = start + (rows - first_row) * (self.max_length - 1)
+        strides = [self.max_length - 1 if span.stride is None else span.stride for span in self.sets]
+        begin = start + (rows - first_row) * np.array(strides, np.int64)[set_index]
         places = begin[:, None] + np.arange(self.max_length)[None, :]
         real = (places < stop[:, None]) & (rows >= 0)[:, None]
         places = np.clip(places, 0, len(self.stream) - 1)
@@ -139,6 +145,8 @@ class EvalSequences:
         document = np.searchsorted(self.document_starts, places, side="right") - 1
         mask = np.zeros_like(real)
         mask[:, :-1] = real[:, 1:] & (document[:, 1:] == document[:, :-1])
+        if self.counts is not None:
+            mask[:, :-1] &= self.counts[places[:, 1:]]
         segments = document - document[:, :1] if self.separate_documents else np.zeros_like(document)
         target_bytes = np.zeros(tokens.shape, np.int64)
         target_bytes[:, :-1] = self.byte_lengths[tokens[:, 1:]]

@@ -113,15 +113,7 @@ def build_tokens(
         StoreError: stores that were made from something else, all of them, before any is built.
         DataError: a document cannot be read or tokenized.
     """
-    identities, problems = [], []
-    for one in sets:
-        identity = store_identity(config, one, tokenizer)
-        identities.append(identity)
-        if one.built is not None and one.folder is not None:
-            try:
-                compare(one.folder, one.built.identity, identity, sources=one.parts is not None)
-            except StoreError as error:
-                problems.append(str(error))
+    identities, problems = _identities(config, sets, tokenizer)
     if problems:
         raise StoreError("\n".join(problems))
     sizes = [
@@ -147,6 +139,40 @@ def build_tokens(
         before += size
         tokens += int(found[-1].starts[-1]) if size else 0
     return found
+
+
+def compare_stores(
+    config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer, *, vocab_size: int
+) -> list[str]:
+    """What is wrong with the token stores that there are already, without reading a token of them.
+
+    Args:
+        config: the `data:` block.
+        sets: from `resolve_training`.
+        tokenizer: the run's.
+        vocab_size: ids that the model tells apart.
+    """
+    _, problems = _identities(config, sets, tokenizer)
+    for one in sets:
+        if one.built is not None and one.built.shards is not None and one.built.largest_id >= vocab_size:
+            problems.append(_foreign(one, one.built.largest_id, vocab_size))
+    return problems
+
+
+def _identities(
+    config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer
+) -> tuple[list[StoreIdentity], list[str]]:
+    """What each set's token store is to be made from, and which stores were made from something else."""
+    identities, problems = [], []
+    for one in sets:
+        identity = store_identity(config, one, tokenizer)
+        identities.append(identity)
+        if one.built is not None and one.folder is not None:
+            try:
+                compare(one.folder, one.built.identity, identity, sources=one.parts is not None)
+            except StoreError as error:
+                problems.append(str(error))
+    return identities, problems
 
 
 def store_identity(config: LmDataConfig, one: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
@@ -185,10 +211,15 @@ def _token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab
             what = "no text" if its.starts[-1] == 0 else "no document of two tokens or more"
             yield f"data set {one.name!r} is empty: {what} in {where}"
         elif its.largest_id >= vocab_size:
-            yield (
-                f"data set {one.name!r}: token id {its.largest_id} is outside the model's vocabulary of {vocab_size}; "
-                f"{where} and model do not belong together"
-            )
+            yield _foreign(one, its.largest_id, vocab_size)
+
+
+def _foreign(one: TrainingSet, largest: int, vocab_size: int) -> str:
+    where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
+    return (
+        f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
+        f"{where} and model do not belong together"
+    )
 
 
 def _rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
@@ -265,6 +296,7 @@ __all__ = [
     "TrainingSets",
     "build_tokens",
     "build_training",
+    "compare_stores",
     "resolve_training",
     "store_identity",
 ]

@@ -26,7 +26,26 @@ def _quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-_silu = _elementwise(jax.nn.silu)
+@jax.custom_jvp
+def _silu_of(x: jax.Array) -> jax.Array:
+    """`x · sigmoid(x)`, whose derivative ends in a division.
+
+    The gradient of a gate is read by two products, that for the weights and that for the input. XLA for CPUs computes
+    cheap operations again for each reader, in the reader's order: for a weight's product that is column by column,
+    with each of four arrays read across its rows, a fifth of a small model's whole step. A division is dear enough to
+    be done once.
+    """
+    return x / (1 + jnp.exp(-x))
+
+
+@_silu_of.defjvp
+def _silu_slope(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    below = 1 + jnp.exp(-x)
+    return x / below, tangent / below * (1 + x * (1 - 1 / below))
+
+
+_silu = _elementwise(_silu_of)
 _gelu_tanh = _elementwise(functools.partial(jax.nn.gelu, approximate=True))
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(

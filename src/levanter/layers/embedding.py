@@ -1,4 +1,4 @@
-"""The token embedding table."""
+"""The embedding tables: of tokens, and of positions in models without rotary embeddings."""
 
 import equinox as eqx
 import haliax as hax
@@ -29,3 +29,33 @@ class Embedding(eqx.Module):
         """
         Vocab = self.weight.resolve_axis("vocab")
         return hax.auto_sharded(self.weight.take(Vocab, ids))
+
+
+class PositionEmbedding(eqx.Module):
+    """A row per position.
+
+    Attributes:
+        weight: `[position, embed]`.
+    """
+
+    weight: NamedArray
+
+    @staticmethod
+    def init(Pos: Axis, Embed: Axis, *, scale: float, key: jax.Array) -> "PositionEmbedding":
+        """Normal rows of standard deviation `scale`."""
+        return PositionEmbedding(weight=hax.random.normal(key, (Pos, Embed), dtype=jnp.float32) * scale)
+
+    def __call__(self, positions: NamedArray) -> NamedArray:
+        """The rows of `positions`: `[*positions.axes, embed]`.
+
+        Raises:
+            ValueError: a sequence is longer than the table.
+        """
+        table = self.weight.rename({"position": "row"})
+        Row, Pos = table.resolve_axis("row"), positions.resolve_axis("position")
+        if Pos.size > Row.size:
+            raise ValueError(
+                f"sequences of {Pos.size} tokens: this model has learned {Row.size} positions (model.max_seq_len) and "
+                "knows no others"
+            )
+        return hax.auto_sharded(table.take(Row, positions))

@@ -1,4 +1,9 @@
-"""The gated feed-forward block: `down(act(gate(x)) · up(x))` (SwiGLU; Shazeer, arXiv:2002.05202)."""
+"""Feed-forward blocks: gated, `down(act(gate(x)) · up(x))` (SwiGLU; Shazeer, arXiv:2002.05202), and plain.
+
+An `MlpSpec` says which one a block has, as a value; `init` makes it.
+"""
+
+from dataclasses import dataclass
 
 import equinox as eqx
 import haliax as hax
@@ -37,3 +42,60 @@ class GatedMlp(eqx.Module):
         gated = ACTIVATIONS[self.activation](gate) * up
         with jax.named_scope("down_proj"):
             return self.down_proj(gated)
+
+
+class PlainMlp(eqx.Module):
+    """`down(act(up(x)))`. Constraint point: the up activation."""
+
+    up_proj: Linear
+    down_proj: Linear
+    activation: str = eqx.field(static=True)
+
+    @staticmethod
+    def init(Embed: Axis, Mlp: Axis, *, activation: str, scale: float, use_bias: bool, key: jax.Array) -> "PlainMlp":
+        """Two projections with weights of standard deviation `scale`."""
+        up, down = jax.random.split(key)
+        return PlainMlp(
+            up_proj=Linear.init((Embed,), (Mlp,), scale=scale, use_bias=use_bias, key=up),
+            down_proj=Linear.init((Mlp,), (Embed,), scale=scale, use_bias=use_bias, key=down),
+            activation=activation,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        with jax.named_scope("up_proj"):
+            up = saved(hax.auto_sharded(self.up_proj(x)), "up")
+        with jax.named_scope("down_proj"):
+            return self.down_proj(ACTIVATIONS[self.activation](up))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """What a feed-forward block is, as a value.
+
+    Attributes:
+        Embed: axis of the residual stream.
+        Mlp: axis of the features inside.
+        activation: a name in `ACTIVATIONS`.
+        gated: whether a second projection gates the first.
+        use_bias: biases in all projections.
+        scale: initial standard deviation of the weights.
+    """
+
+    Embed: Axis
+    Mlp: Axis
+    activation: str
+    gated: bool = True
+    use_bias: bool = False
+    scale: float = 0.02
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply each token."""
+        return (3 if self.gated else 2) * self.Embed.size * self.Mlp.size
+
+    def init(self, *, key: jax.Array) -> GatedMlp | PlainMlp:
+        """A freshly initialized block."""
+        kind = GatedMlp if self.gated else PlainMlp
+        return kind.init(
+            self.Embed, self.Mlp, activation=self.activation, scale=self.scale, use_bias=self.use_bias, key=key
+        )

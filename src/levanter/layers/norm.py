@@ -1,4 +1,12 @@
-"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467), computed in float32."""
+"""Normalizations, computed in float32: RMSNorm (Zhang and Sennrich, arXiv:1910.07467) and LayerNorm (arXiv:1607.06450).
+
+Families differ in small things that change numbers, so they are all here: Gemma's weights are offsets from 1; Gemma and
+OLMo round to the input's dtype after the weight and not before; OLMo normalizes queries over all heads together.
+A `NormSpec` says which norm a model has, as a value; `init` makes it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import equinox as eqx
 import haliax as hax
@@ -7,28 +15,107 @@ from haliax import Axis, NamedArray
 
 
 class RMSNorm(eqx.Module):
-    """Divides by the root of the mean square along one axis, then scales by a weight.
-
-    The mean square and the division are in float32 and rounded to the input's dtype before the weight is applied, in
-    the order of Hugging Face's implementation.
+    """Divides by the root of the mean square along some axes, then scales by a weight.
 
     Attributes:
-        weight: along the normalized axis, or None.
-        axis: the normalized axis' name.
+        weight: along the normalized axes, or None.
+        axis: the normalized axis' name, or several that are normalized together.
         eps: added to the mean square.
+        offset: added to the weight; 1 where weights are stored as differences from 1.
+        rounding: whether the quotient is rounded to the input's dtype before the weight is applied (Llama and most
+            others) or only the product (Gemma, OLMo). In float32 they are the same.
     """
 
     weight: NamedArray | None
-    axis: str = eqx.field(static=True)
+    axis: str | tuple[str, ...] = eqx.field(static=True)
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True, default=0.0)
+    rounding: Literal["quotient", "product"] = eqx.field(static=True, default="quotient")
 
     @staticmethod
-    def init(axis: Axis, *, eps: float, use_weight: bool) -> "RMSNorm":
+    def init(axis: Axis | tuple[Axis, ...], *, eps: float, use_weight: bool) -> "RMSNorm":
         """A norm with unit weights."""
-        return RMSNorm(weight=hax.ones(axis, dtype=jnp.float32) if use_weight else None, axis=axis.name, eps=eps)
+        names = axis.name if isinstance(axis, Axis) else tuple(a.name for a in axis)
+        return RMSNorm(weight=hax.ones(axis, dtype=jnp.float32) if use_weight else None, axis=names, eps=eps)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         exact = x.astype(jnp.float32)
         mean_square = hax.mean(hax.square(exact), self.axis)
-        y = (exact * hax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        return y if self.weight is None else y * self.weight
+        quotient = exact * hax.rsqrt(mean_square + self.eps)
+        if self.weight is None:
+            return quotient.astype(x.dtype)
+        if self.rounding == "quotient":
+            weight = self.weight + self.offset if self.offset else self.weight
+            return quotient.astype(x.dtype) * weight
+        weight = self.weight.astype(jnp.float32)
+        return (quotient * (weight + self.offset if self.offset else weight)).astype(x.dtype)
+
+
+class LayerNorm(eqx.Module):
+    """Subtracts the mean along one axis and divides by the standard deviation, then scales and shifts.
+
+    Attributes:
+        weight: along the normalized axis, or None.
+        bias: along the normalized axis, or None.
+        axis: the normalized axis' name.
+        eps: added to the variance.
+    """
+
+    weight: NamedArray | None
+    bias: NamedArray | None
+    axis: str = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(axis: Axis, *, eps: float, use_weight: bool, use_bias: bool) -> "LayerNorm":
+        """A norm with unit weights and zero bias."""
+        return LayerNorm(
+            weight=hax.ones(axis, dtype=jnp.float32) if use_weight else None,
+            bias=hax.zeros(axis, dtype=jnp.float32) if use_bias else None,
+            axis=axis.name,
+            eps=eps,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        exact = x.astype(jnp.float32)
+        centered = exact - hax.mean(exact, self.axis)
+        y = centered * hax.rsqrt(hax.mean(hax.square(centered), self.axis) + self.eps)
+        if self.weight is not None:
+            y = y * self.weight.astype(jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias.astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """What a model's norms are, as a value.
+
+    Attributes:
+        kind: `rms` or `layer`.
+        eps: added to the mean square, or to the variance.
+        use_weight: whether there is a weight.
+        use_bias: whether there is a bias (`layer` only).
+        offset: see `RMSNorm`; the stored weight is initialized to 1 minus this.
+        rounding: see `RMSNorm`.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    use_weight: bool = True
+    use_bias: bool = False
+    offset: float = 0.0
+    rounding: Literal["quotient", "product"] = "quotient"
+
+    def init(self, axis: Axis | tuple[Axis, ...]) -> Norm:
+        """A norm over `axis` that begins by scaling with 1."""
+        if self.kind == "layer":
+            assert isinstance(axis, Axis), f"LayerNorm is over one axis, not {axis}"
+            return LayerNorm.init(axis, eps=self.eps, use_weight=self.use_weight, use_bias=self.use_bias)
+        assert not self.use_bias, "RMSNorm has no bias"
+        names = axis.name if isinstance(axis, Axis) else tuple(a.name for a in axis)
+        weight = hax.full(axis, 1.0 - self.offset, dtype=jnp.float32) if self.use_weight else None
+        return RMSNorm(weight=weight, axis=names, eps=self.eps, offset=self.offset, rounding=self.rounding)

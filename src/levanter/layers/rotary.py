@@ -272,6 +272,51 @@ class YarnRotaryConfig(RotaryConfig):
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
+@RotaryConfig.register_subclass("longrope")
+@dataclass(frozen=True, kw_only=True)
+class LongRotaryConfig(RotaryConfig):
+    """LongRoPE: every pair has a stretch of its own, one set for short and one for long sequences (arXiv:2402.13753).
+
+    A sequence of more positions than the original context has the long set for all of its positions, as in Hugging
+    Face, where the number is that of the whole (padded) sequence.
+
+    Attributes:
+        short_factor: what each pair's frequency is divided by in sequences within the original context.
+        long_factor: the same for longer sequences.
+        original_max_position_embeddings: the context before the stretch.
+        factor: stretch of the context, from which the amplitude of the tables follows.
+        attention_factor: amplitude of the tables; None is `√(1 + ln(factor) / ln(original context))`.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float = 1.0
+    attention_factor: float | None = None
+
+    def rotated_size(self, head_size: int) -> int:
+        size = super().rotated_size(head_size)
+        for name in ("short_factor", "long_factor"):
+            if (given := len(getattr(self, name))) != size // 2:
+                raise ValueError(f"rope.{name} has {given} numbers, but {size} features rotate in {size // 2} pairs")
+        return size
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        size = self.rotated_size(head_size)
+        long = length > self.original_max_position_embeddings
+        stretch = np.asarray(self.long_factor if long else self.short_factor, np.float32)
+        exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        return np.float32(1.0) / (stretch * np.power(np.float32(self.theta), exponent))
+
+
 def _positive(config: RotaryConfig, *names: str) -> None:
     for name in names:
         value = getattr(config, name, 1)

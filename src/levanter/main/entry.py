@@ -12,6 +12,9 @@ from typing import TypeVar
 
 from levanter.config import HelpRequested, load
 from levanter.io import setup_logging
+from levanter.main.interrupts import interrupts_kept
+from levanter.main.processes import end_alone, end_together, end_with_traceback, is_said_already
+from levanter.mesh.barrier import current_peers
 from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
 
 C = TypeVar("C")
@@ -35,22 +38,30 @@ def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv
 
 
 def shell(run: Callable[[], int | None]) -> int:
-    """Calls `run` and turns what happens into an exit code; errors of the user are shown without a traceback."""
+    """Calls `run` and turns what happens into an exit code; errors of the user are shown without a traceback.
+
+    A process of several ends together with the others where all went well, and tells them where it failed.
+    """
     try:
-        return run() or OK
+        with interrupts_kept():
+            code = run()
+        return end_together(code or OK)
     except HelpRequested as help_text:
         print(help_text)
         return OK
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        print(f"\ninterrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        return end_alone(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        return INTERNAL_ERROR
-    except (ValueError, OSError) as error:
-        if not is_user_error(error):
-            raise
-        _show(error)
-        return getattr(error, "exit_code", BAD_INPUT)
+        return end_alone(INTERNAL_ERROR, "what it printed was not read")
+    except Exception as error:
+        if not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
+            if current_peers() is None:
+                raise
+            return end_with_traceback(error)
+        if not is_said_already(str(error)):
+            _show(error)
+        return end_alone(getattr(error, "exit_code", BAD_INPUT), str(error))
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -43,9 +43,11 @@ from levanter.eval.report import format_result, write_result
 from levanter.io import MissingFileError, Progress, UnreadableFileError
 from levanter.main.entry import run_entry_point
 from levanter.main.local import configure_jax, local_target, output_checks, run_id
+from levanter.main.not_carried import not_carried
 from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.main.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
 from levanter.mesh import local_devices, mesh_report, require_accelerator
+from levanter.mesh.barrier import barrier
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
 from levanter.run import Check, PlanOptions, RunPlan, Target
@@ -66,7 +68,7 @@ class EvalLmConfig:
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         initialize_from_hf: another spelling of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs.
+        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
         trainer: devices, mesh, precision, trackers.
         data: the data sets.
         model: the architecture, where the checkpoint does not say; checked against it where it does.
@@ -99,10 +101,13 @@ class EvalLmConfig:
         problems = []
         if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
             problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
-        if self.checkpoint_path is not None:
-            problems.append("checkpoint_path: checkpoints of our own runs come with training; use hf_checkpoint")
-        elif not (self.hf_checkpoint or self.initialize_from_hf or self.model):
-            problems.append("no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file)")
+        if self.checkpoint_path and self.reference:
+            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+        elif not self.checkpoint_path and not (self.hf_checkpoint or self.initialize_from_hf or self.model):
+            problems.append(
+                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+                "checkpoint of train_lm)"
+            )
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
         for name in ("log_entropy", "log_top2_gap", "log_param_stats"):
@@ -174,12 +179,13 @@ def describe(config: EvalLmConfig, target: Target) -> RunPlan:
             trainer=config.trainer,
             allow_pickle=config.allow_pickle,
             memory_gib=config.load_memory_gib,
+            saved=config.checkpoint_path,
         ),
         target,
         batch=lambda ways: batch_rows(config, ways)[0],
         positions=config.max_eval_length,
     )
-    checks += pretrained.checks
+    checks += [*pretrained.checks, *not_carried(config)]
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
     output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
@@ -232,7 +238,7 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
         return None, f"{what} is not here; give plan.assume_tokens (--assume_tokens N)", None
     if not all(is_short(each) for each in work.data.sets):
         return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; give plan.assume_tokens", None
-    sequences = _tokenize(work, show=False)
+    sequences = tokenize(work, show=False)
     batches = _batches(work, sequences)
     return len(batches), f"{len(sequences.stream):,} tokens of text", sequences
 
@@ -278,12 +284,13 @@ def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
     work: EvalWork = plan.work
     show = jax.process_index() == 0
     # Text first: whatever is wrong with it is said before a weight is read.
-    sequences = work.sequences or _tokenize(work, show=show)
+    sequences = work.sequences or tokenize(work, show=show)
     batches = _batches(work, sequences)
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     program = plan.program("score")
     score = program.jit(mesh)
+    barrier("scoring")
     scores = RowScores(sequences.row_count)
     began = time.perf_counter()
     first = done = 0.0
@@ -292,7 +299,7 @@ def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
         for step in range(len(batches) + FETCH_BEHIND):
             if step < len(batches):
                 batch = batches[step]
-                waiting.append((batch, score(model, *_on_devices(program, batch, mesh))))
+                waiting.append((batch, score(model, *on_devices(program, batch, mesh))))
             if step >= FETCH_BEHIND and waiting:
                 batch, logprobs = waiting.popleft()
                 scores.add(batch, np.asarray(logprobs.array.addressable_data(0)))
@@ -323,7 +330,8 @@ def _batches(work: EvalWork, sequences: EvalSequences) -> EvalBatches:
     )
 
 
-def _tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
+def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
+    """The rows of a run's text."""
     config = work.config
     assert work.data is not None, "a plan without its text must not run: RunPlan.check() comes first"
     with Progress("tokenizing", total=None, unit="characters", show=show) as progress:
@@ -339,7 +347,7 @@ def _tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
         )
 
 
-def _on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]:
+def on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]:
     """The batch's ids and segments as global arrays; every process gives its devices their part."""
     placed = []
     for declared, data in zip(program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True):

@@ -29,6 +29,7 @@ from levanter.main.memorization_config import model_problems, output_problems, s
 from levanter.main.memorization_plan import DEFAULT_BATCH, Job, Opened, describe_jobs, model_block
 from levanter.main.memorization_run import Done, execute_jobs, run_memorization
 from levanter.main.origin import find_origin, find_tokenizer
+from levanter.main.saved_model import find_saved
 from levanter.memorization.books import slug
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.examples import Examples, digest_of, pairs_of, tokenized
@@ -108,7 +109,10 @@ def describe(config: EvalSlidingLmConfig, target: Target) -> RunPlan:
     """Describes the run for `target`; reads metadata and the rows, no weight."""
     named = config.data.tokenizer if "tokenizer" in written(config.data) else None
     model, _ = model_block(config)
-    origin = find_origin(config.reference, model, allow_pickle=config.allow_pickle)
+    if config.checkpoint_path is not None:
+        origin = find_saved(config.checkpoint_path, model)
+    else:
+        origin = find_origin(config.reference, model, allow_pickle=config.allow_pickle)
     tokenizer, _ = find_tokenizer(named, origin=origin, size=origin.architecture.vocab_size)
     checks: list[Check] = []
     jobs = []

@@ -8,7 +8,9 @@ import jax
 
 from haliax_ext.loading import hosts_of
 from levanter.io import is_remote, local_path
+from levanter.main.processes import join_processes
 from levanter.mesh import DeviceSet
+from levanter.mesh.barrier import agreed
 from levanter.run import Check, Target
 from levanter.trainer.config import JAX_CONFIG, TrainerConfig
 
@@ -50,23 +52,24 @@ def output_checks(key: str, path: str | Path) -> list[Check]:
 
 
 def run_id(trainer: TrainerConfig) -> str:
-    """The run's id: the config's, `$RUN_ID`, or eight random characters."""
-    return trainer.id or os.environ.get("RUN_ID") or secrets.token_hex(4)
+    """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes."""
+    return agreed("run id", trainer.id or os.environ.get("RUN_ID") or secrets.token_hex(4))
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
-    """Sets JAX's options as `trainer.jax_config` and `trainer.jax_compilation_cache_dir` say; call it first.
+    """Sets JAX's options as `trainer.jax_config` and `trainer.jax_compilation_cache_dir` say, and joins the other
+    processes of the run; call it first.
 
     Raises:
         ValueError: an option that this JAX does not have (defaults of ours that it lacks are left out).
+        RollCallError: not all processes of the run came in time.
     """
     problems = set_jax_options(trainer)
     if trainer.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", trainer.jax_compilation_cache_dir)
-    if trainer.distributed.coordinator_address is not None:
-        problems.append("trainer.distributed: runs of several processes are not supported yet")
     if problems:
         raise ValueError("\n".join(problems))
+    join_processes(trainer.distributed)
 
 
 def set_jax_options(trainer: TrainerConfig) -> list[str]:

@@ -71,7 +71,7 @@ class EvalCarelessLmConfig:
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
         initialize_from_hf: another spelling of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs.
+        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
         use_hf_model_config: as upstream, where it changes nothing: the architecture is the checkpoint's. Where it is
             not null, a `model:` block that says something else is noted, not refused.
         model: the architecture, where the checkpoint does not say.
@@ -250,10 +250,13 @@ def model_problems(config: Any) -> list[str]:
     problems = []
     if config.hf_checkpoint and config.initialize_from_hf and config.hf_checkpoint != config.initialize_from_hf:
         problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
-    if config.checkpoint_path is not None:
-        problems.append("checkpoint_path: checkpoints of our own runs come with training; use hf_checkpoint")
-    elif not config.reference and config.model is None:
-        problems.append("no model to ask: give hf_checkpoint (a folder, a hub id, or a .gguf file)")
+    if config.checkpoint_path and config.reference:
+        problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+    elif not config.checkpoint_path and not config.reference and config.model is None:
+        problems.append(
+            "no model to ask: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+            "checkpoint of train_lm)"
+        )
     if config.trainer.quantization is not None:
         problems.append("trainer.quantization: not supported yet, and it would change the numbers; set it to null")
     if config.trainer.use_explicit_mesh_axes:

@@ -6,7 +6,7 @@ had. `describe_jobs` makes the `RunPlan` of a model and its jobs, with one Progr
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.errors import CheckpointError
 from levanter.config import written
 from levanter.data import Tokenizer
+from levanter.main.not_carried import not_carried
 from levanter.main.origin import merged
 from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import BatchShape, WindowSource, laws_of, score_program
+from levanter.models.flops import flops_per_token
 from levanter.models.registry import LmConfig
 from levanter.run import Check, RunPlan, Target, Workload
 
@@ -128,13 +130,14 @@ def describe_jobs(
             trainer=config.trainer,
             allow_pickle=config.allow_pickle,
             memory_gib=config.load_memory_gib,
+            saved=config.checkpoint_path,
         ),
         target,
         batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),
         positions=max(job.positions for job in jobs),
     )
     laws = laws_of(schemes)
-    all_checks = [*checks, *found, *pretrained.checks]
+    all_checks = [*checks, *found, *pretrained.checks, *not_carried(config)]
     shaped: list[tuple[Job, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
     for job in jobs:
@@ -230,7 +233,13 @@ def _workload(
     body = 2.0 * model.config.matmul_parameters(0)
     head = 2.0 * model.config.matmul_parameters(model.Vocab.size) - body
     weights = shape.rows * (shape.positions * body + shape.suffix * head)
-    pairs = 4.0 * model.config.attention_features * shape.rows * shape.positions
+
+    def attention(pairs: Literal["causal", "full"]) -> float:
+        each = flops_per_token(
+            model.config, vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs
+        )
+        return each.attention * shape.rows * shape.positions
+
     mine = [job for job, _, of in jobs if of == name]
     counts = [job.windows for job in mine]
     return Workload(
@@ -238,8 +247,8 @@ def _workload(
         tokens=shape.rows * shape.positions,
         unit="windows",
         items=shape.rows,
-        flops_full=weights + pairs * shape.positions,
-        flops_causal=weights + pairs * (shape.positions + 1) / 2,
+        flops_full=weights + attention("full"),
+        flops_causal=weights + attention("causal"),
         executions=None if None in counts else sum(shape.batches(count) for count in counts if count is not None),
         reason="; ".join(f"{job.title}: {job.windows_reason}" for job in mine),
     )

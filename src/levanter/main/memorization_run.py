@@ -27,6 +27,7 @@ from levanter.memorization.parts import PartStore
 from levanter.memorization.results import BookResult, Scores
 from levanter.memorization.runner import BatchShape, agreed, score_and_store, score_batches
 from levanter.mesh import local_devices, mesh_report, require_accelerator
+from levanter.mesh.barrier import barrier
 from levanter.run import RunPlan, Target
 from levanter.tracker import Tracker, start_trackers
 
@@ -99,6 +100,8 @@ def _score(
     job, shape, program = work.jobs[n]
     total = len(opened.source)
     store = replace(store, windows=total)
+    # The books before are written out by process 0, while the others are here.
+    barrier(f"scoring {job.title}")
     name = _metric_prefix(work, job)
     report = _Report(name=name, shape=shape, total=total, tracker=tracker, before=before)
 
@@ -166,7 +169,7 @@ def _model_identity(plan: RunPlan) -> dict[str, Any]:
     spec, mappings = plan.mesh, pretrained.resolved.mappings
     return {
         "tokenizer.hash": pretrained.tokenizer.hash,
-        "model.reference": pretrained.choice.reference,
+        "model.reference": pretrained.choice.saved or pretrained.choice.reference,
         "model.weights": weights_digest(pretrained.checkpoint.source),
         **flat("model", plain(pretrained.config)),
         "precision": str(pretrained.precision),

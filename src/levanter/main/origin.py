@@ -5,13 +5,17 @@ What is known is taken in this order: the checkpoint (config, index, headers); i
 What is there and broken is an error in both.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
+import haliax as hax
 import numpy as np
 
-from levanter.compat.hf.checkpoint import PretrainedCheckpoint, hf_config, open_checkpoint
+from haliax_ext.abstract import Leaf
+from haliax_ext.rules import WeightRules
+from haliax_ext.sources import TensorSource
+from levanter.compat.hf.checkpoint import hf_config, open_checkpoint
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
@@ -34,6 +38,24 @@ class UnknownArchitectureError(ValueError):
     """Nothing that can be read here says what the model looks like."""
 
 
+class OpenedModel(Protocol):
+    """A checkpoint that was opened, whoever wrote it."""
+
+    @property
+    def source(self) -> TensorSource:
+        """The weights, by slices."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """What it is, in a line."""
+        ...
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's own tokenizer."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Origin:
     """A model's origin.
@@ -45,18 +67,39 @@ class Origin:
         description: what it is, in a line.
         stored: the dtype that weights are stored in, or assumed to be.
         checks: what was looked at.
+        rules: leaves → where they come from, where that is not the model family's table of Hugging Face names.
+        padded: whether the vocabulary's rows are rounded up to what a mesh divides, as in training.
     """
 
     reference: str | None
-    checkpoint: PretrainedCheckpoint | None
+    checkpoint: OpenedModel | None
     architecture: LmConfig
     description: str
     stored: np.dtype
     checks: tuple[Check, ...]
+    rules: Callable[..., WeightRules] | None = None
+    padded: bool = False
+
+    def weight_rules(self, config: LmConfig, Vocab: hax.Axis, leaves: Sequence[Leaf]) -> WeightRules:
+        """Where each leaf of the model comes from.
+
+        Args:
+            config: the architecture, with `vocab_size`.
+            Vocab: rows of the embedding, which may be more.
+            leaves: the model's.
+        """
+        if self.rules is None:
+            return config.weight_rules(Vocab)
+        return self.rules(leaves, padded=("vocab",) if Vocab.size != config.vocab_size else ())
 
 
 def find_origin(
-    reference: str | None, model: LmConfig | None, *, allow_pickle: bool = False, block_is_whole: bool = False
+    reference: str | None,
+    model: LmConfig | None,
+    *,
+    allow_pickle: bool = False,
+    block_is_whole: bool = False,
+    block_yields: bool = False,
 ) -> Origin:
     """Finds out what can be known of a model here.
 
@@ -65,6 +108,7 @@ def find_origin(
         model: the architecture as the config has it; it must agree with the checkpoint.
         allow_pickle: accept pickled weights.
         block_is_whole: `model` says everything, what it leaves to its defaults included.
+        block_yields: where `model` says something else of the architecture, the checkpoint is right.
 
     Raises:
         CheckpointError: what is there is broken, or not of one piece.
@@ -72,25 +116,47 @@ def find_origin(
     """
     if not reference:
         nothing = UnknownArchitectureError("no model is named; give hf_checkpoint")
-        return _from_block(None, model, nothing, block_is_whole)
+        return from_block(None, model, nothing, block_is_whole=block_is_whole)
     try:
         checkpoint = open_checkpoint(reference, allow_pickle=allow_pickle)
     except (UnreachableError, MissingFileError) as error:
         if _holds_weights(reference):
             raise
         return _without_weights(reference, model, error, block_is_whole)
+    architecture, replaced = None, []
+    if block_yields and model is not None:
+        architecture, replaced = yielding(model, checkpoint.bridged, where=checkpoint.where)
     return Origin(
         reference=reference,
         checkpoint=checkpoint,
-        architecture=merged(model, checkpoint.bridged, where=checkpoint.where, block_is_whole=block_is_whole),
+        architecture=architecture
+        or merged(model, checkpoint.bridged, where=checkpoint.where, block_is_whole=block_is_whole),
         description=checkpoint.description,
         stored=_stored(checkpoint.document),
         checks=(
             Check(name="model", status="ok", message=checkpoint.description),
             *(Check(name="model", status="note", message=f"not reached: {each}") for each in checkpoint.passed_over),
             *(Check(name="model", status="note", message=str(finding)) for finding in checkpoint.findings),
+            *replaced,
         ),
     )
+
+
+def yielding(model: LmConfig, bridged: BridgedConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
+    """The checkpoint's architecture whatever the block says of it, with the block's choices of how to run it.
+
+    Returns:
+        The config, and a note where the block said something else.
+    """
+    try:
+        return merged(model, bridged, where=where), []
+    except CheckpointError as error:
+        free = written(model) - set(bridged.family.architecture_fields)
+        # A block of another family has fields of its own.
+        own = {field.name for field in fields(bridged.config)}
+        config = replace(bridged.config, **{key: getattr(model, key) for key in sorted(free & own)})
+        message = f"the checkpoint's architecture is taken, whatever the block says: {error}"
+        return config, [Check(name="model block", status="note", message=message)]
 
 
 def merged(model: LmConfig | None, bridged: BridgedConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
@@ -130,7 +196,7 @@ def _without_weights(reference: str, model: LmConfig | None, error: CheckpointEr
     try:
         document = hf_config(reference)
     except (UnreachableError, MissingFileError):
-        return _from_block(reference, model, error, block_is_whole)
+        return from_block(reference, model, error, block_is_whole=block_is_whole)
     where = f"{reference}/config.json"
     bridged = read_config(document, where=where)
     stored = _stored(document)
@@ -148,7 +214,26 @@ def _without_weights(reference: str, model: LmConfig | None, error: CheckpointEr
     )
 
 
-def _from_block(reference: str | None, model: LmConfig | None, error: ValueError, block_is_whole: bool) -> Origin:
+def from_block(
+    reference: str | None,
+    model: LmConfig | None,
+    error: ValueError,
+    *,
+    block_is_whole: bool = False,
+    rules: Callable[..., WeightRules] | None = None,
+    padded: bool = False,
+) -> Origin:
+    """A model of which only the `model:` block is here.
+
+    Args:
+        reference: as the config names it.
+        model: the block.
+        error: why there is no more; what a run raises.
+        block_is_whole, rules, padded: see `find_origin` and `Origin`.
+
+    Raises:
+        UnknownArchitectureError: the block does not say everything.
+    """
     keys = frozenset() if model is None else written(model)
     lacking = [] if block_is_whole else [key for key in _SIZES if key not in keys]
     if model is None or lacking:
@@ -170,6 +255,8 @@ def _from_block(reference: str | None, model: LmConfig | None, error: ValueError
             Check(name="model", status="ok", message=f"{kind}, as the model: block has it"),
             _absent(error, stored),
         ),
+        rules=rules,
+        padded=padded,
     )
 
 

@@ -15,7 +15,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,14 @@ ENTRY_POINTS = {
             name="eval_careless_lm", config="EvalCarelessLmConfig", summary="memorization of books, window by window"
         ),
         EntryPoint(
+            name="eval_sliding_total", config="EvalCarelessLmConfig", summary="another name of eval_careless_lm"
+        ),
+        EntryPoint(
             name="eval_sliding_lm", config="EvalSlidingLmConfig", summary="memorization of prepared prompts, row by row"
         ),
         EntryPoint(name="train_lm", config="TrainLmConfig", summary="training"),
+        EntryPoint(name="export_lm_to_hf", config="ConvertLmConfig", summary="a checkpoint as a Hugging Face folder"),
+        EntryPoint(name="viz_logprobs", config="VizLmConfig", summary="a page with every token's log-probability"),
     )
 }
 
@@ -243,9 +249,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     setup_logging("WARNING")
     asked = asked_for(argv)
-    if not asked.require_inputs:
-        # Planning asks no network; what it would have told is listed as not checked.
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    # Planning asks no network; what it would have told is listed as not checked.
+    with nullcontext() if asked.require_inputs else _environment(HF_HUB_OFFLINE="1", LEVANTER_OFFLINE="1"):
+        return _planned(asked)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables of this process, and of those it starts, for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _planned(asked: Asked) -> int:
     show = sys.stderr
     with ticking(show) as say:
         say(f"reading the configuration of {asked.entry_point.name}")

@@ -122,6 +122,11 @@ def search_layouts(
     subject = subject_of(plan)
     name = plan.workloads[0].program
 
+    def heard(text: str) -> None:
+        # Of a candidate's preflight, the part that takes long.
+        if text.startswith("compil"):
+            say(f"  {text}")
+
     def compile_candidate(candidate: Candidate) -> ProgramVerdict:
         varied = vary(plan.entry_point, config, candidate)
         asked = dataclasses.replace(
@@ -131,7 +136,7 @@ def search_layouts(
             require_inputs=False,
             all_programs=False,
         )
-        verdict = preflight(asked)
+        verdict = preflight(asked, progress=heard)
         found = next((p for p in verdict.programs if p.name == name), None)
         return found if found is not None else ProgramVerdict(name=name, outcome=None, why_not=(verdict.headline,))
 

@@ -4,6 +4,7 @@
 bytes to read, and collects what is wrong and what is not at hand. `load_pretrained` then streams the weights.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +21,13 @@ from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import Loaded, load
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.rules import WeightMismatchError
-from levanter.compat.hf.checkpoint import PretrainedCheckpoint
 from levanter.data import Tokenizer
 from levanter.hardware import compiler_options
 from levanter.io import Progress
-from levanter.main.origin import Origin, find_origin, find_tokenizer, vocabulary
+from levanter.main.origin import OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
+from levanter.main.saved_model import find_saved
 from levanter.mesh import ModelAxes, ResolvedMesh, resolve
+from levanter.mesh.barrier import barrier
 from levanter.models.activations import transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.precision import Precision
@@ -48,6 +50,7 @@ class ModelChoice:
         trainer: mesh and precision.
         allow_pickle: accept pickled weights.
         memory_gib: host memory for reading.
+        saved: a checkpoint of our own training runs, instead of `reference`.
     """
 
     reference: str | None
@@ -56,6 +59,7 @@ class ModelChoice:
     trainer: TrainerConfig
     allow_pickle: bool = False
     memory_gib: float | None = None
+    saved: str | None = None
 
     @property
     def memory_bytes(self) -> int | None:
@@ -99,7 +103,7 @@ class PretrainedModel:
     notes: tuple[str, ...]
 
     @property
-    def checkpoint(self) -> PretrainedCheckpoint:
+    def checkpoint(self) -> OpenedModel:
         """The checkpoint, in a run: a plan without it does not pass `RunPlan.check`."""
         assert self.origin.checkpoint is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
         return self.origin.checkpoint
@@ -127,15 +131,18 @@ def describe_pretrained(
             cannot be resolved at all. What is wrong with the sharding is in the plans; what is not here is a check.
     """
     trainer = choice.trainer
-    origin = find_origin(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
+    if choice.saved is not None:
+        origin = find_saved(choice.saved, choice.model)
+    else:
+        origin = find_origin(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
     precision = Precision.parse(trainer.mp)
     config, reasons = origin.architecture.for_platform(
         target.platform, compute_dtype=precision.compute, length=positions
     )
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
-    names = (choice.tokenizer, config.tokenizer, choice.reference)
+    names = (choice.tokenizer, config.tokenizer, origin.reference)
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
-    Vocab, config = hax.Axis("vocab", vocab), replace(config, vocab_size=vocab)
+    config = replace(config, vocab_size=vocab)
     checks = [
         *origin.checks,
         tokenizer_check,
@@ -147,15 +154,16 @@ def describe_pretrained(
             message=f"{precision}; weights are loaded as {precision.compute.name}, in which they are used",
         ),
     ]
-    module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     batch_name = trainer.mesh.batch_axis_name or "batch"
     sizes = {axis.name: axis.size for axis in config.axes.values()}
     resolved = resolve(
         trainer.mesh,
-        ModelAxes(sizes={**sizes, "vocab": Vocab.size, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
+        ModelAxes(sizes={**sizes, "vocab": vocab, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
         devices=target.devices,
         granules=target.granules,
     )
+    Vocab = hax.Axis("vocab", vocabulary_rows(vocab, resolved))
+    module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     hbm = trainer.mesh.hbm_gib
     sharding = plan_sharding(
         leaves(module),
@@ -184,7 +192,7 @@ def describe_pretrained(
     )
     load_plan = None
     if not sharding.errors:
-        rules = config.weight_rules(Vocab)
+        rules = origin.weight_rules(config, Vocab, leaves(module))
         expected = ExpectedSource.of(rules, leaves(module), dtype=origin.stored)
         try:
             load_plan = plan_loading(
@@ -214,9 +222,18 @@ def describe_pretrained(
     )
 
 
+def vocabulary_rows(vocab: int, resolved: ResolvedMesh) -> int:
+    """The vocabulary's size up to the next multiple of what parameter and compute mapping cut it into."""
+    mappings = resolved.mappings
+    cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
+    unit = math.lcm(*cuts)
+    return -(-vocab // unit) * unit
+
+
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded:
     """Streams the weights into their final shards on `mesh`, with progress over the whole job."""
     assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
+    barrier("loading weights")
     total = model.load_plan.bytes_by_host[jax.process_index() if model.load_plan.num_hosts > 1 else 0]
     with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
         return load(

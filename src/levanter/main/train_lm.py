@@ -8,7 +8,6 @@ that are read; then `train_step`, one for each batch size of a schedule). `levan
 these same Programs for a pod that is not there.
 """
 
-import math
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,15 +21,19 @@ from haliax_ext.load_plan import LoadPlan
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.program import Program
 from haliax_ext.rules import WeightMismatchError
-from levanter.config import plain
 from levanter.data import EvaluationData, LmDataConfig, Tokenizer
 from levanter.hardware import compiler_options
 from levanter.main.entry import run_entry_point
 from levanter.main.local import configure_jax, local_target, run_id
+from levanter.main.not_carried import not_carried
 from levanter.main.origin import Origin, find_origin, find_tokenizer, vocabulary
+from levanter.main.pretrained import vocabulary_rows
+from levanter.main.train_checks import attempted, data_checks, place_checks, refuse_all
 from levanter.main.train_evaluation import evaluate_program, find_validation
+from levanter.main.train_instruments import run_facts
+from levanter.main.train_places import what_is_left
 from levanter.main.train_run import Trained, execute
-from levanter.main.workloads import distinct, program_name, training_workloads
+from levanter.main.workloads import WATCHED, distinct, program_name, training_workloads
 from levanter.mesh import ModelAxes, ResolvedMesh, local_devices, mesh_report, require_accelerator, resolve
 from levanter.models import LlamaConfig
 from levanter.models.activations import transformer_activations
@@ -53,6 +56,7 @@ from levanter.trainer.state import (
     plan_state,
 )
 from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,8 @@ class TrainLmConfig:
         train_seq_len: tokens in a row; default `model.max_seq_len`.
         initialize_from_hf: a Hugging Face checkpoint to begin from; true for the model's reference checkpoint.
         use_hf_model_config: whether that checkpoint's architecture replaces `model`.
-        initialize_from_checkpoint_path: a checkpoint of ours to begin from.
+        initialize_from_checkpoint_path: a checkpoint of ours to begin from: parameters and optimizer statistics.
+        initialize_model_from_checkpoint_path: a checkpoint of ours to begin from: parameters only.
         z_loss_weight: weight of the squared log-normalizer in the loss.
         data_seed: seed of the data's order; default `trainer.seed`.
         epoch: passes over the data; 0 for as many as the steps take.
@@ -86,6 +91,7 @@ class TrainLmConfig:
     initialize_from_hf: bool | str = False
     use_hf_model_config: bool = False
     initialize_from_checkpoint_path: str | None = None
+    initialize_model_from_checkpoint_path: str | None = None
     z_loss_weight: float = 0.0
     data_seed: int | None = None
     epoch: int = 0
@@ -108,8 +114,15 @@ class TrainLmConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.initialize_from_hf and self.initialize_from_checkpoint_path:
-            problems.append("initialize_from_hf and initialize_from_checkpoint_path: both begin the run; keep one")
+        begins = {
+            "initialize_from_hf": self.initialize_from_hf,
+            "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
+            "initialize_model_from_checkpoint_path": self.initialize_model_from_checkpoint_path,
+            "trainer.initialize_from": self.trainer.initialize_from,
+        }
+        given = [name for name, value in begins.items() if value]
+        if len(given) > 1:
+            problems.append(f"{' and '.join(given)}: {len(given)} of them begin the run; keep one")
         if self.use_hf_model_config and not self.initialize_from_hf:
             problems.append("use_hf_model_config: needs initialize_from_hf, which names the checkpoint")
         if self.initialize_from_hf is True and self.model.reference_checkpoint is None:
@@ -174,40 +187,31 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     trainer, positions = config.trainer, config.positions
     precision = Precision.parse(trainer.mp)
     origin = _origin(config)
-    checks = [*(() if origin is None else origin.checks), *_unsupported(config)]
+    checks = [*(() if origin is None else origin.checks), *not_carried(config)]
     architecture = config.model if origin is None else origin.architecture
     model, reasons = architecture.for_platform(target.platform, compute_dtype=precision.compute, length=positions)
     checks += [Check(name="kernels", status="ok", message=reason) for reason in reasons]
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, model)
-    resolved = resolve(
-        trainer.mesh,
-        ModelAxes(
-            sizes={**{a.name: a.size for a in model.axes.values()}, "vocab": vocab, "position": positions},
-            known=KNOWN_AXES,
-            aliases=ALIASES,
-        ),
-        devices=target.devices,
-        granules=target.granules,
-    )
-    Vocab = hax.Axis("vocab", _rounded(vocab, resolved))
+    checks += data_checks(config.data, tokenizer, vocab_size=vocab)
+    validation, validation_checks = find_validation(config.data)
+    known = {check.message for check in checks}
+    checks += [check for check in validation_checks if check.message not in known]
+    problems: list[ValueError] = []
+    resolved = attempted(problems, lambda: _resolved(config, model, vocab, target))
+    batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
+    transformation = attempted(problems, lambda: config.optimizer.build(trainer.num_train_steps))
+    refuse_all(checks, problems)
+    assert resolved is not None and batches is not None and transformation is not None
+    Vocab = hax.Axis("vocab", vocabulary_rows(vocab, resolved))
     model = replace(model, vocab_size=vocab)
     checks += vocab_checks
     if Vocab.size != vocab:
         rounded = f"{Vocab.size} rows of embedding and head, a multiple of what the mesh cuts"
         checks.append(Check(name="vocabulary", status="note", message=rounded))
-    batches = plan_batches(
-        trainer.train_batch_size,
-        per_device=trainer.per_device_parallelism,
-        ways=resolved.batch_ways,
-        positions=positions,
-        allow_padding=trainer.allow_nondivisible_batch_size,
-        mesh=str(resolved.spec),
-    )
     for stage in batches:
         since = f"from step {stage.start}: " if len(batches) > 1 else ""
         checks.append(Check(name="batch", status="ok", message=f"{since}{stage.plan}"))
-    transformation = config.optimizer.build(trainer.num_train_steps)
 
     def build(key: jax.Array) -> Any:
         return model.build(Vocab, key=key)
@@ -235,25 +239,32 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     )
     load = None
     if origin is not None and not state_plan.parameters.errors:
-        load, problems = _load_plan(origin, model, Vocab, state_plan, target)
-        checks += problems
+        load, load_checks = _load_plan(origin, model, Vocab, state_plan, target)
+        checks += load_checks
     if config.reference is None:
         first = init_program(state_plan, build, transformation, precision)
     else:
         first = init_optimizer_program(state, state_plan, transformation)
+    options = compiler_options(target.platform, target.kind)
+    first = replace(first, compiler_options=options)
 
-    def recipe(batches: BatchPlan) -> StepRecipe:
+    def recipe(batches: BatchPlan, watch: Watch | None) -> StepRecipe:
         return StepRecipe(
             optimizer=transformation,
             schedule=config.optimizer.schedule(trainer.num_train_steps),
             precision=precision,
             accumulation=batches.accumulation,
             parameters=state_plan.parameters,
+            z_loss_weight=config.z_loss_weight,
+            router_loss_weights=model.router_loss_weights,
+            skip_nonfinite=trainer.skip_nonfinite_steps > 0,
+            outliers=config.optimizer.outliers,
+            watch=watch,
         )
 
-    def step(stage: BatchStage) -> Program:
+    def step(stage: BatchStage, watch: Watch | None, suffix: str = "") -> Program:
         return step_program(
-            recipe(stage.plan),
+            recipe(stage.plan, watch),
             state=state,
             plan=state_plan,
             batch=abstract_batch(
@@ -263,12 +274,15 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
                 segments=config.data.block_cross_document_attention,
             ),
             mappings=resolved.mappings,
-            name=program_name(stage),
-            compiler_options=compiler_options(target.platform, target.kind),
+            name=program_name(stage) + suffix,
+            compiler_options=options,
         )
 
-    validation, validation_checks = find_validation(config.data)
-    checks += validation_checks
+    watch = Watch.of(trainer.watch)
+    steps = [step(stage, None if watch is None else watch.cheap) for stage in distinct(batches)]
+    if watch is not None and watch.histograms:
+        steps += [step(stage, watch, WATCHED) for stage in distinct(batches)]
+    checks += place_checks(config, model, state_plan)
     evaluations = []
     if validation is not None:
         per_device = trainer.per_device_eval_parallelism
@@ -280,7 +294,7 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
                 positions=positions,
                 precision=precision,
                 resolved=resolved,
-                compiler_options=compiler_options(target.platform, target.kind),
+                compiler_options=options,
             )
         )
     return RunPlan(
@@ -291,7 +305,7 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
         sharding=state_plan.whole,
         activations=activations,
         load=load,
-        programs=(first, *(step(stage) for stage in distinct(batches)), *evaluations),
+        programs=(first, *steps, *evaluations),
         workloads=tuple(training_workloads(model, batches, vocab, positions=positions, steps=trainer.num_train_steps)),
         notes=resolved.notes,
         work=TrainWork(
@@ -311,11 +325,34 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     )
 
 
+def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target) -> ResolvedMesh:
+    """The mesh and the mappings."""
+    axes = ModelAxes(
+        sizes={**{a.name: a.size for a in model.axes.values()}, "vocab": vocab, "position": config.positions},
+        known=KNOWN_AXES,
+        aliases=ALIASES,
+    )
+    return resolve(config.trainer.mesh, axes, devices=target.devices, granules=target.granules)
+
+
+def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:
+    """How each batch is divided."""
+    return plan_batches(
+        config.trainer.train_batch_size,
+        per_device=config.trainer.per_device_parallelism,
+        ways=resolved.batch_ways,
+        positions=config.positions,
+        allow_padding=config.trainer.allow_nondivisible_batch_size,
+        mesh=str(resolved.spec),
+    )
+
+
 def _origin(config: TrainLmConfig) -> Origin | None:
     """The checkpoint that the run begins from, as far as it can be reached; None where weights are made."""
     if config.reference is None:
         return None
-    return find_origin(config.reference, config.model, block_is_whole=not config.use_hf_model_config)
+    replaces = config.use_hf_model_config
+    return find_origin(config.reference, config.model, block_is_whole=not replaces, block_yields=replaces)
 
 
 def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
@@ -326,14 +363,6 @@ def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer 
     found, tokenizer = find_tokenizer(name, origin=None, size=model.vocab_size)
     size, how = vocabulary(model, tokenizer=found, names=(name, model.tokenizer))
     return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
-
-
-def _rounded(vocab: int, resolved: ResolvedMesh) -> int:
-    """The vocabulary's size up to the next multiple of what parameter and compute mapping cut it into."""
-    mappings = resolved.mappings
-    cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
-    unit = math.lcm(*cuts)
-    return -(-vocab // unit) * unit
 
 
 def _load_plan(
@@ -353,51 +382,28 @@ def _load_plan(
         return None, [Check(name="weights", status="error", message=str(error), error=error)]
 
 
-def _unsupported(config: TrainLmConfig) -> list[Check]:
-    """What would change the train step and is not built yet is an error; what stands beside it is a note."""
-    trainer = config.trainer
-    changing = {
-        "z_loss_weight": config.z_loss_weight != 0,
-        "adapter": (config.adapter or {}).get("type", "none") != "none",
-        "trainer.quantization": trainer.quantization is not None,
-        "trainer.model_averaging": trainer.model_averaging is not None,
-    }
-    beside = {
-        "eval_harness": config.eval_harness is not None,
-        "labeled_eval": config.labeled_eval is not None,
-        "log_entropy": config.log_entropy,
-        "hf_upload": bool(config.hf_upload),
-        "trainer.profiler": trainer.profiler.enabled,
-    }
-    errors = [ValueError(f"{key}: not supported yet; leave it out") for key, given in changing.items() if given]
-    return [
-        *(Check(name="config", status="error", message=str(error), error=error) for error in errors),
-        *(
-            Check(name="config", status="note", message=f"{key}: not supported yet, not planned")
-            for key, given in beside.items()
-            if given
-        ),
-    ]
-
-
 def train(config: TrainLmConfig) -> Trained:
     """Trains on the devices that are here; prints the plan before and what came of it behind."""
     configure_jax(config.trainer)
     found = local_devices(config.trainer.mesh)
     require_accelerator(wanted=config.trainer.require_accelerator, found=found)
+    id_ = run_id(config.trainer)
+    config = replace(config, trainer=replace(config.trainer, id=id_))
     plan = describe(config, local_target(found))
     show = jax.process_index() == 0
     if show:
         print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=plan.work.bytes_by_group))
         print(plan.report())
     plan.check()
-    id_ = run_id(config.trainer)
     if show:
         print(f"run {id_}: trainer.id={id_} goes on behind its last checkpoint", flush=True)
     tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())
     try:
-        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
-        done = execute(plan, plan.mesh.build(found.devices), run_id=id_, tracker=tracker)
+        tracker.log_hyperparameters(run_facts(plan))
+        try:
+            done = execute(plan, plan.mesh.build(found.devices), run_id=id_, tracker=tracker)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(what_is_left(config, id_)) from stop
         tracker.log_summary(done.summary)
     finally:
         tracker.finish()

@@ -3,15 +3,22 @@
 All of it is looked at before text is read or anything is computed.
 """
 
+import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from levanter.checkpoint import CheckpointRef, checkpoint_at, find_checkpoints
-from levanter.compat.hf.export import ExportPathError
-from levanter.io import exists, is_remote, join
+from levanter.checkpoint import CheckpointRef, Watch, checkpoint_at, find_checkpoints
+from levanter.compat.hf.export import INCOMPLETE, ExportPathError
+from levanter.io import is_remote, join, local_path
+from levanter.io.paths import base_name
+from levanter.trainer.parts import CheckpointDebugConfig
 
 if TYPE_CHECKING:
     from levanter.main.train_lm import TrainLmConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class MissingResumeError(ValueError):
@@ -48,6 +55,10 @@ class Places:
         """Where checkpoints are found."""
         return (self.checkpoints,) if self.temporary is None else (self.checkpoints, self.temporary)
 
+    def own(self, ref: CheckpointRef) -> bool:
+        """Whether a checkpoint is one of this run's."""
+        return any(ref.path == join(base, base_name(ref.path)) for base in self.bases)
+
     def newest(self) -> CheckpointRef | None:
         """The last complete checkpoint."""
         found = find_checkpoints(*self.bases)
@@ -58,22 +69,36 @@ class Places:
         assert self.exports is not None
         return join(self.exports, f"step-{taken}")
 
+    def lacks_export(self, taken: int) -> bool:
+        """Whether there is no export after so many steps."""
+        return not _names_in(self.export(taken))
+
 
 def find_resume(config: "TrainLmConfig", places: Places) -> CheckpointRef | None:
     """The checkpoint that the run goes on behind; None where it begins.
 
+    Its own comes first, then `trainer.load_checkpoint_path`, then `trainer.initialize_from`. With
+    `trainer.load_checkpoint: false` only the last of them counts.
+
     Raises:
         MissingResumeError: `trainer.load_checkpoint: true`, and there is none.
-        ValueError: `trainer.load_checkpoint_path` has none, or a checkpoint is damaged.
+        ValueError: a path that is given has none, or a checkpoint is damaged.
     """
     trainer = config.trainer
-    if trainer.load_checkpoint is False:
-        return None
     found = places.newest()
-    if found is not None:
+    if trainer.load_checkpoint is False:
+        if found is not None:
+            logger.warning(
+                "trainer.load_checkpoint is false: the run begins anew, in a folder that has the %s; without it, the "
+                "next start goes on behind the highest step there is",
+                found,
+            )
+    elif found is not None:
         return found
-    if trainer.load_checkpoint_path is not None:
+    elif trainer.load_checkpoint_path is not None:
         return checkpoint_at(trainer.load_checkpoint_path)
+    if trainer.initialize_from is not None:
+        return checkpoint_at(trainer.initialize_from)
     if trainer.load_checkpoint:
         raise MissingResumeError(
             f"trainer.load_checkpoint is true, but there is no complete checkpoint in {' or '.join(places.bases)}; "
@@ -85,7 +110,8 @@ def find_resume(config: "TrainLmConfig", places: Places) -> CheckpointRef | None
 def refuse_taken_exports(config: "TrainLmConfig", places: Places, resumed: CheckpointRef | None) -> None:
     """Looks at where exports will go, before anything is computed.
 
-    A run that resumes replaces what its earlier attempt exported.
+    A run that goes on behind a checkpoint of its own replaces what its earlier attempt exported. Where there is an
+    export, there is a checkpoint (it is saved first); an export that was killed half-way counts for nothing.
 
     Raises:
         ExportPathError: a run that begins would write where something is.
@@ -95,9 +121,51 @@ def refuse_taken_exports(config: "TrainLmConfig", places: Places, resumed: Check
         return
     if is_remote(places.exports):
         raise ValueError(f"hf_save_path: {config.hf_save_path}: exports go to a local path; copy the folder afterwards")
-    if resumed is None and exists(places.exports):
+    begins = resumed is None or not places.own(resumed)
+    if begins and any(not name.endswith(INCOMPLETE) for name in _names_in(places.exports)):
         raise ExportPathError(
             places.exports,
             "there are exports of another run here",
             suggestion="give another hf_save_path or trainer.id, or move the folder away",
         )
+
+
+def _names_in(folder: str) -> list[str]:
+    """What a local folder holds, or itself where it is a file; nothing where there is none."""
+    path = local_path(folder)
+    if os.path.isdir(path):
+        return sorted(os.listdir(path))
+    return [os.path.basename(path)] if os.path.exists(path) else []
+
+
+def what_is_left(config: "TrainLmConfig", run_id: str) -> str:
+    """What a run that was interrupted can go back to, in a line."""
+    places = Places.of(config, run_id)
+    try:
+        ref = places.newest()
+    except (OSError, ValueError) as error:
+        return f"its checkpoints cannot be listed ({error})"
+    if ref is None:
+        return f"no checkpoint was saved in {' or '.join(places.bases)}"
+    return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} goes on behind it"
+
+
+def checkpoint_watch(debug: CheckpointDebugConfig) -> Watch | None:
+    """What saves report about themselves, as `trainer.checkpointer.debug` says.
+
+    Raises:
+        ValueError: an interval or a number in it is senseless.
+    """
+    if not debug.enabled:
+        return None
+    try:
+        return Watch(
+            interval=debug.log_interval,
+            stacks_after=debug.dump_stacks_after,
+            frames=debug.tracemalloc_frames,
+            top=debug.top_allocations,
+            collect=debug.force_gc_before_serialize,
+            flush=debug.flush_logs,
+        )
+    except ValueError as error:
+        raise ValueError(f"trainer.checkpointer.debug: {error}") from error

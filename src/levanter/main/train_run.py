@@ -10,35 +10,42 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
-from haliax_ext.abstract import leaves, with_arrays
+from haliax_ext.abstract import with_arrays
 from haliax_ext.loading import load
-from levanter.checkpoint import Checkpointer, CheckpointRef, checkpoint_at, planned_targets, restore
-from levanter.compat.hf.export import export
+from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
+from levanter.compat.hf.export import Beside, export
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import plain
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.eval.perplexity import EvalResult
 from levanter.io import Progress
+from levanter.main.saved_model import model_metadata
 from levanter.main.train_evaluation import PROGRAM, Evaluate, validation_rows
-from levanter.main.train_places import Places, find_resume, refuse_taken_exports
+from levanter.main.train_first import begun_from, restored
+from levanter.main.train_instruments import guard_of, instruments
+from levanter.main.train_places import Places, checkpoint_watch, find_resume, refuse_taken_exports
 from levanter.main.workloads import stage_program
+from levanter.mesh.barrier import agreed_stop, barrier, process_0_first, require_same
 from levanter.run import RunPlan
 from levanter.tracker import Tracker
 from levanter.trainer.batches import placed_batches
-from levanter.trainer.hooks import Every, SaveCheckpoint, ShowProgress, StepSize, Throughput, Track
-from levanter.trainer.loop import Guard, Loop, Pause, Step, stop_signal
-from levanter.trainer.state import MODEL, TrainState
+from levanter.trainer.hooks import Every, SaveCheckpoint, ShowProgress, StepSize, Throughput
+from levanter.trainer.loop import Loop, Pause, Step, stop_signal
+from levanter.trainer.state import TrainState
 
 if TYPE_CHECKING:
     from levanter.main.train_lm import TrainLmConfig, TrainWork
 
 logger = logging.getLogger(__name__)
+
+DATA_SECONDS = 24 * 3600.0
+"""How long processes wait for the one that tokenizes; they are told within seconds where it is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +108,23 @@ def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trai
     config, show = work.config, jax.process_index() == 0
     places = Places.of(config, run_id)
     resumed = find_resume(config, places)
+    require_same(
+        "the checkpoint to resume from",
+        "none" if resumed is None else f"step {resumed.step} ({resumed.path})",
+        advice="trainer.checkpointer.base_path must be storage that all hosts see",
+    )
     first = 0 if resumed is None else resumed.step
     refuse_taken_exports(config, places, resumed)
-    data = _data(work, show=show)
+    with process_0_first("preparing data", seconds=DATA_SECONDS):
+        data = _data(work, show=show)
     stop = last_step(config, data)
     for line in (*data.describe(stop), *data.notes):
         logger.info("data: %s", line)
     if resumed is not None:
         logger.info("resuming from the %s", resumed)
         _compare_data(resumed, data)
-    with _checkpointer(config, places) as checkpointer:
+    # Whoever is told to end twice still saves before it does.
+    with _checkpointer(plan, places) as checkpointer, stop_signal() as stopping:
         state = first_state(plan, mesh, resumed, show=show)
         save = SaveCheckpoint(
             checkpointer=checkpointer,
@@ -119,44 +133,62 @@ def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trai
                 "rows_drawn": data.schedule.first_draw(taken),
                 "config": plain(config),
                 "jax": jax.__version__,
+                **model_metadata(work.model, tokenizer=config.data.tokenizer),
             },
         )
 
         def export_now(taken: int, state: TrainState) -> str:
             return _export(work, state, places.export(taken), show=show)
 
+        def save_and_export(taken: int, state: TrainState) -> None:
+            # An export takes a while. So that an attempt that is killed in it goes on behind it, and so that where
+            # there are exports there is a checkpoint, the run is saved first.
+            save.save(taken, state)
+            checkpointer.wait()
+            export_now(taken, state)
+
         pauses: list[Pause] = [save]
         if places.exports is not None:
-            pauses.append(Every(steps=config.hf_save_steps, action=export_now, until=stop))
+            exports = Every(steps=config.hf_save_steps, action=save_and_export, until=stop)
+            pauses.append(exports)
+            if first and exports.due(first) and places.lacks_export(first):
+                # The attempt before was killed behind the checkpoint and before its export was whole.
+                export_now(first, state)
         evaluate = _evaluation(plan, mesh, data, tracker=tracker, last=stop, show=show)
         if evaluate is not None:
             pauses.append(evaluate)
         size_of = _sizes(plan)
         tokens_before = data.schedule.first_draw(first) * data.positions
-        track = Track(tracker=tracker, size_of=size_of, steps=stop, tokens=tokens_before)
+        observed = instruments(
+            plan, mesh, tracker=tracker, run_id=run_id, size_of=size_of, steps=stop, tokens=tokens_before
+        )
+        track = observed.track
+        if observed.profile is not None:
+            # First, so that a profile ends before what pauses the run behind its last step.
+            pauses.insert(0, observed.profile)
         losses: deque[float] = deque(maxlen=1)
+        barrier("the first step")
         began = time.monotonic()
         left = data.schedule.first_draw(max(stop, first)) * data.positions - tokens_before
-        with Progress("training", total=left, unit="tokens", show=show) as progress, stop_signal() as stopping:
+        with Progress("training", total=left, unit="tokens", show=show) as progress:
             loop = Loop(
-                step_of=_steps(plan, mesh),
+                step_of=_steps(plan, mesh, observed.watched),
                 listeners=[
+                    observed.watchdog,
                     track,
                     ShowProgress(progress=progress, size_of=size_of, steps=stop),
                     lambda report: losses.append(report.loss),
                 ],
                 pauses=pauses,
-                guard=Guard(
-                    nan=config.trainer.crash_on_nan,
-                    inf=config.trainer.crash_on_inf,
-                    last_checkpoint=lambda: _last(checkpointer, resumed),
-                ),
-                stopping=stopping,
+                guard=guard_of(plan, lambda: _last(checkpointer, resumed)),
+                around_pauses=observed.watchdog.resting,
+                watched=observed.watched,
+                stopping=agreed_stop(stopping),
             )
             batches = placed_batches(
                 data, lambda step: stage_program(plan, work.batches, step).inputs[1], mesh, first=first, stop=stop
             )
-            with closing(batches):
+            with closing(batches), observed.running(first):
                 ended = loop.run(state, batches, first=first)
         seconds = time.monotonic() - began
         if ended.taken > first or resumed is None:
@@ -197,7 +229,7 @@ def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, sho
     work: TrainWork = plan.work
     config = work.config
     if resumed is not None:
-        return with_arrays(work.state, restore(resumed, planned_targets(plan.sharding, mesh)))
+        return restored(plan, mesh, resumed)
     key = jax.random.PRNGKey(config.trainer.seed)
     if config.reference is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
@@ -211,29 +243,7 @@ def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, sho
                 progress=lambda at: progress.advance_to(at.bytes_done, note=at.path),
             )
         return plan.program("init_optimizer").jit(mesh)(with_arrays(work.state.model, loaded.arrays), key)
-    state = plan.program("init_state").jit(mesh)(key)
-    named = config.initialize_from_checkpoint_path or config.trainer.initialize_from
-    return state if named is None else _with_model_of(state, checkpoint_at(named), plan, mesh)
-
-
-def _with_model_of(state: TrainState, ref: CheckpointRef, plan: RunPlan, mesh: Mesh) -> TrainState:
-    """A fresh state with the parameters of a checkpoint of ours."""
-    prefix = f"{MODEL}."
-    wanted = {path: t for path, t in planned_targets(plan.sharding, mesh).items() if path.startswith(prefix)}
-    if plan.work.config.trainer.allow_partial_checkpoint:
-        lacking = sorted(wanted.keys() - ref.leaves.keys())
-        for path in lacking:
-            logger.warning("%s: %s is not in it and is initialized", ref.path, path)
-        wanted = {path: target for path, target in wanted.items() if path in ref.leaves}
-    found = {path.removeprefix(prefix): x for path, x in restore(ref, wanted, unexpected="skip").items()}
-    logger.info("parameters from the %s", ref)
-    own = _by_path(state.model)
-    return replace(state, model=with_arrays(state.model, {**own, **found}))
-
-
-def _by_path(module: Any) -> dict[str, jax.Array]:
-    """A module's arrays by path."""
-    return {leaf.path: x for leaf, x in zip(leaves(module), jax.tree.leaves(module), strict=True)}
+    return begun_from(plan, mesh, plan.program("init_state").jit(mesh)(key))
 
 
 def _data(work: "TrainWork", *, show: bool) -> TrainingData:
@@ -290,8 +300,10 @@ def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
         )
 
 
-def _checkpointer(config: "TrainLmConfig", places: Places) -> Checkpointer:
-    written = config.trainer.checkpointer
+def _checkpointer(plan: RunPlan, places: Places) -> Checkpointer:
+    work: TrainWork = plan.work
+    written, vocab = work.config.trainer.checkpointer, work.model.vocab_size
+    assert vocab is not None
     return Checkpointer(
         places.checkpoints,
         keep=[(interval.every, interval.until) for interval in written.keep],
@@ -299,6 +311,8 @@ def _checkpointer(config: "TrainLmConfig", places: Places) -> Checkpointer:
         keep_last_temporary=written.keep_last_temporary_checkpoints,
         temporary_base=places.temporary,
         delete_old_temporary=written.delete_old_temp_checkpoints,
+        used=used_shapes((each.leaf for each in plan.sharding.leaves), {"vocab": vocab}),
+        watch=checkpoint_watch(written.debug),
     )
 
 
@@ -311,12 +325,12 @@ def _last(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
     )
 
 
-def _steps(plan: RunPlan, mesh: Mesh) -> Callable[[int], Step]:
+def _steps(plan: RunPlan, mesh: Mesh, watched: Callable[[int], bool]) -> Callable[[int], Step]:
     """The compiled step of every step."""
     jitted: dict[str, Step] = {}
 
     def step_of(step: int) -> Step:
-        program = stage_program(plan, plan.work.batches, step)
+        program = stage_program(plan, plan.work.batches, step, watched=watched(step))
         if program.name not in jitted:
             jitted[program.name] = program.jit(mesh)
         return jitted[program.name]
@@ -326,18 +340,20 @@ def _steps(plan: RunPlan, mesh: Mesh) -> Callable[[int], Step]:
 
 def _sizes(plan: RunPlan) -> Callable[[int], StepSize]:
     """How much each step does."""
-    flops = {each.program: each.flops_full for each in plan.workloads}
+    flops = {each.program: (each.flops_full, each.flops_causal) for each in plan.workloads}
 
     def size_of(step: int) -> StepSize:
         stage = [stage for stage in plan.work.batches if stage.start <= step][-1]
         name = stage_program(plan, plan.work.batches, step).name
-        return StepSize(rows=stage.plan.rows, tokens=stage.plan.tokens, flops=flops[name])
+        full, causal = flops[name]
+        return StepSize(rows=stage.plan.rows, tokens=stage.plan.tokens, flops=full, flops_causal=causal)
 
     return size_of
 
 
 def _export(work: "TrainWork", state: TrainState, folder: str, *, show: bool) -> str:
     tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
+    barrier("exporting")
     with Progress(f"exporting to {folder}", total=None, unit="bytes", show=show) as progress:
 
         def tell(done: int, total: int) -> None:
@@ -348,7 +364,7 @@ def _export(work: "TrainWork", state: TrainState, folder: str, *, show: bool) ->
             state.model,
             work.model,
             folder,
-            tokenizer=tokenizer,
+            beside=Beside(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ())),
             dtype=work.config.hf_save_dtype,
             overwrite=True,
             progress=tell,

@@ -101,16 +101,21 @@ def training_workloads(
         )
 
 
+WATCHED = "_watched"
+"""Behind the name of a train step: the same step, with histograms."""
+
+
 def program_name(stage: BatchStage) -> str:
     """What the train step of a stage is called: `train_step`, and with the first step of later stages."""
     return "train_step" if stage.start == 0 else f"train_step_from_{stage.start}"
 
 
-def stage_program(plan: RunPlan, batches: tuple[BatchStage, ...], step: int) -> Program:
-    """The train step that a step runs."""
+def stage_program(plan: RunPlan, batches: tuple[BatchStage, ...], step: int, *, watched: bool = False) -> Program:
+    """The train step that a step runs; `watched` asks for the one with histograms, where there is one."""
     (*_, stage) = [stage for stage in batches if stage.start <= step]
-    own = next(each for each in distinct(batches) if _size(each) == _size(stage))
-    return plan.program(program_name(own))
+    own = program_name(next(each for each in distinct(batches) if _size(each) == _size(stage)))
+    there = {program.name for program in plan.programs}
+    return plan.program(own + WATCHED if watched and own + WATCHED in there else own)
 
 
 def distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:

@@ -1,6 +1,33 @@
 """Models on named axes. Importing this package registers every family."""
 
+from levanter.models.absent import register_absent
+from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
+from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
+from levanter.models.mistral import MistralConfig
+from levanter.models.mixtral import MixtralConfig, Qwen3MoeConfig
+from levanter.models.olmo import Olmo2Config, Olmo3Config
+from levanter.models.phi import Phi3Config
+from levanter.models.qwen import Qwen3Config, QwenConfig
 from levanter.models.registry import LmConfig
+from levanter.models.smollm3 import SmolLM3Config
 
-__all__ = ["LlamaConfig", "LmConfig"]
+__all__ = [
+    "Gemma2Config",
+    "Gemma3Config",
+    "GemmaConfig",
+    "Gpt2Config",
+    "LlamaConfig",
+    "LmConfig",
+    "MistralConfig",
+    "MixtralConfig",
+    "Olmo2Config",
+    "Olmo3Config",
+    "Phi3Config",
+    "Qwen3Config",
+    "Qwen3MoeConfig",
+    "QwenConfig",
+    "SmolLM3Config",
+]
+
+register_absent()  # what no family above has taken

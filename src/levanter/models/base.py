@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention import AttentionMask
+from levanter.layers.attention.reference import soft_capped
+from levanter.layers.experts import RouterLosses
 from levanter.models.registry import LmConfig
 
 
@@ -37,6 +39,15 @@ class LmHeadModel(eqx.Module):
             positions: the position of each token, where it is not its index.
         """
 
+    def with_router_losses(
+        self, input_ids: NamedArray, *, segment_ids: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterLosses | None]:
+        """What a call gives, and the sums over layers of what is added to a training loss for the routers' sake.
+
+        None where there are no routers, or `config.router_loss_weights` wants nothing of them.
+        """
+        return self(input_ids, segment_ids=segment_ids), None
+
     @abstractmethod
     def head_weight(self) -> NamedArray:
         """The output head, `[vocab, embed]`."""
@@ -49,4 +60,5 @@ class LmHeadModel(eqx.Module):
     def logits(self, activations: NamedArray) -> NamedArray:
         """Float32 logits, `[…, vocab]`. Constraint point: the result."""
         weight = self.head_weight()
-        return hax.auto_sharded(hax.dot(activations, weight, axis="embed", preferred_element_type=jnp.float32))
+        logits = hax.auto_sharded(hax.dot(activations, weight, axis="embed", preferred_element_type=jnp.float32))
+        return soft_capped(logits, self.config.logit_soft_cap)

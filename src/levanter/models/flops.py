@@ -48,7 +48,25 @@ def flops_per_token(
         attention: `full` counts every pair of positions (the usual 12·L·H·Q·S convention of MFU); `causal` counts the
             pairs that a causal mask shows, `(context_length + 1) / 2` keys a token.
     """
-    keys = context_length if attention == "full" else (context_length + 1) / 2
     return FlopsPerToken(
-        weights=2.0 * config.matmul_parameters(vocab_size), attention=4.0 * config.attention_features * keys
+        weights=2.0 * config.matmul_parameters(vocab_size),
+        attention=sum(
+            4.0 * group.features * mean_keys(context_length, window=group.window, attention=attention)
+            for group in config.attention_groups
+        ),
     )
+
+
+def mean_keys(context_length: int, *, window: int | None, attention: Literal["causal", "full"]) -> float:
+    """Keys that a token meets on average in a sequence of `context_length`.
+
+    Args:
+        context_length: tokens in a sequence.
+        window: keys that a query sees at most, itself included.
+        attention: `full` counts `context_length` keys (at most the window); `causal` those that the mask shows.
+    """
+    seen = context_length if window is None else min(window, context_length)
+    if attention == "full":
+        return float(seen)
+    # The first `seen` tokens meet 1, 2, …, `seen` keys, all later ones `seen`.
+    return seen * (2 * context_length - seen + 1) / (2 * context_length)

@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionGroup:
+    """Layers whose queries see equally far.
+
+    Attributes:
+        features: of all query heads of these layers: `layers · heads · head_size`.
+        window: how many keys a query sees, itself included; None for all before it.
+    """
+
+    features: int
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LmConfig(draccus.ChoiceRegistry):
     """The architecture of a causal language model.
 
@@ -54,6 +67,11 @@ class LmConfig(draccus.ChoiceRegistry):
         """The axes of the model's weights by name, without `vocab`."""
 
     @property
+    def router_loss_weights(self) -> tuple[float, float] | None:
+        """What the routers' balance and z losses, summed over layers, count in training; None for nothing."""
+        return None
+
+    @property
     def max_Pos(self) -> Axis:
         """The axis of positions at full length."""
         return Axis("position", self.max_seq_len)
@@ -82,8 +100,18 @@ class LmConfig(draccus.ChoiceRegistry):
 
     @property
     @abstractmethod
+    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+        """Every layer's query features, by how far the layer sees."""
+
+    @property
     def attention_features(self) -> int:
         """Features of all query heads of all layers: `layers · heads · head_size`."""
+        return sum(group.features for group in self.attention_groups)
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """Bound of the head's logits, `bound · tanh(logit / bound)`; None for none."""
+        return None
 
     @abstractmethod
     def for_platform(

@@ -24,7 +24,7 @@ from haliax_ext.by_shard import Opened
 from haliax_ext.mapping import AxisMapping, shard_like_parameter, ways_in_scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.reference import HIDDEN
+from levanter.layers.attention.reference import HIDDEN, soft_capped
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 
@@ -75,6 +75,7 @@ def token_logprobs(
     attn_mask: AttentionMask | None = None,
     positions: NamedArray | None = None,
     chunk: int | None = None,
+    activations: NamedArray | None = None,
 ) -> NamedArray:
     """Log-probability of each next token.
 
@@ -88,25 +89,66 @@ def token_logprobs(
         attn_mask: causal by default.
         positions: the position of each token, where it is not its index.
         chunk: positions scored at a time; default the config's `cross_entropy_block_size`, else `default_chunk`.
+        activations: the model's for these tokens, where they are there already.
 
     Returns:
         Float32 with the axes of `tokens`; entry t is log p(tokens[t+1] | tokens[..t]). The last entry of a sequence,
         and of each segment, is 0.
     """
-    activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions)
+    if activations is None:
+        activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions)
+    logprobs, _ = _scores(model, activations, tokens, segment_ids, chunk, normalizers=False)
+    return logprobs
+
+
+def token_scores(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    *,
+    segment_ids: NamedArray | None = None,
+    chunk: int | None = None,
+    activations: NamedArray | None = None,
+) -> tuple[NamedArray, NamedArray]:
+    """Log-probability of each next token, and the log-normalizer of the distribution it is from.
+
+    The log-normalizer is the log-sum-exp of the logits, which z-loss keeps near 0.
+
+    Args:
+        model, tokens, segment_ids, chunk, activations: see `token_logprobs`.
+
+    Returns:
+        Both as `token_logprobs` returns the first: float32, 0 where nothing follows.
+    """
+    if activations is None:
+        activations = model(tokens, segment_ids=segment_ids)
+    logprobs, normalizers = _scores(model, activations, tokens, segment_ids, chunk, normalizers=True)
+    assert normalizers is not None
+    return logprobs, normalizers
+
+
+def _scores(
+    model: LmHeadModel,
+    activations: NamedArray,
+    tokens: NamedArray,
+    segment_ids: NamedArray | None,
+    chunk: int | None,
+    *,
+    normalizers: bool,
+) -> tuple[NamedArray, NamedArray | None]:
     chunk = chunk or model.config.cross_entropy_block_size
     if chunk is None:
         others = [-(-axis.size // ways_in_scope(axis.name)) for axis in tokens.axes if axis.name != "position"]
         vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
         chunk = default_chunk(rows=math.prod(others), vocab=vocab, parts=ways_in_scope("position"))
-    found = target_logprobs(
+    found = _target_scores(
         activations,
         model.head_weight(),
         hax.roll(tokens, -1, "position"),
         chunk=chunk,
-        vocab_size=model.config.vocab_size,
+        how=_How(vocab_size=model.config.vocab_size, soft_cap=model.config.logit_soft_cap, normalizers=normalizers),
     )
-    return hax.where(has_next(tokens.axes, segment_ids), found, 0.0)
+    counts = has_next(tokens.axes, segment_ids)
+    return hax.where(counts, found[0], 0.0), hax.where(counts, found[1], 0.0) if normalizers else None
 
 
 def has_next(axes: tuple[Axis, ...], segment_ids: NamedArray | None = None) -> NamedArray:
@@ -137,7 +179,13 @@ def chunking(positions: int, chunk: int) -> tuple[int, int]:
 
 
 def target_logprobs(
-    activations: NamedArray, head_weight: NamedArray, targets: NamedArray, *, chunk: int, vocab_size: int | None = None
+    activations: NamedArray,
+    head_weight: NamedArray,
+    targets: NamedArray,
+    *,
+    chunk: int,
+    vocab_size: int | None = None,
+    soft_cap: float | None = None,
 ) -> NamedArray:
     """Log-probability of `targets` under the head's distribution at each activation, float32.
 
@@ -147,7 +195,24 @@ def target_logprobs(
         targets: ids, `[…, position]`.
         chunk: positions at a time.
         vocab_size: entries of `vocab` that count; None for all.
+        soft_cap: bound of the logits; see `head_logits`.
     """
+    how = _How(vocab_size=vocab_size, soft_cap=soft_cap, normalizers=False)
+    return _target_scores(activations, head_weight, targets, chunk=chunk, how=how)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """What is found of each token: by which distribution (`head_logits`), and whether its log-normalizer is wanted."""
+
+    vocab_size: int | None
+    soft_cap: float | None
+    normalizers: bool
+
+
+def _target_scores(
+    activations: NamedArray, head_weight: NamedArray, targets: NamedArray, *, chunk: int, how: _How
+) -> tuple[NamedArray, ...]:
     Pos = targets.resolve_axis("position")
     count, size = chunking(Pos.size, chunk)
     Chunks, Chunk = Axis("chunks", count), Pos.resize(size)
@@ -157,17 +222,21 @@ def target_logprobs(
         return hax.pad(x, {Pos: (0, padding)}).unflatten_axis(Pos.name, (Chunk, Chunks))
 
     with jax.named_scope("lm_head"):
-        found: Any = _in_chunks(cut(activations), head_weight, cut(targets), Chunks, vocab_size)
+        found: Any = _in_chunks(cut(activations), head_weight, cut(targets), Chunks, how)
     others = [axis for axis in targets.axes if axis != Pos]
-    found = found.rearrange((*others, Chunk, Chunks)).flatten_axes((Chunk, Chunks), Pos.resize(Pos.size + padding))
-    return hax.auto_sharded(found[Pos.name, 0 : Pos.size].rearrange(targets.axes))
+
+    def whole(x: NamedArray) -> NamedArray:
+        x = x.rearrange((*others, Chunk, Chunks)).flatten_axes((Chunk, Chunks), Pos.resize(Pos.size + padding))
+        return hax.auto_sharded(x[Pos.name, 0 : Pos.size].rearrange(targets.axes))
+
+    return tuple(whole(x) for x in found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _in_chunks(
-    x: NamedArray, weight: NamedArray, targets: NamedArray, Chunks: Axis, vocab_size: int | None
-) -> NamedArray:
-    """`_chunk_logprobs` of each chunk, in a loop.
+    x: NamedArray, weight: NamedArray, targets: NamedArray, Chunks: Axis, how: _How
+) -> tuple[NamedArray, ...]:
+    """`_chunk_scores` of each chunk, in a loop.
 
     Its own derivative, because JAX's would add up the head's gradient over the chunks in the head's dtype: in 16 bits,
     the later chunks of a long sequence hardly count. Here it is added up in float32 and rounded once. And what is
@@ -178,23 +247,25 @@ def _in_chunks(
     # this function, because the constraint would hold for the gradient too, which nobody needs whole.
     weight = hax.auto_sharded(weight)
 
-    def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, NamedArray]:
-        return None, _chunk_logprobs(x, weight, target, vocab_size)
+    def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, tuple[NamedArray, ...]]:
+        return None, _chunk_scores(x, weight, target, how)
 
     _, found = hax.scan(step, Chunks)(None, x, targets)
     return found
 
 
-def _in_chunks_forward(x, weight, targets, Chunks, vocab_size):
-    return _in_chunks(x, weight, targets, Chunks, vocab_size), (x, weight, targets)
+def _in_chunks_forward(x, weight, targets, Chunks, how):
+    return _in_chunks(x, weight, targets, Chunks, how), (x, weight, targets)
 
 
-def _in_chunks_backward(Chunks, vocab_size, kept, cotangent):
+def _in_chunks_backward(Chunks, how, kept, cotangent):
     x, stored, targets = kept
     rows = Opened.of(axis for axis in targets.axes if axis != Chunks)
 
-    def step(total: NamedArray, x: NamedArray, target: NamedArray, given: NamedArray) -> tuple[NamedArray, NamedArray]:
-        _, pull_back = jax.vjp(lambda x, w: _chunk_logprobs(x, w, target, vocab_size), x, weight)
+    def step(
+        total: NamedArray, x: NamedArray, target: NamedArray, given: tuple[NamedArray, ...]
+    ) -> tuple[NamedArray, NamedArray]:
+        _, pull_back = jax.vjp(lambda x, w: _chunk_scores(x, w, target, how), x, weight)
         of_x, of_weight = pull_back(given)
         return hax.auto_sharded(total + of_weight.astype(jnp.float32).rearrange(total.axes)), of_x
 
@@ -204,7 +275,9 @@ def _in_chunks_backward(Chunks, vocab_size, kept, cotangent):
         # `vocab` last: the devices' sums are cut along `embed`, which is cheap for an outer axis only.
         sums = (*(axis for axis in weight.axes if axis.name != "vocab"), weight.resolve_axis("vocab"))
         start = hax.auto_sharded(hax.zeros(sums, dtype=jnp.float32))
-        total, of_x = hax.scan(step, Chunks)(start, opened, rows.open(targets), rows.open(cotangent))
+        total, of_x = hax.scan(step, Chunks)(
+            start, opened, rows.open(targets), tuple(rows.open(given) for given in cotangent)
+        )
     whole = shard_like_parameter(hax.sum(total, rows.shards) if rows.shards else total)
     # Rounded when each device has its part: before, the compiler lays the whole sum out anew (2 GiB for Llama 3.1 8B).
     of_head = jax.lax.optimization_barrier(whole).rearrange(stored.axes).astype(stored.dtype)
@@ -214,16 +287,33 @@ def _in_chunks_backward(Chunks, vocab_size, kept, cotangent):
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
-def _chunk_logprobs(x: NamedArray, weight: NamedArray, target: NamedArray, vocab_size: int | None) -> NamedArray:
+def head_logits(x: NamedArray, weight: NamedArray, *, vocab_size: int | None, soft_cap: float | None) -> NamedArray:
+    """Float32 logits of a chunk of activations. Constraint point: the products.
+
+    Args:
+        x: activations, `[…, embed]`.
+        weight: the head, `[vocab, embed]`.
+        vocab_size: entries of `vocab` that count, the others are hidden; None for all.
+        soft_cap: bound of the logits, `bound · tanh(logit / bound)`; None for none.
+    """
     Vocab = weight.resolve_axis("vocab")
     logits = hax.auto_sharded(hax.dot(x, weight, axis="embed", preferred_element_type=jnp.float32))
-    entries = hax.arange(Vocab)
+    logits = soft_capped(logits, soft_cap)
     if vocab_size is not None and vocab_size < Vocab.size:
-        logits = hax.where(entries < vocab_size, logits, HIDDEN)
+        logits = hax.where(hax.arange(Vocab) < vocab_size, logits, HIDDEN)
+    return logits
+
+
+def _chunk_scores(x: NamedArray, weight: NamedArray, target: NamedArray, how: _How) -> tuple[NamedArray, ...]:
+    """The log-probabilities of the targets; behind them the log-normalizers, where they are wanted."""
+    Vocab = weight.resolve_axis("vocab")
+    entries = hax.arange(Vocab)
+    logits = head_logits(x, weight, vocab_size=how.vocab_size, soft_cap=how.soft_cap)
     top = jax.lax.stop_gradient(hax.max(logits, Vocab))
     normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
     is_target = target.broadcast_axis(Vocab).rearrange(logits.axes) == entries.astype(target.dtype)
-    return hax.sum(hax.where(is_target, logits, 0.0), Vocab) - normalizer
+    logprob = hax.sum(hax.where(is_target, logits, 0.0), Vocab) - normalizer
+    return (logprob, normalizer) if how.normalizers else (logprob,)
 
 
 def mean_loss(

@@ -5,6 +5,8 @@
 square root of the blocks' inputs, "offload" keeps them in host memory, "recompute" and "full" keep nothing by name.
 A mapping of its fields may also keep activations inside a block by name (`layers.saved`): on the device with
 `save_block_internals: [query, key, value]`, in host memory with `offload_block_internals`.
+
+Layers that differ are scanned in *periods*: the body of the scan is a few layers, each with its own static parts.
 """
 
 import dataclasses
@@ -12,7 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
-from haliax import Axis
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
 from haliax.nn import ScanCheckpointPolicy
 from haliax.nn.scan import BlockSeq, Stacked
 
@@ -60,12 +64,40 @@ def _check_names(field: str, names: Any) -> None:
         )
 
 
+class Period(eqx.Module):
+    """Consecutive layers that differ, as the body of one scan.
+
+    Attributes:
+        places: the layers.
+        policy: what of each layer is kept for the backward pass.
+    """
+
+    places: tuple[Any, ...]
+    policy: ScanCheckpointPolicy = eqx.field(static=True)
+
+    @staticmethod
+    def init(block: type[Any], specs: tuple[Any, ...], policy: ScanCheckpointPolicy, *, key: jax.Array) -> "Period":
+        """Freshly initialized layers, `block.init(spec, key=…)` for each spec; `key` holds one for each."""
+        places = tuple(block.init(spec, key=key[n]) for n, spec in enumerate(specs))
+        return Period(places=places, policy=policy)
+
+    def __call__(self, x: NamedArray, *args: Any) -> NamedArray:
+        """Maps the residual stream through each layer in turn."""
+
+        def call(place: Any, x: NamedArray, *args: Any) -> NamedArray:
+            return place(hax.tree_checkpoint_name(x, "carry"), *args)
+
+        for place in self.places:
+            x = self.policy.checkpoint("carry", "input", call)(place, x, *args)
+        return x
+
+
 def stack_of(
     Layers: Axis,
     block: type[eqx.Module],
     *,
     scan: bool,
-    gradient_checkpointing: bool | str | Mapping[str, Any],
+    gradient_checkpointing: bool | str | Mapping[str, Any] | ScanCheckpointPolicy,
 ) -> Callable[..., Stacked | BlockSeq]:
     """What builds a stack: call the result with the block's `init` arguments, keys with the `layers` axis first."""
     policy = checkpoint_policy(gradient_checkpointing)

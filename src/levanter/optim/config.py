@@ -6,7 +6,7 @@ parameter mapping places them like the parameters themselves.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ import jax
 import optax
 
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
-from levanter.optim.parameters import decay_mask
+from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
+from levanter.optim.outliers import SkipStepConfig, carry_recent
+from levanter.optim.parameters import Parameter, decay_mask, map_parameters
 from levanter.optim.schedules import LrSchedule, Schedule, build_schedule, cycle_ends, shape_of
 
 
@@ -114,12 +116,30 @@ class OptimizerConfig(draccus.ChoiceRegistry):
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         """The whole transformation, from gradients to what is added to the parameters."""
-        chain = [] if self.max_grad_norm is None else [optax.clip_by_global_norm(self.max_grad_norm)]
-        chain.append(self.scaling())
-        if self.weight_decay > 0:
-            chain.append(optax.add_decayed_weights(self.weight_decay, self._decay_mask()))
-        chain.append(optax.scale_by_learning_rate(self.schedule(num_train_steps)))  # pyright: ignore
+        chain = [*self.stages(), optax.scale_by_learning_rate(self.schedule(num_train_steps))]  # pyright: ignore
+        if self.outliers is not None:
+            chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))
+
+    def stages(self) -> list[optax.GradientTransformation]:
+        """What comes before the learning rate: clipping, the optimizer proper, weight decay.
+
+        Always three, so that the paths of their states, and with them checkpoints, do not depend on what is off.
+        """
+        return [self.clipping(), self.scaling(), self.decaying(self.weight_decay)]
+
+    def clipping(self) -> optax.GradientTransformation:
+        """Clipping of the global norm."""
+        return optax.identity() if self.max_grad_norm is None else optax.clip_by_global_norm(self.max_grad_norm)
+
+    def decaying(self, weight_decay: float) -> optax.GradientTransformation:
+        """Weight decay of the parameters that it applies to."""
+        return optax.add_decayed_weights(weight_decay, self._decay_mask()) if weight_decay > 0 else optax.identity()
+
+    @property
+    def outliers(self) -> SkipStepConfig | None:
+        """When a step is left out as far from those before; None for never."""
+        return None
 
 
 def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -142,7 +162,9 @@ class AdamConfig(OptimizerConfig):
         beta2: of the second moment.
         epsilon: added to the root of the second moment.
         nesterov: whether the first moment looks one step ahead.
-        update_rms_clipping, clip_update_norm, skip_bad_steps, adamc_weight_decay: not supported yet.
+        skip_bad_steps: whether steps are left out whose loss or gradient is far above the last ones'; a number says
+            how many of them are remembered.
+        update_rms_clipping, clip_update_norm, adamc_weight_decay: not supported yet.
     """
 
     beta1: float = 0.9
@@ -151,13 +173,24 @@ class AdamConfig(OptimizerConfig):
     nesterov: bool = False
     update_rms_clipping: float | None = None
     clip_update_norm: dict[str, Any] | None = None
-    skip_bad_steps: bool | int | dict[str, Any] = False
+    skip_bad_steps: bool | int | SkipStepConfig = False
     adamc_weight_decay: bool = False
 
     def _unsupported(self) -> Iterable[str]:
-        for name in ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay"):
+        for name in ("update_rms_clipping", "clip_update_norm", "adamc_weight_decay"):
             if getattr(self, name):
                 yield f"{name}: not supported yet; leave it out"
+        if not isinstance(self.skip_bad_steps, bool | SkipStepConfig) and self.skip_bad_steps < 2:
+            yield f"skip_bad_steps: at least 2 steps are remembered, got {self.skip_bad_steps}"
+
+    @property
+    def outliers(self) -> SkipStepConfig | None:
+        given = self.skip_bad_steps
+        if isinstance(given, SkipStepConfig):
+            return given
+        if isinstance(given, bool):
+            return SkipStepConfig() if given else None
+        return SkipStepConfig(rolling_interval_length=given)
 
     def scaling(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)
@@ -243,3 +276,76 @@ class SgdConfig(OptimizerConfig):
 
     def scaling(self) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+
+
+@OptimizerConfig.register_subclass("muon")
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerConfig):
+    """Muon for the matrices between hidden layers; AdamW for embeddings, the output head, norms and biases.
+
+    Attributes:
+        learning_rate: of the matrices.
+        adam_lr: the peak for all others; it rises and falls as `learning_rate` does.
+        lr: upstream's key, without effect: `learning_rate` is what counts.
+        momentum: of the matrices: the part that is kept.
+        nesterov: whether the gradient is added once more.
+        backend_steps: steps of the iteration that makes a matrix orthogonal.
+        coefficient_type: its polynomial: `quintic` (fast, singular values about 0.7 to 1.2) or `simple` (slow, exact).
+        muon_epsilon: added to the norm that a matrix is divided by.
+        use_kimi_scaling: whether updates are scaled to AdamW's size, so that its learning rates and weight decay fit.
+        beta1, beta2, epsilon: of AdamW.
+        weight_decay: of the matrices.
+        adam_weight_decay: of all others; null for that of the matrices.
+        max_grad_norm: of all but the matrices, whose update does not depend on the gradient's size.
+    """
+
+    lr: float = 0.02
+    adam_lr: float = 6e-4
+    momentum: float = 0.95
+    nesterov: bool = True
+    backend_steps: int = 5
+    coefficient_type: Coefficients = "quintic"
+    muon_epsilon: float = 1e-8
+    use_kimi_scaling: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    adam_weight_decay: float | None = None
+
+    def _unsupported(self) -> Iterable[str]:
+        if self.learning_rate == 0:
+            yield "learning_rate: must be positive; adam_lr is scaled from it"
+        if self.backend_steps < 1:
+            yield f"backend_steps: must be at least 1, got {self.backend_steps}"
+        if not 0 <= self.momentum < 1:
+            yield f"momentum: must be from 0 to below 1, got {self.momentum}"
+
+    def scaling(self) -> optax.GradientTransformation:
+        return scale_by_muon(
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            steps=self.backend_steps,
+            epsilon=self.muon_epsilon,
+            coefficients=self.coefficient_type,
+            kimi=self.use_kimi_scaling,
+        )
+
+    def stages(self) -> list[optax.GradientTransformation]:
+        others = self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
+        adam = [
+            self.clipping(),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            self.decaying(others),
+            # Every schedule is proportional to its peak.
+            optax.scale(self.adam_lr / self.learning_rate),
+        ]
+        return [
+            optax.masked(optax.chain(self.scaling(), self.decaying(self.weight_decay)), _where(is_hidden_matrix)),
+            optax.masked(optax.chain(*adam), _where(lambda parameter: not is_hidden_matrix(parameter))),
+        ]
+
+
+def _where(chosen: Callable[[Parameter], bool]) -> Callable[[Any], Any]:
+    """Which parameters are chosen, as optax wants it: a function of the model."""
+    return lambda model: map_parameters(lambda parameter, _: chosen(parameter), model)

@@ -171,11 +171,11 @@ def step_time(
     for kernel in figures.kernels:
         one = kernel_flops(kernel, causal=causal)
         if one is None:
-            unknown.append(f"kernel {kernel.name} ({kernel.times} executions): its cost is not known here")
+            unknown.append(f"kernel {kernel.name} ({_executions(kernel.times)}): its cost is not known here")
         else:
             flops += one * kernel.times
     for opcode, times in figures.unestimated.items():
-        unknown.append(f"{times} executions of {opcode}: the compiler gives no estimate")
+        unknown.append(f"{_executions(times)} of {opcode}: the compiler gives no estimate")
     at_peak = flops / pod.peak_flops()
     links, silent = _link_uses(figures.collectives, network, clock)
     return StepTime(
@@ -188,6 +188,10 @@ def step_time(
         peak=model_flops / (pod.devices * pod.peak_flops()),
         unknown=tuple(unknown + silent),
     )
+
+
+def _executions(times: int) -> str:
+    return f"{times} execution{'' if times == 1 else 's'}"
 
 
 def _link_uses(

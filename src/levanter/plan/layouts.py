@@ -18,11 +18,19 @@ from haliax_ext.placement import LeafPlan, place
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
 from levanter.models.activations import RESIDUAL
+from levanter.models.stack import checkpoint_policy
 from levanter.run import RunPlan
 from levanter.trainer.state import GRADIENT_BYTES, MODEL, TrainState, plan_state
 
 AXES, ROWS = "trainer.mesh.axes", "trainer"
 """Sections of the YAML: mesh sizes, and the batch."""
+KEPT_AS: Mapping[str, tuple[str, ...]] = {
+    "queries": ("query", "attention"),
+    "keys and values": ("key", "value"),
+    "embedded tokens": ("attention_output",),
+    "mlp hidden": ("gate", "up"),
+}
+"""By which of its names gradient checkpointing keeps arrays that are laid out like a named activation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +176,25 @@ def figures_of(subject: Subject, layout: Layout) -> Figures:
 
 
 def kept_times(subject: Subject, activation: LeafPlan) -> int:
-    """How many of an activation are alive at a time: the residual stream is kept of each layer for a backward pass."""
-    if not subject.training or activation.leaf.path != RESIDUAL:
+    """How many of an activation are alive at a time.
+
+    For a backward pass the residual stream is kept of each layer, and so is what the model's gradient checkpointing
+    keeps by name.
+    """
+    if not subject.training:
         return 1
+    of_each = 1 if activation.leaf.path == RESIDUAL else len(kept_names(subject, activation))
     stacks = (dict(plan.leaf.axes).get("layers", 1) for plan in subject.plan.sharding.leaves)
-    return max(stacks, default=1)
+    return max(1, of_each * max(stacks, default=1))
+
+
+def kept_names(subject: Subject, activation: LeafPlan) -> tuple[str, ...]:
+    """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device."""
+    model = getattr(subject.plan.work, "model", None)
+    policy = checkpoint_policy(getattr(model, "gradient_checkpointing", True))
+    kept = policy.save_block_internals
+    names = kept if isinstance(kept, list | tuple) else ()
+    return tuple(name for name in KEPT_AS.get(activation.leaf.path, ()) if name in names)
 
 
 def _whole_rows(subject: Subject, scale: float) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from haliax_ext.errors import gib
+from haliax_ext.hlo import OutOfMemory
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
 from levanter.plan.blame import raised_in_library
@@ -233,6 +234,9 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
     chosen = _chosen(plan, all_programs=question.all_programs)
     target = LOCAL if pod is None else pod.name
     inquiry.begin()
+    if not chosen:
+        inquiry.end("compile", "the run computes nothing on the devices", status="skipped")
+        return {}
     if not question.compile:
         inquiry.end("compile", "not asked for (--no-compile)", status="skipped")
         return {}
@@ -298,8 +302,13 @@ def _cost(
             verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
         elif outcome is None:
             verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
-        elif isinstance(outcome, Compiled) and pod is not None:
-            verdict = _timed(verdict, outcome, pod)
+        else:
+            # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
+            if _beyond(outcome, limit := plan.target.hbm_bytes):
+                needed = OutOfMemory(needed=outcome.peak_bytes, available=limit or 0, allocations=(), message="")
+                verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
+            if pod is not None:
+                verdict = _timed(verdict, outcome, pod)
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
     if timed:

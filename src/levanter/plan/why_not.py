@@ -20,7 +20,7 @@ from haliax_ext.placement import LeafPlan
 from haliax_ext.program import Program
 from levanter.plan.aot import Refused
 from levanter.plan.budget import Budget, Resident, by_group, cut_text, gradient_bytes, residents_of
-from levanter.plan.layouts import Subject, kept_times, least_bytes
+from levanter.plan.layouts import Subject, kept_names, kept_times, least_bytes
 from levanter.plan.nearest import nearest_that_fits
 from levanter.run import RunPlan
 from levanter.trainer.state import OPTIMIZER
@@ -133,9 +133,12 @@ def _activations(subject: Subject) -> Iterator[str]:
     """The largest named activations; what a backward pass keeps of each layer counts once for each."""
     times = {plan.leaf.path: kept_times(subject, plan) for plan in subject.plan.activations.leaves}
     found = sorted(subject.plan.activations.leaves, key=lambda a: -a.bytes_per_device * times[a.leaf.path])
-    for activation in found[:3]:
-        size, layers = activation.bytes_per_device, times[activation.leaf.path]
-        kept = f", kept of each of {layers} layers: {gib(size * layers)}" if layers > 1 else ""
+    for activation in found[:SHOWN]:
+        size, count = activation.bytes_per_device, times[activation.leaf.path]
+        names = kept_names(subject, activation)
+        by_name = f" ({' and '.join(names)})" if names else ""
+        layers = count // max(len(names), 1)
+        kept = f", kept of each of {layers} layers{by_name}: {gib(size * count)}" if count > 1 else ""
         dtype = activation.leaf.dtype.name
         yield f"largest activation: {gib(size)} {_named(activation, subject.plan)}, {dtype}{kept}"
 

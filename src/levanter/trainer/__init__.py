@@ -1,12 +1,12 @@
 """The training loop's room; its configuration serves every entry point."""
 
+from levanter.mesh.distributed import DistributedConfig
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.parts import (
     BatchSizeStage,
     CheckpointDebugConfig,
     CheckpointerConfig,
     CheckpointInterval,
-    DistributedConfig,
     EmaDecaySqrtConfig,
     EmaModelAveragingConfig,
     ModelAveragingConfig,

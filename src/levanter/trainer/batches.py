@@ -8,33 +8,56 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from haliax_ext.abstract import Leaf, map_arrays
+from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.program import Input, spec_of
 from levanter.data import TrainingData, TrainRows, batches
 from levanter.trainer.loss import LmBatch
+
+
+def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
+    """The first row of the global batch that this process's devices hold, and the one behind the last.
+
+    Args:
+        declared: the step's input, abstract.
+        mesh: the devices.
+    """
+    leaf = next(each for each in leaves(declared.value) if each.path == "tokens")
+    assert declared.placement is not None
+    sharding = NamedSharding(mesh, spec_of(leaf, declared.placement))
+    size = leaf.shape[0]
+    held = sharding.addressable_devices_indices_map(leaf.shape).values()
+    spans = [index[0].indices(size)[:2] for index in held if index is not None]
+    return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
 def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> LmBatch:
     """Rows as the batch that a train step takes; what it has more rows is padding of no weight.
 
     Args:
-        rows: the global batch.
+        rows: those of the global batch that `rows_here` says, as far as there are any.
         declared: the step's input, abstract.
         mesh: the devices.
     """
     abstract: LmBatch = declared.value
     (Batch, Pos) = abstract.tokens.axes
-    if rows.tokens.shape[0] < Batch.size:
-        whole = TrainRows.empty(Batch.size, Pos.size)
+    first, stop = rows_here(declared, mesh)
+    if rows.tokens.shape[0] < stop - first:
+        whole = TrainRows.empty(stop - first, Pos.size)
         whole.put(np.arange(rows.tokens.shape[0]), rows)
         rows = whole
     placement = declared.placement
-    assert placement is not None and rows.tokens.shape == (Batch.size, Pos.size), (rows.tokens.shape, Batch, Pos)
+    assert placement is not None and rows.tokens.shape == (stop - first, Pos.size), (rows.tokens.shape, Batch, Pos)
 
     def placed(leaf: Leaf, _: Any) -> jax.Array:
         values: np.ndarray = getattr(rows, leaf.path)
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            begin, end, _ = index[0].indices(Batch.size)
+            return values[begin - first : end - first, *index[1:]]
+
         sharding = NamedSharding(mesh, spec_of(leaf, placement))
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        return jax.make_array_from_callback(leaf.shape, sharding, part)
 
     return map_arrays(placed, abstract)
 
@@ -44,6 +67,8 @@ def placed_batches(
 ) -> Generator[tuple[int, LmBatch], None, None]:
     """The batches of steps `first` to `stop` on the devices; the rows of the next `ahead` are made in the background.
 
+    Every process makes the rows that its own devices hold, and no others.
+
     Args:
         data: the rows.
         input_of: step → the batch as the step's Program declares it.
@@ -52,6 +77,12 @@ def placed_batches(
         stop: the step behind the last.
         ahead: batches kept ready on the host.
     """
-    with closing(batches(data, first=first, stop=stop, ahead=ahead)) as made:
+
+    def mine(step: int) -> tuple[int, int]:
+        there = data.schedule.rows(step)
+        begin, end = rows_here(input_of(step), mesh)
+        return min(begin, there), min(end, there)
+
+    with closing(batches(data, first=first, stop=stop, rows=mine, ahead=ahead)) as made:
         for step, rows in made:
             yield step, place_rows(rows, input_of(step), mesh)

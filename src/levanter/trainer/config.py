@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from levanter.mesh.config import MeshConfig
+from levanter.mesh.distributed import DistributedConfig
 from levanter.tracker import TrackerConfig, WandbConfig
 from levanter.trainer.parts import (
     BatchSizeStage,
     CheckpointerConfig,
-    DistributedConfig,
     ModelAveragingConfig,
     ProfilerConfig,
     QuantizationConfig,
@@ -43,6 +43,8 @@ class TrainerConfig:
         log_xla_hlo: whether the compiled program of the first step is saved.
         crash_on_nan: whether a loss that is not a number ends the run.
         crash_on_inf: whether an infinite loss ends the run.
+        skip_nonfinite_steps: how many steps in a row are left out, instead of ending the run, because their loss or
+            gradient is not finite; 0 for none.
         mesh: the device mesh and the mappings of named axes to it.
         use_explicit_mesh_axes: whether mesh axes are JAX's explicit ones.
         train_batch_size: sequences a step over all devices, or a list of stages {start, value}; -1 derives it from
@@ -56,7 +58,7 @@ class TrainerConfig:
         checkpointer: where and how often checkpoints are saved.
         load_checkpoint: whether the run resumes; null resumes where there is a checkpoint.
         load_checkpoint_path: the checkpoint to resume from; null for the run's own folder.
-        initialize_from: a checkpoint to take the first parameters from.
+        initialize_from: a checkpoint of another run to go on behind, where the run has none of its own.
         allow_partial_checkpoint: whether parameters that a checkpoint lacks are initialized instead.
         jax_config: options for `jax.config`.
         jax_compilation_cache_dir: a folder for compiled programs that later runs read.
@@ -79,6 +81,7 @@ class TrainerConfig:
     log_xla_hlo: bool = True
     crash_on_nan: bool = True
     crash_on_inf: bool = True
+    skip_nonfinite_steps: int = 0
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
     use_explicit_mesh_axes: bool = False
@@ -119,6 +122,8 @@ class TrainerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield f"{name}: must be at least 1, got {value}"
+        if self.skip_nonfinite_steps < 0:
+            yield f"skip_nonfinite_steps: must not be negative, got {self.skip_nonfinite_steps}"
         yield from self._batch_problems()
         if self.load_checkpoint and self.initialize_from is not None:
             yield "load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"

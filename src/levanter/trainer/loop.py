@@ -8,95 +8,24 @@ guarded, so that no state behind a loss that is not a number is ever saved.
 The loop knows neither files nor trackers: it is given functions.
 """
 
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import jax
 
+from levanter.trainer.guard import Guard as Guard
+from levanter.trainer.guard import NonFiniteError as NonFiniteError
 from levanter.trainer.loss import LmBatch
+from levanter.trainer.report import StepReport as StepReport
 from levanter.trainer.state import TrainState
 from levanter.trainer.step import StepMetrics
 
 Step = Callable[[TrainState, LmBatch], tuple[TrainState, StepMetrics]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What is known of a step once its numbers are fetched.
-
-    Attributes:
-        step: its number, from 0.
-        loss: nats a token.
-        weight: sum of the loss weights.
-        grad_norm: of the whole gradient, before it is clipped.
-        update_norm: of what was added to the parameters.
-        parameter_norm: before the step.
-        learning_rate: of the step.
-        seconds: since the numbers of the step before, pauses left out; of the first, compilation included.
-        waited: seconds of them that the loop waited for its batch.
-    """
-
-    step: int
-    loss: float
-    weight: float
-    grad_norm: float
-    update_norm: float
-    parameter_norm: float
-    learning_rate: float
-    seconds: float
-    waited: float
-
-    @property
-    def taken(self) -> int:
-        """Steps taken when this one was done."""
-        return self.step + 1
-
-
-class NonFiniteError(ValueError):
-    """A step gave a number that is none; the run stopped before its state was saved."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guard:
-    """Ends a run whose numbers are not finite.
-
-    Attributes:
-        nan: whether NaN ends it.
-        inf: whether infinity ends it.
-        last_checkpoint: what to go back to, for the message.
-    """
-
-    nan: bool = True
-    inf: bool = True
-    last_checkpoint: Callable[[], str] = lambda: "no checkpoint was saved"
-
-    def check(self, report: StepReport) -> None:
-        """Looks at the loss, the gradient and the update of a step.
-
-        Raises:
-            NonFiniteError: one of them is not finite.
-        """
-        numbers = {"loss": report.loss, "gradient norm": report.grad_norm, "update norm": report.update_norm}
-        bad = {
-            name: value
-            for name, value in numbers.items()
-            if (self.nan and math.isnan(value)) or (self.inf and math.isinf(value))
-        }
-        if not bad:
-            return
-        found = ", ".join(f"{name} {value}" for name, value in bad.items())
-        others = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items() if name not in bad)
-        raise NonFiniteError(
-            f"step {report.step}: {found}{f' ({others})' if others else ''}, learning rate {report.learning_rate:.3g}; "
-            f"the state after it was not saved; {self.last_checkpoint()}\n"
-            "  → trainer.crash_on_nan, trainer.crash_on_inf: false goes on regardless"
-        )
 
 
 class Pause(Protocol):
@@ -135,6 +64,8 @@ class Loop:
         listeners: told of every step, in order.
         pauses: asked after every step, in order.
         guard: looks at every step's numbers.
+        around_pauses: entered for as long as pauses take.
+        watched: whether what was watched in a step is fetched, by its number.
         stopping: whether the run is to stop after the step that is under way.
         clock: seconds, monotonic.
     """
@@ -143,6 +74,8 @@ class Loop:
     listeners: Sequence[Callable[[StepReport], None]] = ()
     pauses: Sequence[Pause] = ()
     guard: Guard = field(default_factory=Guard)
+    around_pauses: Callable[[], AbstractContextManager[object]] = nullcontext
+    watched: Callable[[int], bool] = lambda _: True
     stopping: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
 
@@ -157,18 +90,29 @@ class Loop:
         Raises:
             NonFiniteError: see `guard`.
         """
-        taken, since, waited = first, self.clock(), 0.0
+        taken, since, waited, paused = first, self.clock(), 0.0, 0.0
         behind: tuple[int, StepMetrics, float] | None = None
 
         def settle() -> None:
-            nonlocal behind, since
+            nonlocal behind, since, paused
             if behind is None:
                 return
             (step, metrics, waiting), behind = behind, None
-            numbers = {name: float(value) for name, value in vars(jax.device_get(metrics)).items()}
+            if not self.watched(step):
+                metrics = replace(metrics, watched=None)
+            numbers = {name: value for name, value in vars(jax.device_get(metrics)).items() if value is not None}
+            watched, skipped = numbers.pop("watched", None), bool(numbers.pop("skipped", False))
             now = self.clock()
-            report = StepReport(step=step, seconds=now - since, waited=waiting, **numbers)
-            since = now
+            report = StepReport(
+                step=step,
+                seconds=now - since,
+                waited=waiting,
+                paused=paused,
+                skipped=skipped,
+                watched=watched,
+                **{name: float(value) for name, value in numbers.items()},
+            )
+            since, paused = now, 0.0
             self.guard.check(report)
             for tell in self.listeners:
                 tell(report)
@@ -189,9 +133,11 @@ class Loop:
                 return Ended(state=state, taken=taken, preempted=True)
             if due:
                 began = self.clock()
-                for pause in due:
-                    pause(taken, state)
-                since += self.clock() - began
+                with self.around_pauses():
+                    for pause in due:
+                        pause(taken, state)
+                paused = self.clock() - began
+                since += paused
             asked = self.clock()
         settle()
         return Ended(state=state, taken=taken, preempted=False)

@@ -22,8 +22,10 @@ from haliax_ext.abstract import Leaf, map_arrays, path_string
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
 from levanter.layers.embedding import Embedding
+from levanter.layers.experts import RouterLosses
 from levanter.models.base import LmHeadModel
-from levanter.models.scoring import has_next, token_logprobs
+from levanter.models.scoring import has_next, token_logprobs, token_scores
+from levanter.models.stack import Period
 
 M = TypeVar("M")
 
@@ -68,10 +70,55 @@ def loss_sum(model: LmHeadModel, batch: LmBatch, *, chunk: int | None = None) ->
         batch: what to predict.
         chunk: positions scored at a time; see `token_logprobs`.
     """
-    logprobs = token_logprobs(model, batch.tokens, segment_ids=batch.segment_ids, chunk=chunk)
+    return loss_sums(model, batch, chunk=chunk).loss
+
+
+class LossSums(eqx.Module):
+    """What the loss of some sequences is made of; float32 scalars.
+
+    Attributes:
+        loss: the weighted sum of −log p.
+        z: the weighted sum of the squared log-normalizers, which z-loss keeps near 0; None where it is not wanted.
+        router: the losses of the routers of a mixture of experts, times the sum of the weights; None without.
+    """
+
+    loss: jax.Array
+    z: jax.Array | None
+    router: RouterLosses | None = None
+
+
+def loss_sums(
+    model: LmHeadModel, batch: LmBatch, *, z: bool = False, routers: bool = False, chunk: int | None = None
+) -> LossSums:
+    """The sums of a batch.
+
+    Args:
+        model: as in `loss_sum`.
+        batch: what to predict.
+        z: whether z-loss is wanted.
+        routers: whether the routers' losses are wanted.
+        chunk: positions scored at a time; see `token_logprobs`.
+    """
+    tokens, segment_ids = batch.tokens, batch.segment_ids
+    if routers:
+        activations, router = model.with_router_losses(tokens, segment_ids=segment_ids)
+    else:
+        activations, router = model(tokens, segment_ids=segment_ids), None
+    scores = token_scores if z else token_logprobs
+    found = scores(model, tokens, segment_ids=segment_ids, chunk=chunk, activations=activations)
+    logprobs, normalizers = found if isinstance(found, tuple) else (found, None)
     counts = batch.counts()
+
+    def counted(values: hax.NamedArray) -> jax.Array:
+        return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
+
     with jax.named_scope("loss"):
-        return -hax.sum(hax.where(counts != 0, logprobs, 0.0) * counts).scalar()
+        if router is not None:
+            # A mean over tokens that is added to sums over tokens.
+            weight = hax.sum(counts).scalar()
+            router = jax.tree.map(lambda x: x * weight, router)
+        z_sum = None if normalizers is None else counted(normalizers * normalizers)
+        return LossSums(loss=-counted(logprobs), z=z_sum, router=router)
 
 
 @dataclass(frozen=True)
@@ -141,9 +188,16 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
     def visit(keys: tuple[Any, ...], x: Any) -> Any:
         path = path_string(keys)
         if isinstance(x, Stacked):
-            placed = _layer_specs(plan, f"{path}.stacked.", x.Block.name) if plan is not None else ()
-            block = _CastInside(inner=x.stacked, dtype=np.dtype(dtype), placed=_Placed(tuple(placed)))
-            return Stacked(block, x.Block, x.gradient_checkpointing)
+
+            def casting(inner: Any, below: str) -> _CastInside:
+                placed = _layer_specs(plan, f"{path}.stacked.{below}", x.Block.name) if plan is not None else ()
+                return _CastInside(inner=inner, dtype=np.dtype(dtype), placed=_Placed(tuple(placed)))
+
+            if not isinstance(x.stacked, Period):
+                return Stacked(casting(x.stacked, ""), x.Block, x.gradient_checkpointing)
+            # Layer by layer, so that the narrow copy of one is not kept while the next one runs.
+            places = tuple(casting(place, f"places.{n}.") for n, place in enumerate(x.stacked.places))
+            return Stacked(Period(places=places, policy=x.stacked.policy), x.Block, x.gradient_checkpointing)
         if isinstance(x, Embedding):
             return _WideTable(x, np.dtype(dtype), None if plan is None else plan.spec(f"{path}.weight"))
         with jax.named_scope(path.split(".")[-2] if "." in path else path):

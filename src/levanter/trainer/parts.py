@@ -104,37 +104,6 @@ class CheckpointerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """How the processes of one job find each other; on TPU pods and Slurm all of it is detected.
-
-    Attributes:
-        coordinator_address: `host:port` of process 0.
-        num_processes: how many processes the job has.
-        process_id: the index of this one.
-        local_device_ids: the devices this process may use; null for all.
-        initialize_jax_distributed: whether the processes are joined at all.
-    """
-
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    local_device_ids: int | list[int] | None = None
-    initialize_jax_distributed: bool = True
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
-    def _problems(self) -> Iterable[str]:
-        if self.process_id is not None and self.num_processes is None:
-            yield "process_id: needs num_processes beside it"
-        if self.num_processes is not None:
-            if self.num_processes < 1:
-                yield f"num_processes: must be at least 1, got {self.num_processes}"
-            if self.process_id is not None and not 0 <= self.process_id < self.num_processes:
-                yield f"process_id: must be from 0 to {self.num_processes - 1}, got {self.process_id}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProfileOptionsConfig:
     """Options of the JAX profiler; null leaves one to JAX.
 

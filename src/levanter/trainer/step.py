@@ -8,7 +8,7 @@ Microbatches take every n-th row of the batch, so each device finds its rows of 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import equinox as eqx
@@ -22,17 +22,20 @@ from haliax_ext.abstract import map_arrays
 from haliax_ext.mapping import Mappings
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
+from levanter.layers.experts import RouterLosses
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
+from levanter.optim.outliers import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
 from levanter.optim.schedules import Schedule
-from levanter.trainer.loss import LmBatch, in_compute_dtype, loss_sum
+from levanter.trainer.loss import LmBatch, LossSums, in_compute_dtype, loss_sums
 from levanter.trainer.state import StatePlan, TrainState, at_output
+from levanter.trainer.watch import Watch, Watched
 
 TINY = 1e-9
 
 
 class StepMetrics(eqx.Module):
-    """What a step reports; float32 scalars.
+    """What a step reports; float32 scalars, but for what is watched.
 
     Attributes:
         loss: nats a token, the weighted mean over the batch.
@@ -41,6 +44,11 @@ class StepMetrics(eqx.Module):
         update_norm: global norm of what was added to the parameters.
         parameter_norm: global norm of the parameters before the step.
         learning_rate: of this step.
+        z_loss: what z-loss adds to `loss`; None where there is none.
+        load_balancing_loss: what is added for the balance of a mixture of experts; None where there is none.
+        router_z_loss: what is added for the size of its routers' logits; None where there is none.
+        skipped: 1 where the state stayed as it was, else 0; None where no step is ever left out.
+        watched: see `trainer.watch`; None where nothing is.
     """
 
     loss: jax.Array
@@ -49,6 +57,11 @@ class StepMetrics(eqx.Module):
     update_norm: jax.Array
     parameter_norm: jax.Array
     learning_rate: jax.Array
+    z_loss: jax.Array | None = None
+    load_balancing_loss: jax.Array | None = None
+    router_z_loss: jax.Array | None = None
+    skipped: jax.Array | None = None
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,11 @@ class StepRecipe:
         accumulation: microbatches of a step.
         parameters: where the parameters lie, by their paths in the model; None pins nothing.
         chunk: positions scored at a time; None for the model's own.
+        z_loss_weight: of the squared log-normalizer, which is added to the loss; 0 for none.
+        router_loss_weights: of the routers' balance and z losses in a mixture of experts; None for none.
+        skip_nonfinite: whether a step whose loss or gradient is not finite leaves the state as it was.
+        outliers: likewise for a step far from those before; the optimizer's state then ends with their numbers.
+        watch: what else is seen of the step; None for nothing.
     """
 
     optimizer: optax.GradientTransformation
@@ -70,6 +88,35 @@ class StepRecipe:
     accumulation: int = 1
     parameters: ShardingPlan | None = None
     chunk: int | None = None
+    z_loss_weight: float = 0.0
+    router_loss_weights: tuple[float, float] | None = None
+    skip_nonfinite: bool = False
+    outliers: SkipStepConfig | None = None
+    watch: Watch | None = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step may leave the state as it was."""
+        return self.skip_nonfinite or self.outliers is not None
+
+    @property
+    def router_weights(self) -> tuple[float, float]:
+        """`router_loss_weights`, 0 for none."""
+        return self.router_loss_weights or (0.0, 0.0)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The paths of everything in the metrics of a step."""
+        always = [each.name for each in fields(StepMetrics) if each.default is MISSING]
+        routed = self.router_loss_weights is not None
+        sometimes = {
+            "z_loss": self.z_loss_weight != 0,
+            "load_balancing_loss": routed,
+            "router_z_loss": routed,
+            "skipped": self.skips,
+        }
+        watched = () if self.watch is None else self.watch.outputs()
+        return (*always, *(name for name, on in sometimes.items() if on), *(f"watched.{path}" for path in watched))
 
 
 def train_step(recipe: StepRecipe, state: TrainState, batch: LmBatch) -> tuple[TrainState, StepMetrics]:
@@ -83,38 +130,82 @@ def train_step(recipe: StepRecipe, state: TrainState, batch: LmBatch) -> tuple[T
     weight = hax.sum(batch.counts()).scalar()
     loss, grads = loss_and_gradients(recipe, state.model, batch, 1 / jnp.maximum(weight, TINY))
     with jax.named_scope("optimizer"):
-        return _updated(recipe, state, loss, grads, weight)
+        new, metrics = _updated(recipe, state, loss, grads, weight)
+        return _kept(recipe, state, new, metrics) if recipe.skips else (new, metrics)
 
 
 def _updated(
-    recipe: StepRecipe, state: TrainState, loss: jax.Array, grads: LmHeadModel, weight: jax.Array
+    recipe: StepRecipe, state: TrainState, loss: LossSums, grads: LmHeadModel, weight: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
     key, _ = jax.random.split(state.key)
     metrics = StepMetrics(
-        loss=loss,
+        loss=loss.loss,
         weight=weight,
         grad_norm=global_norm(grads),
         update_norm=global_norm(updates),
         parameter_norm=global_norm(state.model),
         learning_rate=jnp.asarray(recipe.schedule(state.step), jnp.float32),
+        z_loss=None if loss.z is None else recipe.z_loss_weight * loss.z,
+        load_balancing_loss=None if loss.router is None else recipe.router_weights[0] * loss.router.balance,
+        router_z_loss=None if loss.router is None else recipe.router_weights[1] * loss.router.z,
+        watched=_watched(recipe.watch, grads=grads, params=state.model, updates=updates, opt_state=state.optimizer),
     )
     model = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.model, updates)
     return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key), metrics
 
 
+def _watched(watch: Watch | None, **trees: Any) -> Watched | None:
+    return None if watch is None else watch.see(**trees)
+
+
+def _kept(
+    recipe: StepRecipe, state: TrainState, new: TrainState, metrics: StepMetrics
+) -> tuple[TrainState, StepMetrics]:
+    """The state after a step: as it was, where the step is one to leave out.
+
+    A choice and not a branch: each piece of the state is written once, in place, and which of two values it is costs
+    nothing. What is left as it was includes the counters of the optimizer and of the schedule, and the random key.
+    """
+    loss, norm = metrics.loss, metrics.grad_norm
+    left_out = jnp.bool_(False)
+    if recipe.skip_nonfinite:
+        left_out |= ~(jnp.isfinite(loss) & jnp.isfinite(norm))
+    if recipe.outliers is not None:
+        left_out |= is_outlier(recipe.outliers, recent_of(state.optimizer), loss, norm)
+    kept = jax.tree.map(lambda before, after: jnp.where(left_out, before, after), state, new)
+    if recipe.outliers is not None:
+        recent = remembered(recent_of(state.optimizer), loss, norm)
+        kept = replace(kept, optimizer=with_recent(kept.optimizer, recent))
+    return kept, replace(
+        metrics,
+        skipped=left_out.astype(jnp.float32),
+        update_norm=jnp.where(left_out, 0.0, metrics.update_norm),
+    )
+
+
 def loss_and_gradients(
     recipe: StepRecipe, model: LmHeadModel, batch: LmBatch, scale: jax.Array
-) -> tuple[jax.Array, LmHeadModel]:
-    """`scale` × the sum of −log p over the batch, and its gradient in float32, in the parameters' shards."""
+) -> tuple[LossSums, LmHeadModel]:
+    """`scale` × the sums of the batch, and the gradient of the loss in float32, in the parameters' shards.
 
-    def of_part(part: LmBatch) -> tuple[jax.Array, LmHeadModel]:
-        def objective(parameters: LmHeadModel) -> jax.Array:
+    What is added to the loss (z-loss, the routers') is in the gradient with its weight.
+    """
+    weight, routers = recipe.z_loss_weight, recipe.router_loss_weights is not None
+
+    def of_part(part: LmBatch) -> tuple[LossSums, LmHeadModel]:
+        def objective(parameters: LmHeadModel) -> tuple[jax.Array, LossSums]:
             usable = in_compute_dtype(parameters, recipe.precision.compute, recipe.parameters)
-            return loss_sum(usable, part, chunk=recipe.chunk) * scale
+            sums = loss_sums(usable, part, chunk=recipe.chunk, z=weight != 0, routers=routers)
+            sums = jax.tree.map(lambda x: x * scale, sums)
+            total = sums.loss if sums.z is None else sums.loss + weight * sums.z
+            if sums.router is not None:
+                balance, router_z = recipe.router_weights
+                total = total + balance * sums.router.balance + router_z * sums.router.z
+            return total, sums
 
-        loss, grads = jax.value_and_grad(objective)(model)
-        return loss, _pinned(_wide(grads), recipe.parameters)
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(model)
+        return sums, _pinned(_wide(grads), recipe.parameters)
 
     if recipe.accumulation == 1:
         return of_part(batch)
@@ -122,14 +213,16 @@ def loss_and_gradients(
     Micro = hax.Axis("microbatch", recipe.accumulation)
     Rows = Batch.resize(Batch.size // recipe.accumulation)
 
-    def add(carry: tuple[jax.Array, Any], part: LmBatch) -> tuple[jax.Array, Any]:
-        loss, grads = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
+    def add(carry: tuple[LossSums, Any], part: LmBatch) -> tuple[LossSums, Any]:
+        sums, grads = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
         total = jax.tree.map(jnp.add, carry[1], grads)
-        return carry[0] + loss, _pinned(total, recipe.parameters)
+        return jax.tree.map(jnp.add, carry[0], sums), _pinned(total, recipe.parameters)
 
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), model)
     parts = jax.tree.map(lambda x: x.unflatten_axis(Batch, (Rows, Micro)), batch, is_leaf=_is_named)
-    start = (jnp.float32(0), _pinned(nothing, recipe.parameters))
+    zero = jnp.float32(0)
+    sums = LossSums(loss=zero, z=zero if weight else None, router=RouterLosses.none() if routers else None)
+    start = (sums, _pinned(nothing, recipe.parameters))
     return hax.fold(add, Micro)(start, parts)
 
 
@@ -182,7 +275,7 @@ def step_program(
     def step(state: TrainState, batch: LmBatch) -> tuple[TrainState, StepMetrics]:
         return train_step(recipe, state, batch)
 
-    metrics = {name: np.dtype(np.float32) for name in StepMetrics.__dataclass_fields__}
+    metrics = {name: np.dtype(np.float32) for name in recipe.outputs}
     return Program(
         name=name,
         function=step,

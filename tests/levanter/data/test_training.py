@@ -200,8 +200,10 @@ def test_the_loader_makes_the_same_batches():
     assert [step for step, _ in found] == list(range(2, 9))
     for step, rows in found:
         assert (rows.tokens == data.rows(step).tokens).all()
-    parts = [rows for _, rows in batches(data, first=4, stop=6, rows=(1, 3))]
-    assert (parts[1].tokens == data.rows(5).tokens[1:3]).all()
+    parts = [rows for _, rows in batches(data, first=4, stop=6, rows=lambda step: (step - 3, step - 1))]
+    assert (parts[0].tokens == data.rows(4).tokens[1:3]).all()
+    assert (parts[1].tokens == data.rows(5).tokens[2:4]).all()
+    assert data.rows(5, 6, 6).tokens.shape == (0, data.positions)
     stopped = batches(data, first=0, stop=10**9)
     next(stopped)
     stopped.close()

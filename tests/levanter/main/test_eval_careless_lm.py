@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import memorization_in_two_processes
 from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder
 from helpers.old_memorization import ONE_BOOK
+from helpers.processes import run_together
 
 from levanter.config import parse
 from levanter.main.entry import run_entry_point
@@ -138,34 +137,8 @@ def test_every_mesh_gives_the_same_rows(tmp_path, inputs, finished, devices, axe
 
 
 def test_two_processes_give_the_same_rows(tmp_path, inputs, finished):
-    path = config_file(tmp_path, inputs)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    tests = Path(memorization_in_two_processes.__file__).resolve().parent.parent
-    env = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
-    }
-    command = [sys.executable, memorization_in_two_processes.__file__]
-    running = [
-        subprocess.Popen(
-            [*command, str(number), "2", port, path],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, output in zip(running, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+    command = ["levanter.main.eval_careless_lm", "--config_path", config_file(tmp_path, inputs)]
+    run_together(tmp_path, 2, command, devices=4)
     found, expected = BookResult.read(str(tmp_path / "out")), BookResult.read(str(finished))
     np.testing.assert_array_equal(found.token_spans, expected.token_spans)
     np.testing.assert_allclose(found.log_pz(FULL), expected.log_pz(FULL), atol=1e-4, rtol=0)

@@ -129,7 +129,7 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
         ({"trainer__mp": "f33"}, "f33"),
         ({"trainer__quantization": {"int8": True}}, "quantization"),
         ({"trainer__jax_config": {"jax_no_such_option": True}}, "jax_no_such_option"),
-        ({"trainer__distributed": {"coordinator_address": "host:1"}}, "several processes"),
+        ({"trainer__distributed": {"coordinator_address": "host:1"}}, "trainer.distributed.num_processes"),
         ({"trainer__require_accelerator": True}, "require_accelerator"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

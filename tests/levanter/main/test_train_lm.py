@@ -155,10 +155,14 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path):
 
 
 def test_what_changes_the_step_and_is_not_built_is_an_error_of_the_plan(tmp_path):
-    plan = describe(tiny(tmp_path, "--z_loss_weight", "0.001", "--log_entropy", "true"), LOCAL)
+    asked = ("--trainer.quantization", "{int8: true}", "--log_entropy", "true", "--trainer.log_jaxprs", "true")
+    plan = describe(tiny(tmp_path, *asked), LOCAL)
     assert plan.exit_code == 2
-    assert [str(e) for e in plan.errors] == ["z_loss_weight: not supported yet; leave it out"]
-    assert any(c.status == "note" and "log_entropy" in c.message for c in plan.checks)
+    assert [str(e) for e in plan.errors] == [
+        "log_entropy: not supported yet; set it to false",
+        "trainer.quantization: not supported yet, and it would change the numbers; set it to null",
+    ]
+    assert any(c.status == "note" and "trainer.log_jaxprs: no effect" in c.message for c in plan.checks)
 
 
 def test_a_checkpoint_that_is_not_here_is_not_checked(tmp_path):

@@ -132,6 +132,7 @@ def test_evaluation_scores_what_eval_lm_scores(tmp_path, devices):
     assert done.evaluation.overall.micro.loss == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.slow  # test_train_lm_bad_input.py has the same before anything runs
 def test_a_checkpoint_of_another_architecture_is_refused_by_leaf(tmp_path, devices):
     run(config_of(tmp_path, "--trainer.num_train_steps", "1"), devices)
     other = config_of(tmp_path, "--model.intermediate_dim", "48", "--model.tie_word_embeddings", "true")
@@ -177,7 +178,7 @@ def load_keep(every):
 
 
 def test_what_is_refused_before_a_step(tmp_path, devices):
-    (tmp_path / "hf/run").mkdir(parents=True)
+    (tmp_path / "hf/run/step-8").mkdir(parents=True)
     taken = config_of(tmp_path, "--hf_save_path", str(tmp_path / "hf"))
     with pytest.raises(ExportPathError, match="exports of another run"):
         run(taken, devices)

@@ -66,6 +66,28 @@ def test_added_vocabulary_entries_have_no_probability():
     assert np.abs(found - score(6, targets=TARGETS_IN_30)).max() > 1e-3
 
 
+def test_bounded_logits_and_their_derivative():
+    """`cap · tanh(logit / cap)` before anything else; added entries stay hidden."""
+    cap, size = 2.5, 30
+
+    def mine(a, w):
+        named = hax.named(a, (Batch, Pos, Embed)), hax.named(w, (Vocab, Embed))
+        targets = hax.named(TARGETS_IN_30, (Batch, Pos))
+        return hax.sum(target_logprobs(*named, targets, chunk=6, vocab_size=size, soft_cap=cap)).scalar()
+
+    value, (of_a, of_w) = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(ACTIVATIONS, HEAD)
+    a, w = ACTIVATIONS.astype(np.float64), HEAD.astype(np.float64)
+    bounded = np.tanh(a @ w[:size].T / cap)
+    weights = np.exp(cap * bounded)
+    weights /= weights.sum(-1, keepdims=True)
+    hit = np.eye(size)[TARGETS_IN_30]
+    assert float(value) == pytest.approx((hit * np.log(weights)).sum(), rel=1e-5)
+    of_logits = (hit - weights) * (1 - bounded**2)
+    np.testing.assert_allclose(of_a, of_logits @ w[:size], atol=2e-5)
+    np.testing.assert_allclose(of_w[:size], np.einsum("bpv,bpe->ve", of_logits, a), atol=5e-5)
+    assert not np.asarray(of_w)[size:].any()
+
+
 def test_large_logits_do_not_overflow():
     found = score(4, activations=ACTIVATIONS * 1000)
     assert np.isfinite(found).all() and found.max() <= 0

@@ -12,7 +12,7 @@ from helpers.llama_on_mesh import VOCAB, mappings_for, place, program_for, rando
 
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
-from levanter.models.suffix_scores import score_targets, suffix_scores
+from levanter.models.suffix_scores import largest, score_targets, suffix_scores
 
 Batch, Suffix, Embed, Vocab = Axis("batch", 3), Axis("suffix", 11), Axis("embed", 12), Axis("vocab", 90)
 RNG = np.random.default_rng(0)
@@ -38,11 +38,12 @@ def by_numpy(logits, targets, laws):
     return chosen[..., 0], ranks, [lse(ordered[..., :k] / temperature) for k, temperature in laws]
 
 
-def score(chunk=None, vocab_size=None, activations=ACTIVATIONS, head=HEAD, targets=TARGETS, laws=LAWS):
+def score(chunk=None, vocab_size=None, activations=ACTIVATIONS, head=HEAD, targets=TARGETS, laws=LAWS, soft_cap=None):
     @jax.jit
     def run(a, w, t):
         a, w = hax.named(a, (Batch, Suffix, Embed)), hax.named(w, (Vocab, Embed))
-        found = score_targets(a, w, hax.named(t, (Batch, Suffix)), laws=laws, chunk=chunk, vocab_size=vocab_size)
+        options = dict(laws=laws, chunk=chunk, vocab_size=vocab_size, soft_cap=soft_cap)
+        found = score_targets(a, w, hax.named(t, (Batch, Suffix)), **options)
         return found.logprobs.array, found.ranks.array, [x.array for x in found.normalizers]
 
     logprobs, ranks, normalizers = run(activations, head, targets)
@@ -57,6 +58,21 @@ def assert_equal(found, expected, atol=3e-5):
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["one block holds all", "spread", "ties", "ascending", "fewer than k are finite"])
+def test_the_largest_of_a_large_vocabulary(kind):
+    vocab = 50_257  # no multiple of a block
+    x = np.random.default_rng(1).standard_normal((3, 2, vocab)).astype(np.float32)
+    if kind == "one block holds all":
+        x[..., 640:700] += 100
+    elif kind == "ties":
+        x = np.round(x)
+    elif kind == "ascending":
+        x = np.sort(x, axis=-1)
+    elif kind == "fewer than k are finite":
+        x[..., 5:] = -np.inf
+    np.testing.assert_array_equal(jax.jit(largest, static_argnums=1)(x, 40), -np.sort(-x, axis=-1)[..., :40])
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 4, 11, 100])
 def test_every_chunk_size_gives_the_definition(chunk):
     assert_equal(score(chunk), by_numpy(ACTIVATIONS @ HEAD.T, TARGETS, LAWS))
@@ -66,6 +82,11 @@ def test_added_vocabulary_entries_do_not_count():
     targets = TARGETS % 70
     expected = by_numpy((ACTIVATIONS @ HEAD.T)[..., :70], targets, LAWS)
     assert_equal(score(vocab_size=70, targets=targets), expected)
+
+
+def test_bounded_logits():
+    expected = by_numpy(4.0 * np.tanh((ACTIVATIONS @ HEAD.T) / 4.0), TARGETS, LAWS)
+    assert_equal(score(chunk=4, soft_cap=4.0), expected)
 
 
 def test_large_logits_do_not_overflow():

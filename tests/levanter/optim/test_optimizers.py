@@ -1,5 +1,7 @@
 """Optimizers against PyTorch's and against NumPy, alone and cut over a mesh."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -17,7 +19,16 @@ from levanter.config import load
 from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear
 from levanter.layers.norm import RMSNorm
-from levanter.optim import AdafactorConfig, AdamConfig, LionConfig, OptimizerConfig, RmsPropConfig, SgdConfig
+from levanter.optim import (
+    AdafactorConfig,
+    AdamConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    RmsPropConfig,
+    SgdConfig,
+    SkipStepConfig,
+)
 from levanter.optim.parameters import decay_mask, map_parameters
 
 torch = pytest.importorskip("torch")
@@ -188,6 +199,97 @@ def test_lion_and_rmsprop_equal_their_formulas():
             np.testing.assert_allclose(rms[step][path], slow, rtol=1e-4, atol=1e-5)
 
 
+def in_numpy(config: MuonConfig, steps: int = 4) -> list[dict[str, np.ndarray]]:
+    """Muon by its formulas in float64, matrix by matrix; AdamW for the table, the norm and the bias."""
+    polynomial = {"quintic": (3.4445, -4.7750, 2.0315), "simple": (2.0, -1.5, 0.5)}[config.coefficient_type]
+    start = arrays(small(0))
+    values = {path: [p.numpy().astype(np.float64) for p in as_torch(v, path)] for path, v in start.items()}
+    kept: dict = {}
+    history = []
+    for step in range(steps):
+        gradient = {
+            path: [g.numpy().astype(np.float64) for g in as_torch(v, path)]
+            for path, v in arrays(gradients(step)).items()
+        }
+        others = [g for path in gradient if path not in WEIGHTS for g in gradient[path]]
+        norm = np.sqrt(sum((g * g).sum() for g in others))
+        for path, each in gradient.items():
+            for n, g in enumerate(each):
+                key = path, n
+                if path in WEIGHTS:
+                    kept[key] = config.momentum * kept.get(key, 0.0) + g
+                    x = config.momentum * kept[key] + g if config.nesterov else kept[key]
+                    x = x / (np.linalg.norm(x) + config.muon_epsilon)
+                    u, s, v = np.linalg.svd(x, full_matrices=False)
+                    for _ in range(config.backend_steps):
+                        a, b, c = polynomial
+                        s = a * s + b * s**3 + c * s**5
+                    rows, columns = x.shape
+                    scale = (
+                        0.2 * max(rows, columns) ** 0.5 if config.use_kimi_scaling else max(1, rows / columns) ** 0.5
+                    )
+                    move = scale * (u * s) @ v + config.weight_decay * values[path][n]
+                    values[path][n] = values[path][n] - config.learning_rate * move
+                    continue
+                g = g * min(1.0, config.max_grad_norm / norm)
+                mean, square = kept.get(key, (0.0, 0.0))
+                mean, square = 0.9 * mean + 0.1 * g, 0.95 * square + 0.05 * g * g
+                kept[key] = mean, square
+                ahead = mean / (1 - 0.9 ** (step + 1)), square / (1 - 0.95 ** (step + 1))
+                # Neither table, norm nor bias decays.
+                values[path][n] = values[path][n] - config.adam_lr * ahead[0] / (np.sqrt(ahead[1]) + 1e-8)
+        history.append({p: np.stack(v).reshape(start[p].shape) for p, v in values.items()})
+    return history
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"nesterov": False, "use_kimi_scaling": True, "weight_decay": 0.3},
+        {"coefficient_type": "simple", "backend_steps": 12},
+    ],
+)
+def test_muon_equals_its_formulas_in_numpy(changes):
+    config = MuonConfig(learning_rate=0.05, adam_lr=0.02, **(CONSTANT | changes))
+    assert_same(run(config), in_numpy(config), rtol=2e-4, atol=2e-5)
+
+
+def test_muon_makes_matrices_orthogonal_and_leaves_the_rest_to_adam():
+    config = MuonConfig(learning_rate=1.0, momentum=0.0, nesterov=False, coefficient_type="simple", backend_steps=30)
+    optimizer = dataclasses.replace(config, warmup=0, lr_schedule="constant").build(10)
+    model = small(0)
+    state = optimizer.init(model)  # pyright: ignore
+    updates, state = jax.jit(optimizer.update)(gradients(0), state, model)
+    for matrix in arrays(updates)["up.weight"]:
+        product = matrix @ matrix.T if matrix.shape[0] < matrix.shape[1] else matrix.T @ matrix
+        np.testing.assert_allclose(product, np.eye(len(product)), atol=1e-4)
+    kinds = {leaf.path: leaf.path.split(".")[-3] for leaf in leaves(state) if leaf.path.endswith("weight")}
+    assert sorted(path.rpartition("momentum.")[2] for path in kinds if ".momentum." in path) == sorted(WEIGHTS)
+    assert {path.rpartition(".mu.")[2] for path in kinds if ".mu." in path} == {"table.weight", "norm.weight"}
+
+
+def test_the_head_and_its_bias_are_not_muons():
+    from levanter.optim.muon import is_hidden_matrix
+
+    found = set()
+    map_parameters(lambda p, _: found.add(p.path) if is_hidden_matrix(p) else None, abstract_model(tiny_config()))
+    assert not any(word in path for path in found for word in ("lm_head", "embed", "norm"))
+    stacked = "transformer.layers.stacked"
+    projections = [f"self_attn.{k}_proj" for k in "qkvo"] + [f"mlp.{k}_proj" for k in ("gate", "up", "down")]
+    assert found == {f"{stacked}.{name}.weight" for name in projections}
+
+
+def test_the_state_has_the_same_paths_whatever_is_off():
+    every = AdamConfig(max_grad_norm=1.0, weight_decay=0.1)
+    none = AdamConfig(max_grad_norm=None, weight_decay=0.0)
+    paths = [[leaf.path for leaf in leaves(config.build(9).init(small(0)))] for config in (every, none)]  # pyright: ignore
+    assert paths[0] == paths[1] and any(path.startswith("1.mu.") for path in paths[0])
+    skips = AdamConfig(skip_bad_steps=True).build(9).init(small(0))  # pyright: ignore
+    more = {leaf.path: leaf.shape for leaf in leaves(skips) if leaf.path not in paths[0]}
+    assert more == {"4.losses": (128,), "4.grad_norms": (128,), "4.seen": ()}
+
+
 def test_the_global_norm_is_clipped():
     config = SgdConfig(learning_rate=1.0, weight_decay=0.0, max_grad_norm=0.5, **CONSTANT)
     before, (after,) = arrays(small(0)), run(config, steps=1)
@@ -224,6 +326,7 @@ EVERY = {
     "lion": LionConfig(learning_rate=0.05, **CONSTANT),
     "rmsprop": RmsPropConfig(learning_rate=0.05, **CONSTANT),
     "sgd": SgdConfig(learning_rate=0.05, momentum=0.9, **CONSTANT),
+    "muon": MuonConfig(learning_rate=0.05, adam_lr=0.01, weight_decay=0.1, **CONSTANT),
 }
 
 
@@ -232,6 +335,7 @@ EVERY = {
     [
         ("adam", "2d"),
         ("adafactor", "4x2"),
+        ("muon", "4x2"),
         *(
             pytest.param(kind, layout, marks=pytest.mark.slow)
             for kind, layout in [
@@ -240,6 +344,7 @@ EVERY = {
                 ("lion", "4x2"),
                 ("rmsprop", "4x2"),
                 ("sgd", "4x2"),
+                ("muon", "2d"),
             ]
         ),
     ],
@@ -294,7 +399,18 @@ def test_blocks_are_read_from_yaml(tmp_path):
     adam = read("optimizer: {learning_rate: 1e-3, warmup: 500, lr_schedule: {type: inv_sqrt, timescale: 100}}")
     assert isinstance(adam, AdamConfig) and adam.beta2 == 0.95 and adam.warmup == 500
     assert isinstance(read("optimizer: {type: adafactor}"), AdafactorConfig)
-    with pytest.raises(ValueError, match="skip_bad_steps: not supported yet"):
-        read("optimizer: {type: adam, skip_bad_steps: true}")
+    assert isinstance(read("optimizer: {type: muon, lr: 0.02, adam_lr: 1e-3}"), MuonConfig)
+    skips = {
+        "true": SkipStepConfig(rolling_interval_length=128, sigma_factor=6.0),
+        "64": SkipStepConfig(rolling_interval_length=64, sigma_factor=6.0),
+        "{rolling_interval_length: 32, sigma_factor: 3}": SkipStepConfig(rolling_interval_length=32, sigma_factor=3.0),
+        "false": None,
+    }
+    for text, expected in skips.items():
+        assert read(f"optimizer: {{type: adam, skip_bad_steps: {text}}}").outliers == expected
+    with pytest.raises(ValueError, match="at least 2 steps are remembered"):
+        read("optimizer: {type: adam, skip_bad_steps: 1}")
+    with pytest.raises(ValueError, match="adamc_weight_decay: not supported yet"):
+        read("optimizer: {type: adam, adamc_weight_decay: true}")
     with pytest.raises(ValueError, match="adafactor"):
         read("optimizer: {type: adafacto}")

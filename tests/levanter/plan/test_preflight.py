@@ -229,8 +229,13 @@ def test_without_the_tpu_compiler(evaluation, monkeypatch):
 )
 def test_how_a_compile_ends(evaluation, function, code, status, message):
     asked = question("eval_lm", evaluation, "local", compile=True, all_programs=True, provider=f"{PROGRAMS}:{function}")
-    # The worker describes what the tests' own provider does, so programs are chosen by nobody's name.
-    verdict = preflight(replace(asked, describe=lambda target: replace(asked.describe(target), programs=())))
+
+    def describe(target):
+        # The worker describes what the tests' own provider does: a program of this name.
+        plan = asked.describe(target)
+        return replace(plan, programs=(replace(plan.programs[0], name="doomed"),), workloads=())
+
+    verdict = preflight(replace(asked, describe=describe))
     assert (verdict.exit_code, verdict.stages[3].status) == (code, status)
     assert message in verdict.stages[3].message
     if code == 4:
@@ -250,6 +255,10 @@ def test_compiled_for_the_devices_here(evaluation):
     tight = question("eval_lm", evaluation, "local", compile=True, local=lambda: replace(CPU8, hbm_bytes=limit))
     refused = preflight(replace(tight, require_inputs=True))
     assert refused.exit_code == 3 and "score does not fit" in refused.stages[3].message
+    # This compiler refuses nothing by itself; what takes the room is said all the same.
+    reasons = refused.programs[0].why_not
+    assert reasons[0].startswith("score needs ") and "for what is made on the way" in reasons[0]
+    assert any(line.startswith("largest activation: ") for line in reasons)
 
 
 REFUSAL = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \

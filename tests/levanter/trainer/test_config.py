@@ -48,8 +48,14 @@ UPSTREAM_KEYS = """
 """
 
 
+OUR_KEYS = "skip_nonfinite_steps"
+
+
 def test_the_keys_are_upstream_s():
-    assert {f.name for f in fields(TrainerConfig)} == set(UPSTREAM_KEYS.split())
+    found = {f.name for f in fields(TrainerConfig)}
+    assert found == {*UPSTREAM_KEYS.split(), *OUR_KEYS.split()}
+    # What is ours does nothing where it is not written.
+    assert TrainerConfig().skip_nonfinite_steps == 0
 
 
 def test_defaults():
@@ -150,6 +156,7 @@ mp: " "
 per_device_parallelism: 0
 num_train_steps: 0
 max_eval_batches: 0
+skip_nonfinite_steps: -1
 train_batch_size: -1
 per_device_eval_parallelism: -2
 load_checkpoint: true
@@ -162,6 +169,7 @@ initialize_from: x
         "    per_device_eval_parallelism: must be at least 1, or -1 for all of a device's share, got -2\n"
         "    num_train_steps: must be at least 1, got 0\n"
         "    max_eval_batches: must be at least 1, got 0\n"
+        "    skip_nonfinite_steps: must not be negative, got -1\n"
         "    load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"
     ]
 

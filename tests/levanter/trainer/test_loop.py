@@ -3,12 +3,14 @@
 import os
 import signal
 import threading
+from contextlib import contextmanager
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
 
-from levanter.trainer.hooks import Every, StepSize, Track
-from levanter.trainer.loop import Guard, Loop, NonFiniteError, StepReport, stop_signal
+from levanter.trainer.hooks import Every
+from levanter.trainer.loop import Guard, Loop, NonFiniteError, stop_signal
 from levanter.trainer.step import StepMetrics
 
 
@@ -170,44 +172,31 @@ def test_every_leaves_the_end_to_the_run():
     assert [n for n in range(1, 11) if every.due(n)] == [5]
 
 
-def test_what_is_logged_of_a_step():
-    logged = {}
+def test_what_was_watched_is_fetched_only_when_it_is_due():
+    from levanter.trainer.watch import Watched
 
-    class Tracker:
-        def log(self, metrics, *, step):
-            logged[step] = dict(metrics)
+    def step_of(step):
+        watched = Watched(norms={"grads": jnp.full(2, step)}, histograms={})
+        return lambda state, batch: (state, replace(metrics_of(step), watched=watched))
 
-    size = StepSize(rows=8, tokens=128, flops=6e9)
-    track = Track(tracker=Tracker(), size_of=lambda step: size, steps=10, tokens=256)
-    for step in (2, 3):
-        track(
-            StepReport(
-                step=step,
-                loss=3.0,
-                weight=1.0,
-                grad_norm=0.25,
-                update_norm=0.5,
-                parameter_norm=7.0,
-                learning_rate=0.1,
-                seconds=2.0,
-                waited=0.5,
-            )
-        )
-    # Compilation is in the first step's time, so it has no rate.
-    assert not any(name.endswith("_per_second") for name in logged[2])
-    assert logged[3] == {
-        "train/loss": 3.0,
-        "optim/learning_rate": 0.1,
-        "grad/norm/total": 0.25,
-        "params/norm/total": 7.0,
-        "updates/norm/total": 0.5,
-        "global_step": 3,
-        "run_progress": 0.4,
-        "throughput/duration": 2.0,
-        "throughput/loading_time": 0.5,
-        "throughput/total_tokens": 512,
-        "throughput/examples_per_second": 4.0,
-        "throughput/tokens_per_second": 64.0,
-        "throughput/gflops_per_second": 3.0,
-    }
-    assert track.throughput.tokens_per_second == 64.0
+    told = []
+    Loop(step_of=step_of, listeners=[told.append], watched=lambda step: step % 3 == 0).run([], batches(0, 5), first=0)
+    seen = {r.step: None if r.watched is None else r.watched.norms["grads"].tolist() for r in told}
+    assert seen == {0: [0, 0], 1: None, 2: None, 3: [3, 3], 4: None}
+
+
+def test_pauses_are_told_to_whoever_watches_the_time():
+    order = []
+
+    @contextmanager
+    def around():
+        order.append("rest")
+        yield
+        order.append("go on")
+
+    class Note(Record):
+        def __call__(self, taken, state):
+            order.append(taken)
+
+    Loop(step_of=Steps(), pauses=[Note(2)], around_pauses=around).run([], batches(0, 5), first=0)
+    assert order == ["rest", 2, "go on", "rest", 4, "go on"]

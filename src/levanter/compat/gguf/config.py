@@ -13,8 +13,10 @@ import numpy as np
 
 from levanter.compat.gguf.file import GgufFile
 from levanter.compat.hf.errors import CheckpointError, UnknownModelError, raise_if
-from levanter.compat.hf.families import FAMILIES
 from levanter.layers.rotary import Llama3RotaryConfig
+
+ARCHITECTURES = ("llama",)
+"""What is read: other families lay out queries and keys otherwise."""
 
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -56,9 +58,9 @@ def hf_document(file: GgufFile) -> dict[str, Any]:
         CheckpointError: with everything in the metadata that is missing or has no place in this family.
     """
     architecture = file.get("general.architecture")
-    if architecture not in FAMILIES:
+    if architecture not in ARCHITECTURES:
         raise UnknownModelError(
-            file.path, f"unknown architecture {architecture!r}; known architectures: {', '.join(sorted(FAMILIES))}"
+            file.path, f"unknown architecture {architecture!r}; known architectures: {', '.join(ARCHITECTURES)}"
         )
     keys = {
         key.removeprefix(f"{architecture}."): _plain(value)

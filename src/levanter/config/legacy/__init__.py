@@ -18,13 +18,22 @@ from typing import Any
 
 from levanter.config.errors import Mark, Problem
 from levanter.config.legacy.changes import Change, Draft, OldKey
-from levanter.config.legacy.data import DATA_KEYS, FORMAT_KEYS, translate_data
+from levanter.config.legacy.data import DATA_KEYS, FLAT_KEY, FORMAT_KEYS, translate_data
+from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.legacy.model import MODEL_KEYS, translate_model
 from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
 from levanter.config.nodes import MapNode, from_plain, to_plain
 
-TABLE: tuple[OldKey, ...] = (*TRAINER_KEYS, *MODEL_KEYS, *DATA_KEYS, *FORMAT_KEYS, *MEMORIZATION_KEYS)
+TABLE: tuple[OldKey, ...] = (
+    *TRAINER_KEYS,
+    *MODEL_KEYS,
+    *DATA_KEYS,
+    FLAT_KEY,
+    *FORMAT_KEYS,
+    *MEMORIZATION_KEYS,
+    *ENTRY_POINT_KEYS,
+)
 """Every old key that is accepted, for the documentation and for hints about misspelt ones."""
 
 
@@ -44,6 +53,7 @@ def translate(document: MapNode) -> Translation:
     translate_trainer(draft)
     translate_model(draft)
     translate_data(draft)
+    translate_entry_points(draft)
     return Translation(
         document=draft.document, changes=tuple(draft.changes), problems=tuple(dict.fromkeys(draft.problems))
     )

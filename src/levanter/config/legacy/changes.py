@@ -127,6 +127,16 @@ class Draft:
                 )
             )
 
+    def replace(self, path: Keys, node: Node) -> None:
+        """Puts another node in the place of the one at a path."""
+        entry = self.entry(path)
+        assert entry is not None, f"nothing at {'.'.join(path)}"
+        self.document = _with(self.document, path, node, entry.mark)
+
+    def note(self, row: OldKey, entry: Entry, key: str, now: str) -> None:
+        """Says what became of an old key whose entry was replaced by other means."""
+        self.changes.append(Change(key=key, was=inline(entry.node), now=now, why=row.why, mark=entry.mark))
+
     def wrong(self, entry: Entry, key: str, message: str) -> None:
         """Notes that the value of an old key cannot be understood."""
         self.problems.append(Problem(message=message, mark=entry.mark, key=key))

@@ -69,7 +69,13 @@ def check_backend_name(requested: str | None) -> None:
 
 
 def choose_backend(
-    requested: str | None, *, platform: str | None, dtype: DTypeLike, length: int, block_size: int | None = None
+    requested: str | None,
+    *,
+    platform: str | None,
+    dtype: DTypeLike,
+    length: int,
+    block_size: int | None = None,
+    soft_cap: float | None = None,
 ) -> BackendChoice:
     """Chooses an implementation.
 
@@ -79,15 +85,18 @@ def choose_backend(
         dtype: of queries, keys and values.
         length: keys in a sequence.
         block_size: keys in a block, for `blockwise` and `splash`; None chooses.
+        soft_cap: bound of the scores, which JAX's own function does not have.
 
     Raises:
-        ValueError: an unknown name, or `cudnn` where it cannot run.
+        ValueError: an unknown name, or `cudnn` or `jax_native` where they cannot run.
     """
     check_backend_name(requested)
     make = functools.partial(BackendChoice, block_size=block_size)
-    no_cudnn, no_splash = _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
+    no_cudnn, no_splash = _cudnn_obstacle(platform, dtype, soft_cap), splash_obstacle(platform, dtype)
     if requested == "cudnn" and no_cudnn:
         raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
+    if requested == "jax_native" and soft_cap is not None:
+        raise ValueError(f"model.attn_backend jax_native: {_NO_SOFT_CAP}; leave attn_backend out, or use blockwise")
     if requested in BACKENDS and requested != "splash":
         return make(name=requested, reason="as asked for")
     if requested == "vanilla":
@@ -123,7 +132,12 @@ def _splash_reason(length: int, block_size: int | None) -> str:
     return f"blocks of {blocks.block} × {blocks.block}{padding}; scores stay on the chip"
 
 
-def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
+_NO_SOFT_CAP = "the model bounds its attention scores (a soft cap), which JAX's attention function cannot"
+
+
+def _cudnn_obstacle(platform: str | None, dtype: DTypeLike, soft_cap: float | None) -> str | None:
+    if soft_cap is not None:
+        return _NO_SOFT_CAP
     if platform != "gpu":
         return f"the platform is {platform or 'not known'}, not gpu"
     if jnp.dtype(dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float16")):
@@ -132,7 +146,14 @@ def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
 
 
 def attend(
-    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float, choice: BackendChoice
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    choice: BackendChoice,
+    soft_cap: float | None = None,
 ) -> NamedArray:
     """Runs the chosen backend; see `reference_attention` for axes and meaning."""
     name = choice.name
@@ -140,10 +161,13 @@ def attend(
         name = "blockwise"
         logger.warning("attention: blockwise and not splash, whose masks are rules: this one is an array")
     if name == "reference":
-        return reference_attention(q, k, v, mask, scale=scale)
+        return reference_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
     if name == "splash":
-        return splash_attention(q, k, v, mask, scale=scale, block_size=choice.block_size)
+        return splash_attention(q, k, v, mask, scale=scale, block_size=choice.block_size, soft_cap=soft_cap)
     if name == "blockwise":
-        return blockwise_attention(q, k, v, mask, scale=scale, block_size=choice.block_size or DEFAULT_BLOCK)
+        size = choice.block_size or DEFAULT_BLOCK
+        return blockwise_attention(q, k, v, mask, scale=scale, block_size=size, soft_cap=soft_cap)
+    if soft_cap is not None:
+        raise ValueError(f"attention by {name}: {_NO_SOFT_CAP}")
     implementation = "cudnn" if name == "cudnn" else "xla"
     return jax_native_attention(q, k, v, mask, scale=scale, implementation=implementation)

@@ -11,11 +11,18 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.reference import HIDDEN
+from levanter.layers.attention.reference import HIDDEN, soft_capped
 
 
 def blockwise_attention(
-    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float, block_size: int
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    block_size: int,
+    soft_cap: float | None = None,
 ) -> NamedArray:
     """As `reference_attention`, over blocks of `block_size` keys.
 
@@ -43,6 +50,7 @@ def blockwise_attention(
         if padding:
             visible = exists if visible is None else hax.logical_and(visible, exists)
         scores = hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32) * scale
+        scores = soft_capped(scores, soft_cap)
         if visible is not None:
             scores = hax.where(visible, scores, HIDDEN)
         new_top = hax.maximum(top, jax.lax.stop_gradient(hax.max(scores, Block)))

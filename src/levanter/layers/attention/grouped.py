@@ -1,7 +1,13 @@
-"""Grouped-query self-attention with rotary positions (Ainslie et al., arXiv:2305.13245)."""
+"""Grouped-query self-attention with rotary positions (Ainslie et al., arXiv:2305.13245), as families have it.
+
+What they differ in is in an `AttentionSpec`: biases, norms on queries and keys, the scale and a bound of the scores,
+how far back a query sees, which rotary table turns it. All of it is static: every kind of layer is compiled by itself.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import equinox as eqx
 import haliax as hax
@@ -12,7 +18,7 @@ from haliax import Axis, NamedArray
 from levanter.layers.attention.backends import attend, choose_backend
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
-from levanter.layers.norm import RMSNorm
+from levanter.layers.norm import Norm, NormSpec
 from levanter.layers.rotary import apply_rotary
 from levanter.layers.saved import saved
 
@@ -29,9 +35,14 @@ class AttentionSpec:
         KVHead: axis of heads with keys and values of their own.
         QHeadsPerGroup: axis of query heads sharing one of them.
         HeadSize: axis of one head's features.
-        use_bias: biases in all four projections.
-        norm_eps: epsilon of the norms on queries and keys; None for no such norms.
-        norm_weight: whether those norms have weights.
+        qkv_bias: biases of queries, keys and values.
+        out_bias: bias of the output projection.
+        norm: the norms on queries and keys; None for none.
+        normed: what one such norm is over: each head by itself, or all heads of a token together.
+        query_scale: multiplies the scores; None for 1/√head_size.
+        soft_cap: bound of the scores; None for none.
+        window: how many keys a query sees, itself included; None for all before it.
+        rope: name of the rotary table that turns queries and keys; None leaves them as they are (NoPE).
         backend: requested backend; None chooses by length.
         block_size: keys in a block of the blockwise backend, positions in a block of splash.
         upcast: compute attention in float32.
@@ -42,13 +53,28 @@ class AttentionSpec:
     KVHead: Axis
     QHeadsPerGroup: Axis
     HeadSize: Axis
-    use_bias: bool = False
-    norm_eps: float | None = None
-    norm_weight: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    norm: NormSpec | None = None
+    normed: Literal["head", "all heads"] = "head"
+    query_scale: float | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+    rope: str | None = "rope"
     backend: str | None = None
     block_size: int | None = None
     upcast: bool = False
     scale: float = 0.02
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply each token."""
+        kv = self.KVHead.size * self.HeadSize.size
+        return 2 * self.Embed.size * kv * (self.QHeadsPerGroup.size + 1)
+
+
+RotaryTables = Mapping[str, tuple[NamedArray, NamedArray]]
+"""Cosines and sines (`RotaryConfig.tables`) by the names that layers know them by."""
 
 
 class GroupedQueryAttention(eqx.Module):
@@ -61,8 +87,8 @@ class GroupedQueryAttention(eqx.Module):
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     spec: AttentionSpec = eqx.field(static=True)
 
     @staticmethod
@@ -73,33 +99,35 @@ class GroupedQueryAttention(eqx.Module):
         keys = jax.random.split(key, 4)
 
         def project(n: int, In: tuple[Axis, ...], Out: tuple[Axis, ...]) -> Linear:
-            return Linear.init(In, Out, scale=spec.scale, use_bias=spec.use_bias, key=keys[n])
+            use_bias = spec.out_bias if Out == embed else spec.qkv_bias
+            return Linear.init(In, Out, scale=spec.scale, use_bias=use_bias, key=keys[n])
 
-        def norm() -> RMSNorm | None:
-            if spec.norm_eps is None:
+        def norm(together: tuple[Axis, ...]) -> Norm | None:
+            if spec.norm is None:
                 return None
-            return RMSNorm.init(spec.HeadSize, eps=spec.norm_eps, use_weight=spec.norm_weight)
+            return spec.norm.init(spec.HeadSize if spec.normed == "head" else together)
 
         return GroupedQueryAttention(
             q_proj=project(0, embed, heads),
             k_proj=project(1, embed, kv),
             v_proj=project(2, embed, kv),
             o_proj=project(3, heads, embed),
-            q_norm=norm(),
-            k_norm=norm(),
+            q_norm=norm(heads),
+            k_norm=norm(kv),
             spec=spec,
         )
 
-    def __call__(self, x: NamedArray, mask: AttentionMask, cos: NamedArray, sin: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, mask: AttentionMask, tables: RotaryTables) -> NamedArray:
         """Attends within `x`.
 
         Args:
             x: `[…, position, embed]`.
-            mask: which positions see which.
-            cos: from `RotaryConfig.tables`.
-            sin: from `RotaryConfig.tables`.
+            mask: which positions see which; the spec's window narrows it.
+            tables: at least the one that the spec names.
         """
         spec = self.spec
+        if spec.window is not None:
+            mask = mask & AttentionMask(sliding_window=spec.window)
 
         def projected(name: str) -> NamedArray:
             with jax.named_scope(name):
@@ -109,8 +137,9 @@ class GroupedQueryAttention(eqx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             with jax.named_scope("qk_norm"):
                 q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            q, k = apply_rotary(q, cos, sin, spec.HeadSize), apply_rotary(k, cos, sin, spec.HeadSize)
+        if spec.rope is not None:
+            with jax.named_scope("rope"):
+                q, k = (apply_rotary(y, *tables[spec.rope], spec.HeadSize) for y in (q, k))
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
         k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
         if spec.upcast:
@@ -121,9 +150,11 @@ class GroupedQueryAttention(eqx.Module):
             dtype=q.dtype,
             length=k.resolve_axis("key_position").size,
             block_size=spec.block_size,
+            soft_cap=spec.soft_cap,
         )
+        scale = 1 / math.sqrt(spec.HeadSize.size) if spec.query_scale is None else spec.query_scale
         with jax.named_scope("attention"):
-            mixed = attend(q, k, v, mask, scale=1 / math.sqrt(spec.HeadSize.size), choice=choice)
+            mixed = attend(q, k, v, mask, scale=scale, choice=choice, soft_cap=spec.soft_cap)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
             # The kernel names its own output, together with what its backward pass needs beside it.
             mixed = mixed if choice.name == "splash" else saved(mixed, "attention")

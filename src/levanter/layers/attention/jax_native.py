@@ -35,7 +35,7 @@ def jax_native_attention(
 
     queries = plain(q, Pos, KVHead, Group, HeadSize)
     queries = queries.reshape(*queries.shape[:2], KVHead.size * Group.size, HeadSize.size)
-    simple = mask.segment_ids is None and mask.explicit is None and mask.sliding_window is None
+    simple = mask.segment_ids is None and mask.explicit is None and (mask.is_causal or mask.sliding_window is None)
     visible = None if simple else mask.materialize(Pos, KeyPos)
     if visible is not None:
         visible = visible.broadcast_to((*leading, Pos, KeyPos)).rearrange((*leading, Pos, KeyPos))
@@ -48,6 +48,8 @@ def jax_native_attention(
             mask=None if visible is None else plain(visible, Pos, KeyPos)[:, None],
             scale=scale,
             is_causal=simple and mask.is_causal,
+            # As many keys before the query, and none after it.
+            local_window_size=(mask.sliding_window - 1, 0) if simple and mask.sliding_window is not None else None,
             implementation=implementation,
         )
     axes = (*leading, Pos, KVHead, Group, HeadSize)

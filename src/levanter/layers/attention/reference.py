@@ -12,7 +12,7 @@ HIDDEN = -1e30
 
 
 def reference_attention(
-    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float
+    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float, soft_cap: float | None = None
 ) -> NamedArray:
     """`softmax(q·k · scale) · v` over the keys that `mask` shows.
 
@@ -25,19 +25,28 @@ def reference_attention(
         v: as `k`.
         mask: which keys each query may see.
         scale: multiplies the scores.
+        soft_cap: bound of the scaled scores, see `soft_capped`; None for none.
 
     Returns:
         The axes of `q`.
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
-    scores = hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32) * scale
+    axes = q.axes
+    # Heads before positions: products over them come out in that order, and XLA for CPUs would transpose them back.
+    q = q.rearrange((*(axis for axis in axes if axis.name not in (Pos.name, "head_size")), Pos, "head_size"))
+    scores = soft_capped(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32) * scale, soft_cap)
     visible = mask.materialize(Pos, KeyPos)
     if visible is not None:
         scores = hax.where(visible, scores, HIDDEN)
     weights = _softmax(scores, KeyPos)
     if visible is not None:
         weights = hax.where(visible, weights, 0.0)
-    return hax.dot(weights.astype(v.dtype), v, axis=KeyPos).rearrange(q.axes)
+    return hax.dot(weights.astype(v.dtype), v, axis=KeyPos).rearrange(axes)
+
+
+def soft_capped(x: NamedArray, bound: float | None) -> NamedArray:
+    """`bound · tanh(x / bound)`: nearly `x` where it is small, never beyond `bound` (Gemma 2, arXiv:2408.00118)."""
+    return x if bound is None else hax.tanh(x / bound) * bound
 
 
 def _softmax(scores: NamedArray, KeyPos: hax.Axis) -> NamedArray:

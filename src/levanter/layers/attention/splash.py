@@ -96,6 +96,7 @@ def splash_attention(
     *,
     scale: float,
     block_size: int | None = None,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> NamedArray:
     """As `reference_attention`, by the kernel; scores and softmax are float32.
@@ -109,6 +110,7 @@ def splash_attention(
         mask: a rule; not an explicit array.
         scale: multiplies the scores.
         block_size: positions in a block, if not by length.
+        soft_cap: see `reference_attention`.
         interpret: emulate the kernel, for machines without a TPU.
 
     Raises:
@@ -146,7 +148,7 @@ def splash_attention(
         own = mask.segment_ids.astype(jnp.int32).broadcast_to((*leading, Pos)).rearrange((*leading, Pos))
         named.append(padded(own, Pos, Padded, PADDING_SEGMENT))
         named.append(named[-1].rename({Pos.name: KeyPos.name}))
-    kernel = _kernel(_Rule(mask.is_causal, mask.sliding_window), Padded.size, parts, blocks, interpret)
+    kernel = _kernel(_Rule(mask.is_causal, mask.sliding_window), Padded.size, parts, blocks, interpret, soft_cap)
     attend: Any = _attend_row
     for _ in leading:
         attend = jax.vmap(attend, in_axes=(None, *[0] * len(named)))
@@ -252,6 +254,7 @@ def _kernel(
     parts: int,
     blocks: SplashBlocks,
     interpret: bool,
+    soft_cap: float | None = None,
 ) -> pallas.SplashAttentionKernel:
     """The kernel with its table of blocks, as NumPy arrays: made once, and outside of any trace.
 
@@ -279,7 +282,7 @@ def _kernel(
         is_mqa=False,
         save_residuals=False,
         mask_value=pallas.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=soft_cap,
         residual_checkpoint_name="attention",  # one of `layers.saved.SAVED_NAMES`: its output, and its log-sum-exp
         mask_function=function,
         interpret=interpret,

@@ -357,6 +357,14 @@ def job_seconds(verdict: Verdict) -> tuple[float, float] | None:
     return sum(t[0] for t in times if t), sum(t[1] for t in times if t)
 
 
+def chip_hours(verdict: Verdict) -> tuple[float, float] | None:
+    """What the job takes of a pod that is paid by the chip, low and high; `None` where its time is not known."""
+    times, number = job_seconds(verdict), chips(verdict)
+    if times is None or number is None or verdict.accelerator is None:
+        return None
+    return times[0] * number / 3600, times[1] * number / 3600
+
+
 def unknown(verdict: Verdict) -> tuple[str, ...]:
     """Everything that the model of time leaves out, each once."""
     found = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]

@@ -164,7 +164,9 @@ def _tiles(verdict: Verdict) -> Html:
         if (share := facts.utilization(program, program.mfu)) is not None and program.mfu is not None:
             tiles.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
     if (job := facts.job_seconds(verdict)) is not None:
-        tiles.append(("the whole job", span_text(*job), "without loading"))
+        hours = facts.chip_hours(verdict)
+        cost = "" if hours is None else f"{between(*hours)} chip-hours, "
+        tiles.append(("the whole job", span_text(*job), f"{cost}without loading"))
     if verdict.load is not None:
         rate = three_digits(verdict.load.gigabytes_per_second)
         tiles.append(("loading", seconds_text(verdict.load.seconds), f"at {rate} GB/s a host"))

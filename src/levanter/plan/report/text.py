@@ -13,6 +13,7 @@ from levanter.plan.load_budget import LoadBudget
 from levanter.plan.report import facts
 from levanter.plan.report.layout import WIDTH, Align, bar, paragraph, table
 from levanter.plan.report.words import (
+    between,
     count_text,
     gib,
     percent,
@@ -304,4 +305,6 @@ def _job(verdict: Verdict) -> list[str]:
     total = facts.job_seconds(verdict)
     if total is not None and len(working) > 1:
         lines += paragraph(f"together {span_text(*total)}")
+    if (hours := facts.chip_hours(verdict)) is not None:
+        lines += paragraph(f"cost: {between(*hours)} chip-hours, without loading, checkpoints and restarts")
     return lines

@@ -22,6 +22,7 @@ from levanter.compat.hf.errors import (
     UnknownModelError,
     UnsafeCheckpointError,
 )
+from levanter.compat.hf.families import FAMILIES
 from levanter.models.llama.config import LlamaConfig
 
 
@@ -195,14 +196,16 @@ def test_dtype_that_disagrees_with_the_config(tmp_path):
 
 def test_unknown_model_type(tmp_path):
     assert refusal(edit(write_folder(tmp_path), model_type="llamma"), UnknownModelError) == (
-        "CKPT/config.json: unknown model type 'llamma'; known model types: llama\n  → the nearest known one is 'llama'"
+        f"CKPT/config.json: unknown model type 'llamma'; known model types: {', '.join(sorted(FAMILIES))}\n"
+        "  → the nearest known one is 'llama'"
     )
 
 
 def test_unknown_rope_type(tmp_path):
     folder = edit(write_folder(tmp_path), rope_scaling={"rope_type": "yarm", "factor": 2.0})
     assert refusal(folder, CheckpointError) == (
-        "CKPT/config.json: rope type 'yarm' is not one of default, linear, dynamic, llama3, yarn; did you mean 'yarn'?"
+        "CKPT/config.json: rope type 'yarm' is not one of default, linear, dynamic, llama3, yarn, longrope; "
+        "did you mean 'yarn'?"
     )
 
 

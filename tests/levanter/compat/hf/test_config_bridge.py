@@ -11,6 +11,7 @@ from helpers.hf_folder import CONFIG, tensors
 from haliax_ext.sources import TensorInfo
 from levanter.compat.hf.config_bridge import check_model_block, check_tensors, read_config, write_config
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError
+from levanter.compat.hf.families import FAMILIES
 from levanter.models.llama.config import LlamaConfig
 
 LLAMA32_1B = {
@@ -101,12 +102,15 @@ def refusal(error=CheckpointError, **fields) -> str:
     return str(caught.value).removeprefix("m/config.json: ")
 
 
+KNOWN = ", ".join(sorted(FAMILIES))
+
+
 def test_unknown_model_types():
     assert refusal(UnknownModelError, model_type="lama") == (
-        "unknown model type 'lama'; known model types: llama\n  → the nearest known one is 'llama'"
+        f"unknown model type 'lama'; known model types: {KNOWN}\n  → the nearest known one is 'llama'"
     )
-    assert refusal(UnknownModelError, model_type="t5") == "unknown model type 't5'; known model types: llama"
-    assert refusal(UnknownModelError, model_type=...) == "model_type is missing; known model types: llama"
+    assert refusal(UnknownModelError, model_type="t5") == f"unknown model type 't5'; known model types: {KNOWN}"
+    assert refusal(UnknownModelError, model_type=...) == f"model_type is missing; known model types: {KNOWN}"
     assert refusal(UnknownModelError, model_type=["llama"]).startswith("unknown model type ['llama']")
 
 

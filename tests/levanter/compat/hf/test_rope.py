@@ -103,11 +103,12 @@ def test_theta_is_found_in_either_place_beside_the_other():
         ),
         (
             dict(rope_scaling={"rope_type": "llama-3", "factor": 2.0}),
-            "rope type 'llama-3' is not one of default, linear, dynamic, llama3, yarn; did you mean 'llama3'?",
+            "rope type 'llama-3' is not one of default, linear, dynamic, llama3, yarn, longrope; "
+            "did you mean 'llama3'?",
         ),
         (
-            dict(rope_parameters={"rope_type": "longrope", "factor": 2.0}),
-            "rope type 'longrope' is not one of default, linear, dynamic, llama3, yarn",
+            dict(rope_parameters={"rope_type": "spiral", "factor": 2.0}),
+            "rope type 'spiral' is not one of default, linear, dynamic, llama3, yarn, longrope",
         ),
         (dict(rope_scaling={"rope_type": "linear"}), "rope type 'linear' needs 'factor'"),
         (

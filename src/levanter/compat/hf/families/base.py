@@ -5,11 +5,15 @@ for, is not known to be harmless and is not null, is a `Finding` at the end. So 
 never passed over in silence.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from levanter.models.registry import LmConfig
+
+Spelling = Literal["transformers4", "transformers5"]
+"""Whose field names a config.json has."""
 
 HARMLESS = frozenset(
     """
@@ -26,6 +30,15 @@ HARMLESS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Fields of any model that name files, steer generation or the library, and leave log-probabilities alone."""
+
+
+RUNNING = frozenset(
+    """
+    max_seq_len tokenizer reference_checkpoint cross_entropy_block_size initializer_range attn_backend
+    use_flash_attention flash_attention_block_size upcast_attn scan_layers gradient_checkpointing
+    """.split()  # noqa: SIM905
+)
+"""Fields of our configs that say how a model is run or made, not what it is."""
 
 
 @dataclass(frozen=True)
@@ -114,37 +127,34 @@ class Family:
         architecture: the class that transformers builds, for `architectures`.
         config_class: our config.
         read: config.json fields → our config.
-        write: our config → config.json fields, rotary embeddings left to the caller.
-        shapes: our config → name template and shape of every source tensor, with the reason of each size.
-        architecture_fields: fields of our config that change what the model computes, or its weights.
+        write: our config, and for which transformers → config.json fields.
+        shapes: our config → name and shape of every source tensor, with the reason of each size.
     """
 
     model_type: str
     architecture: str
     config_class: type[LmConfig]
     read: Callable[[Fields], LmConfig | None]
-    write: Callable[[Any], dict[str, Any]]
+    write: Callable[[Any, Spelling], dict[str, Any]]
     shapes: Callable[[Any], "tuple[ExpectedTensor, ...]"]
-    architecture_fields: tuple[str, ...]
+
+    @property
+    def architecture_fields(self) -> tuple[str, ...]:
+        """Fields of our config that change what the model computes, or its weights."""
+        names = [field.name for field in dataclasses.fields(self.config_class)]
+        return tuple(name for name in names if name not in RUNNING)
 
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """A tensor that a config implies.
+    """Tensors of one shape that a config implies.
 
     Attributes:
-        template: its name; `{}` stands for a layer.
-        shape: its shape.
+        names: what a checkpoint calls them, all spellings.
+        shape: of each.
         reason: the shape in the words of config.json.
-        optional: whether a checkpoint may lack it.
-        layers: how many tensors the template stands for (0: it has no `{}`).
     """
 
-    template: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     reason: str
-    optional: bool = False
-    layers: int = 0
-
-    def names(self) -> list[str]:
-        return [self.template.format(n) for n in range(self.layers)] if self.layers else [self.template]

@@ -1,9 +1,9 @@
 """One of several processes that load a checkpoint together; run by `tests/multihost/test_loading.py`.
 
-    python load_in_two_processes.py NUMBER COUNT PORT FOLDER MAPPING
+    python load_in_processes.py FOLDER OPTIONS
 
-Reads `FOLDER/tensors.npz`, loads the tiny Llama in it over 8 devices with the parameter mapping MAPPING (JSON), checks
-every local shard against NumPy, and writes what it read to `FOLDER/found.NUMBER.json`.
+Loads the tiny Llama in `FOLDER/model.safetensors` over 8 devices as OPTIONS (JSON) say, checks every local shard
+against NumPy, and writes what it read to `FOLDER/found.NUMBER.json`.
 """
 
 import json
@@ -15,21 +15,25 @@ import numpy as np
 
 
 def main() -> None:
-    number, count, port, folder, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, number, initialization_timeout=60)
+    folder, options = Path(sys.argv[1]), sys.argv[2]
+    from levanter.main.processes import end_together, join_processes
+    from levanter.mesh.distributed import DistributedConfig
 
-    from helpers.memory_source import MemorySource
+    join_processes(DistributedConfig())
+    number = jax.process_index()
+
     from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules
+    from safetensors.numpy import load_file
 
     from haliax_ext.loading import hosts_of, load, plan_loading
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec
     from haliax_ext.planner import plan_sharding
+    from levanter.compat.hf.safetensors import SafetensorsSource
 
     given = json.loads(options)
-    tensors = dict(np.load(Path(folder) / "tensors.npz"))
-    source = MemorySource(tensors)
+    path = folder / "model.safetensors"
+    tensors, source = load_file(path), SafetensorsSource.from_files(path)
     spec = MeshSpec(axes=tuple(given["mesh"].items()))
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = jax.sharding.Mesh(np.asarray(devices)[given["order"]].reshape(list(given["mesh"].values())), spec.names)
@@ -49,13 +53,14 @@ def main() -> None:
     report = {
         "bytes_read": source.bytes_read,
         "planned": plan.bytes_by_host[number],
-        "total": source.nbytes,
+        "total": sum(each.nbytes for each in tensors.values()),
         "strategies": {each.path: each.strategy for each in plan.loads},
         "pieces": {each.path: len(each.pieces) for each in plan.loads},
         "seconds_by_host": found.report.seconds_by_host,
         "progress": [seen[-1].bytes_done, seen[-1].bytes_total, seen[-1].job_bytes],
     }
-    (Path(folder) / f"found.{number}.json").write_text(json.dumps(report))
+    (folder / f"found.{number}.json").write_text(json.dumps(report))
+    end_together(0)
 
 
 if __name__ == "__main__":

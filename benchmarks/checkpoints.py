@@ -1,0 +1,133 @@
+"""What saving costs a training run: how long its loop is held up, and how much slower steps are meanwhile.
+
+    python benchmarks/checkpoints.py [--devices 1] [--rounds 8]
+
+A Llama of 10.2 million parameters with Adam's two averages, in float32 (117 MiB), trained by the `train_step` Program
+of a run and saved by its `Checkpointer`. Rounds come in pairs of `--steps` steps, one with a save behind its first step
+and one without, in changing order, so that whatever else the machine does falls on both. Given are
+
+- *held up*: how long `save` keeps the loop (it copies the state off the devices and makes folders);
+- *under way*: from `save` until the checkpoint is complete;
+- *while saving*: the time of the steps that lie in it, against the same steps of the round without;
+- *per save*: seconds by which the round with a save is longer. Divided by the time between two saves, that is what
+  saving costs a run.
+
+On virtual devices the writing threads and the step share the cores; on an accelerator they do not.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CONFIG = """
+data: {tokenizer: passthrough, vocab_size: 258}
+model: {type: llama, max_seq_len: 128, hidden_dim: 384, intermediate_dim: 1024, num_layers: 6, num_heads: 6,
+        num_kv_heads: 6, tie_word_embeddings: true}
+optimizer: {learning_rate: 0.001}
+trainer: {tracker: {type: noop}, num_train_steps: 1000, train_batch_size: 4, mesh: {axes: {data: -1}}}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices")
+    parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--folder", help="where checkpoints are written (default: a temporary folder)")
+    asked = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={asked.devices}"
+    with tempfile.TemporaryDirectory() as temporary:
+        measure(asked, asked.folder or temporary, Path(temporary))
+
+
+def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
+    import jax
+    import numpy as np
+
+    from haliax_ext.abstract import with_arrays
+    from levanter.checkpoint import Checkpointer
+    from levanter.config import load
+    from levanter.main.train_lm import TrainLmConfig, describe
+    from levanter.run import Target
+    from levanter.trainer.hooks import state_arrays
+
+    (scratch / "run.yaml").write_text(CONFIG)
+    config = load(TrainLmConfig, ["--config_path", str(scratch / "run.yaml")])
+    plan = describe(config, Target(name="local", platform="cpu", kind="cpu", devices=asked.devices))
+    mesh = plan.mesh.build(jax.devices())
+    state = plan.program("init_state").jit(mesh)(jax.random.PRNGKey(0))
+    program = plan.program("train_step")
+    step, batch = program.jit(mesh), program.inputs[1].value
+    shape = batch.tokens.array.shape
+    values = {
+        "tokens": np.random.default_rng(0).integers(0, 258, shape).astype(np.int32),
+        "loss_weights": np.ones(shape, np.float32),
+        "segment_ids": np.zeros(shape, np.int32),
+    }
+    rows = with_arrays(batch, values)
+    size = sum(x.nbytes for x in state_arrays(state).values())
+    print(f"{asked.devices} devices, {size / 2**20:,.0f} MiB of state, {asked.rounds} pairs of {asked.steps} steps")
+    with Checkpointer(f"{folder}/run", keep=[], save_interval_seconds=1e9) as checkpointer:
+        number, held, under, increases, extra, plain = 0, [], [], [], [], []
+
+        def round_of(*, saves: bool) -> tuple[list[float], float]:
+            """The time of each step of a round, and when its save was complete, since the round began."""
+            nonlocal state, number
+            ends, complete, began = [], 0.0, time.perf_counter()
+            for n in range(asked.steps):
+                state, metrics = step(state, rows)
+                jax.block_until_ready(metrics)
+                ends.append(time.perf_counter() - began)
+                if saves and n == 0:
+                    number += 1
+                    before = time.perf_counter()
+                    checkpointer.save(number, state_arrays(state), {})
+                    held.append(time.perf_counter() - before)
+                    _, future = checkpointer._running or (None, None)
+                    assert future is not None
+                    done: list[float] = []
+                    future.add_done_callback(lambda _, done=done: done.append(time.perf_counter() - began))
+            if saves:
+                checkpointer.wait()
+                while not done:
+                    time.sleep(1e-3)
+                complete = done[0]
+            return ends, complete
+
+        round_of(saves=True)  # warms everything up
+        held.clear()
+        for n in range(asked.rounds):
+            if n % 2:
+                without, _ = round_of(saves=False)
+                ends, complete = round_of(saves=True)
+            else:
+                ends, complete = round_of(saves=True)
+                without, _ = round_of(saves=False)
+            # Steps behind the save that began before it was complete.
+            inside = max(1, sum(end < complete for end in ends[:-1]))
+            with_save = ends[inside] - ends[0] - held[-1]
+            increases.append(with_save / (without[inside] - without[0]) - 1)
+            extra.append(ends[-1] - without[-1])
+            under.append(complete - ends[0])
+            plain.append((without[-1] - without[0]) / (asked.steps - 1))
+
+    def told(name: str, found: list[float], unit: str, scale: float = 1.0) -> None:
+        low, middle, high = (scale * x for x in (min(found), statistics.median(found), max(found)))
+        print(f"{name:<14}{middle:10.2f} {unit}   ({low:.2f} to {high:.2f})")
+
+    told("step", plain, "s")
+    told("held up", held, "s")
+    told("under way", under, "s")
+    told("while saving", increases, "%", 100.0)
+    told("per save", extra, "s")
+    interval = 15 * 60
+    print(f"saved every 15 minutes: {100 * statistics.median(extra) / interval:.3f} % of the run's time")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""`HFCheckpointConverter`: the door to Hugging Face files that scripts written for upstream know.
+
+It is a small face on what the project has: `open_checkpoint` finds files and reads the config, the planner decides
+where every parameter goes, the loader streams it there, `export` writes. New code uses those; this class keeps
+scripts running:
+
+    converter = HFCheckpointConverter.from_hf("org/model")
+    with jax.set_mesh(mesh):
+        model = converter.load_pretrained(LlamaLMHeadModel, axis_mapping={"embed": "data", "mlp": "model"})
+    converter.save_pretrained(model, "exported")
+
+Unlike upstream's it reads nothing before it is asked to, works without a mesh in scope (on one device), reports tensors
+that are missing or unexpected, and never runs code out of a repository.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from haliax_ext.abstract import abstract, cast, leaves, with_arrays
+from haliax_ext.load_strategy import plan_loading
+from haliax_ext.loading import hosts_of, load
+from haliax_ext.mapping import Mappings, compute_mapping_in_scope
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import plan_sharding
+from haliax_ext.program import _mesh_in_scope
+from levanter.compat.hf.checkpoint import PretrainedCheckpoint, hf_config, open_checkpoint
+from levanter.compat.hf.config_bridge import read_config, write_config
+from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, export
+from levanter.compat.hf.refs import RepoRef
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.config import plain, written
+from levanter.mesh import MeshConfig, ModelAxes, local_devices, resolve
+from levanter.models.axes import ALIASES, KNOWN_AXES
+from levanter.models.base import LmHeadModel
+from levanter.models.registry import LmConfig
+
+Reference = str | RepoRef
+_DCN = ("replica_dcn", "data_dcn")
+
+
+class HFCheckpointConverter:
+    """Hugging Face files of one family, in and out.
+
+    Args:
+        LevConfigClass: our config class of the family; None takes what the files say.
+        reference_checkpoint: the files that are meant where a method is not given others.
+        HfConfigClass: upstream's; the model type in config.json decides here.
+        tokenizer: a tokenizer, or where one is; None takes the checkpoint's own.
+        feature_extractor: upstream's, for models of speech; refused.
+        config_overrides: keys of config.json that replace the files'.
+        trust_remote_code: upstream's; no code out of a repository is run here, whatever it is.
+        ignore_prefix: upstream's; each family's weight rules know its prefixes.
+    """
+
+    def __init__(
+        self,
+        LevConfigClass: type[LmConfig] | None = None,
+        reference_checkpoint: Reference | None = None,
+        HfConfigClass: Any = None,
+        tokenizer: FastTokenizer | Reference | None = None,
+        feature_extractor: Any = None,
+        config_overrides: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        ignore_prefix: str | None = None,
+    ):
+        if feature_extractor is not None:
+            raise ValueError("feature_extractor: models of text have none")
+        self.LevConfigClass, self.HfConfigClass = LevConfigClass, HfConfigClass
+        self.reference_checkpoint, self.trust_remote_code = reference_checkpoint, trust_remote_code
+        self.config_overrides, self.ignore_prefix = dict(config_overrides or {}), ignore_prefix
+        self._tokenizer = tokenizer
+
+    @staticmethod
+    def from_hf(ref: Reference, trust_remote_code: bool = False) -> "HFCheckpointConverter":
+        """A converter for the family that the files at `ref` are of."""
+        found = type(read_config(hf_config(ref), where=ref).config)
+        return HFCheckpointConverter(found, ref, trust_remote_code=trust_remote_code)
+
+    @staticmethod
+    def of(config: LmConfig, ref: Reference | None = None) -> "HFCheckpointConverter":
+        """A converter for a config's family, with its reference checkpoint unless another one is given."""
+        return HFCheckpointConverter(type(config), config.reference_checkpoint if ref is None else ref)
+
+    def replaced(
+        self,
+        reference_checkpoint: Reference | None = None,
+        tokenizer: FastTokenizer | Reference | None = None,
+        feature_extractor: Any = None,
+        trust_remote_code: bool | None = None,
+    ) -> "HFCheckpointConverter":
+        """This converter with some of its parts replaced; None leaves a part as it is."""
+        return self._with(
+            reference_checkpoint=self.reference_checkpoint if reference_checkpoint is None else reference_checkpoint,
+            tokenizer=self._tokenizer if tokenizer is None else tokenizer,
+            feature_extractor=feature_extractor,
+            trust_remote_code=self.trust_remote_code if trust_remote_code is None else trust_remote_code,
+        )
+
+    def with_config_overrides(self, config_overrides: Mapping[str, Any], merge: bool = True) -> "HFCheckpointConverter":
+        """This converter with further keys of config.json replaced; those before stay where `merge`."""
+        before = self.config_overrides if merge else {}
+        return self._with(config_overrides={**before, **config_overrides})
+
+    def _with(self, **parts: Any) -> "HFCheckpointConverter":
+        own = {
+            "LevConfigClass": self.LevConfigClass,
+            "reference_checkpoint": self.reference_checkpoint,
+            "HfConfigClass": self.HfConfigClass,
+            "tokenizer": self._tokenizer,
+            "config_overrides": self.config_overrides,
+            "trust_remote_code": self.trust_remote_code,
+            "ignore_prefix": self.ignore_prefix,
+        }
+        return HFCheckpointConverter(**{**own, **parts})
+
+    # --- configs ---
+
+    def config_from_hf_config(self, hf_config: Any, overrides: Mapping[str, Any] | None = None) -> LmConfig:
+        """Our config of a transformers config, or of the mapping in a config.json."""
+        document = dict(hf_config) if isinstance(hf_config, Mapping) else hf_config.to_dict()
+        config = read_config({**document, **self.config_overrides}).config
+        return dataclasses.replace(config, **dict(overrides or {}))
+
+    def hf_config_from_config(self, config: LmConfig, vocab_size: int | None = None) -> Any:
+        """The transformers config of ours."""
+        from transformers import AutoConfig
+
+        document = {**write_config(config, vocab_size=vocab_size), **self.config_overrides}
+        return AutoConfig.for_model(**document)
+
+    def config_from_hf_checkpoint(self, ref: Reference | None = None) -> LmConfig:
+        """Our config of the files at `ref`."""
+        where = self._reference(ref)
+        return read_config({**hf_config(where), **self.config_overrides}, where=where).config
+
+    def hf_config_from_hf_checkpoint(self, ref: Reference | None = None) -> Any:
+        """The transformers config of the files at `ref`."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**{**hf_config(self._reference(ref)), **self.config_overrides})
+
+    @property
+    def default_config(self) -> LmConfig:
+        """Our config of the reference checkpoint."""
+        return self.config_from_hf_checkpoint()
+
+    @property
+    def default_hf_config(self) -> Any:
+        """The transformers config of the reference checkpoint."""
+        return self.hf_config_from_hf_checkpoint()
+
+    @cached_property
+    def tokenizer(self) -> FastTokenizer:
+        """The tokenizer, read when it is first asked for."""
+        given = self._reference(None) if self._tokenizer is None else self._tokenizer
+        return load_tokenizer(given) if isinstance(given, str | RepoRef) else given
+
+    @property
+    def Vocab(self) -> hax.Axis:
+        """The axis of the tokenizer's ids."""
+        return hax.Axis("vocab", self.tokenizer.vocab_size)
+
+    # --- weights ---
+
+    def load_pretrained(
+        self,
+        lm_model_cls: Any = None,
+        ref: Reference | None = None,
+        config: LmConfig | None = None,
+        axis_mapping: Mapping[str, Any] | None = None,
+        resize_vocab_to_match_tokenizer: bool = False,
+        dtype: Any = None,
+    ) -> LmHeadModel:
+        """Loads a model into its final shards on the mesh in scope; on one device where there is none.
+
+        Args:
+            lm_model_cls: upstream's argument; the config decides.
+            ref: the files; default the reference checkpoint.
+            config: the architecture; what is written in it must agree with the files. Default: theirs.
+            axis_mapping: logical axis → mesh axis for parameters (`heads` too); default the mapping in scope.
+            resize_vocab_to_match_tokenizer: true is refused where the sizes differ: rows are neither made up nor cut.
+            dtype: of the parameters; default as stored.
+
+        Raises:
+            CheckpointError: files and config are broken, or not of one model.
+            WeightMismatchError: tensors are missing, unexpected or of another shape.
+            ShardingError: the mapping does not fit the model or the mesh.
+        """
+        del lm_model_cls
+        checkpoint = open_checkpoint(self._reference(ref))
+        architecture = self._architecture(checkpoint, config)
+        Vocab = hax.Axis("vocab", checkpoint.vocab_size)
+        if resize_vocab_to_match_tokenizer and self.Vocab.size != Vocab.size:
+            raise ValueError(
+                f"resize_vocab_to_match_tokenizer: the tokenizer has {self.Vocab.size} ids, {checkpoint.description} "
+                f"has {Vocab.size} rows; leave it out, rows beyond the tokenizer's ids do no harm"
+            )
+        mesh, mapping = _placement(axis_mapping)
+        module = abstract(lambda: architecture.build(Vocab, key=jax.random.PRNGKey(0)))
+        module = cast(module, _stored(checkpoint) if dtype is None else np.dtype(dtype))
+        spec = MeshSpec.from_mesh(mesh)
+        sharding = plan_sharding(leaves(module), _mappings(architecture, Vocab, mapping, spec), spec)
+        plan = plan_loading(sharding, architecture.weight_rules(Vocab), checkpoint.source, hosts=hosts_of(mesh))
+        return with_arrays(module, load(plan, sharding, checkpoint.source, mesh).arrays)
+
+    def save_pretrained(
+        self,
+        model: LmHeadModel,
+        path: str | Path,
+        upload_to_hf: bool | str | RepoRef = False,
+        save_reference_code: bool | None = None,
+        save_tokenizer: bool = True,
+        max_shard_size: int = MAX_SHARD_BYTES,
+        save_feature_extractor: bool = False,
+        dtype: Any = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes a model as a folder that `transformers` reads; the folder must not exist.
+
+        Raises:
+            ValueError: a part of upstream's that is not here is asked for.
+            ExportPathError: the folder exists.
+        """
+        refused = {
+            "upload_to_hf": upload_to_hf,
+            "save_reference_code": save_reference_code,
+            "save_feature_extractor": save_feature_extractor,
+            "generation_config": generation_config,
+        }
+        if asked := [name for name, value in refused.items() if value]:
+            raise ValueError(f"{', '.join(asked)}: not supported; the folder has config.json, weights and tokenizer")
+        export(
+            model,
+            model.config,
+            path,
+            beside=Beside(tokenizer=self.tokenizer if save_tokenizer else None, overrides=self.config_overrides),
+            dtype=None if dtype is None else np.dtype(dtype),
+            max_shard_bytes=max_shard_size,
+        )
+
+    def _reference(self, ref: Reference | None) -> Reference:
+        found = self.reference_checkpoint if ref is None else ref
+        if found is None:
+            raise ValueError("no checkpoint is named: give ref, or reference_checkpoint to the converter")
+        return found
+
+    def _architecture(self, checkpoint: PretrainedCheckpoint, config: LmConfig | None) -> LmConfig:
+        own = read_config({**checkpoint.document, **self.config_overrides}, where=checkpoint.where).config
+        if self.LevConfigClass is not None and not isinstance(own, self.LevConfigClass):
+            raise ValueError(
+                f"{checkpoint.description} is a {type(own).__name__}, the converter is for "
+                f"{self.LevConfigClass.__name__}; HFCheckpointConverter.from_hf finds the right one"
+            )
+        if config is None:
+            return own
+        keys = written(config)
+        checkpoint.check_model_block({k: v for k, v in plain(config).items() if k in keys or k == "type"})
+        return dataclasses.replace(own, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
+
+
+def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:
+    """The dtype that most bytes of a checkpoint are in."""
+    sizes: dict[np.dtype, int] = {}
+    for info in checkpoint.source.tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _placement(axis_mapping: Mapping[str, Any] | None) -> tuple[Mesh, Mapping[str, Any]]:
+    """The mesh in scope with the mapping; one device and no mapping where there is no mesh."""
+    try:
+        mesh = _mesh_in_scope()
+    except ValueError:
+        first = local_devices(MeshConfig()).devices[:1]
+        return MeshSpec.of(data=1).build(first), {}
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError("load_pretrained: the mesh in scope has no devices, so no weight can be put there")
+    return mesh, compute_mapping_in_scope() if axis_mapping is None else axis_mapping
+
+
+def _mappings(config: LmConfig, Vocab: hax.Axis, mapping: Mapping[str, Any], spec: MeshSpec) -> Mappings:
+    """The mapping with `heads` and other spellings as this model has them; `batch` is of no parameter."""
+    rules = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in mapping.items() if name != "batch"
+    }
+    mesh = MeshConfig(
+        axes={name: size for name, size in spec.axes if name not in _DCN},
+        dcn_axes={name: spec.shape.get(name, 1) for name in _DCN},
+        shared_mapping={"mlp": None, "heads": None},
+        param_mapping=rules,
+    )
+    granules = spec.ways(tuple(name for name in _DCN if name in spec.shape))
+    sizes = {axis.name: axis.size for axis in config.axes.values()}
+    axes = ModelAxes(sizes={**sizes, "vocab": Vocab.size}, known=KNOWN_AXES, aliases=ALIASES)
+    resolved = resolve(mesh, axes, devices=spec.size, granules=granules)
+    return Mappings(params=resolved.mappings.params, declared=resolved.mappings.declared)

@@ -1,0 +1,310 @@
+"""What the config.json files of all decoder families have in common: sizes, and everything that must not be there.
+
+`read_decoder` reads what Llama has, under Llama's field names, and turns every field that changes numbers in some other
+family, and that nobody has asked for, into a problem. A family reads its own fields first and passes them on.
+`expected_tensors` says the shapes of a checkpoint's tensors in config.json's words; they follow from the weight rules.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import haliax as hax
+
+from levanter.compat.hf.families.base import ExpectedTensor, Fields, Spelling
+from levanter.compat.hf.rope import DEFAULT_THETA, read_rope, write_rope
+from levanter.layers.rotary import RotaryConfig
+from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
+
+FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "sliding_window",
+                "sliding_window_pattern",
+                "layer_types",
+                "clip_qkv",
+                "final_logit_softcapping",
+                "attn_logit_softcapping",
+                "query_pre_attn_scalar",
+                "rope_local_base_freq",
+                "no_rope_layers",
+                "no_rope_layer_interval",
+                "attention_chunk_size",
+                "kv_lora_rank",
+                "q_lora_rank",
+                "dual_chunk_attention_config",
+                "text_config",
+            ),
+            (),
+        ),
+        **dict.fromkeys(
+            ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
+            (1, 1.0),
+        ),
+        **dict.fromkeys(
+            (
+                "qk_norm",
+                "use_qk_norm",
+                "qk_layernorm",
+                "alibi",
+                "parallel_residual",
+                "use_parallel_residual",
+                "use_sliding_window",
+                "use_bidirectional_attention",
+                "mup",
+            ),
+            (False,),
+        ),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers"), (0, 1)),
+    }
+)
+"""Fields that change numbers in some family → values that change nothing. Who does not read them does not have them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """What a field means where a family's config.json lacks it: transformers' own defaults.
+
+    Attributes:
+        sizes: of fields that otherwise must be there.
+        kv_heads: None is as many as query heads.
+        head_dim: None is `hidden_size / num_attention_heads`.
+        context: `max_position_embeddings`.
+        epsilon: `rms_norm_eps`.
+        activation: the gate's.
+        tied: `tie_word_embeddings`.
+        theta: `rope_theta`.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    context: int = 2048
+    epsilon: float = 1e-6
+    activation: str = "silu"
+    tied: bool = False
+    theta: float = DEFAULT_THETA
+
+
+def read_decoder(
+    fields: Fields,
+    config_class: type[LlamaConfig],
+    *,
+    name: str,
+    architecture: str,
+    absent: Absent = Absent(),
+    rope: RotaryConfig | None = None,
+    reads_rope: bool = False,
+    activation: str | None = None,
+    biases: bool = True,
+    **more: Any,
+) -> LmConfig | None:
+    """A decoder's config; None after a problem, which is then in `fields`.
+
+    Args:
+        fields: the document.
+        config_class: ours.
+        name: what messages call the family.
+        architecture: the class in transformers that this is.
+        absent: what missing fields mean.
+        rope: the rotary embeddings, if the family reads them.
+        reads_rope: whether it does.
+        activation: the gate's, if the family reads it.
+        biases: whether the family has `attention_bias` and `mlp_bias`.
+        more: our fields that the family has read.
+    """
+
+    def size(name: str) -> int:
+        given = absent.sizes.get(name)
+        return fields.size(name, given, required=given is None)
+
+    hidden = size("hidden_size")
+    intermediate = size("intermediate_size")
+    layers = size("num_hidden_layers")
+    heads = size("num_attention_heads")
+    vocab = size("vocab_size")
+    kv_heads = fields.size("num_key_value_heads", absent.kv_heads or heads)
+    head_dim = fields.get("head_dim", int, absent.head_dim)
+    # Llama 1 conversions of early 2023 used the second name.
+    context = fields.size("max_position_embeddings", fields.size("max_sequence_length", absent.context))
+    epsilon = fields.get("rms_norm_eps", float, absent.epsilon)
+    gate: str = activation or fields.get("hidden_act", str, absent.activation)
+    tied = fields.get("tie_word_embeddings", bool, absent.tied)
+    if biases:
+        more["attention_bias"] = fields.get("attention_bias", bool, False)
+        more["mlp_bias"] = fields.get("mlp_bias", bool, False)
+    else:
+        for unread in ("attention_bias", "mlp_bias"):
+            fields.forbid(unread, [False], f"a {name} does not have it")
+    initializer_range = fields.get("initializer_range", float, 0.02)
+    if not reads_rope:
+        rope = read_rope(fields, max_position_embeddings=context, theta=absent.theta)
+
+    fields.forbid("rope_interleaved", [False], "interleaved rotary pairs are another layout of q and k")
+    fields.forbid("quantization_config", [], "quantized weights are not read; dequantize the checkpoint first")
+    fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
+    for unread, harmless in FOREIGN.items():
+        if unread not in fields.seen:
+            other = f"this {name} does not have it, so the model is of another kind than its model_type says"
+            fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
+    fields.note("attention_dropout", [0, 0.0], "dropout is left out (it matters in training only)")
+    for unread in ("embd_pdrop", "resid_pdrop"):
+        fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
+    fields.note("pretraining_tp", [1], "matmuls are not split by it here, so sums round a little otherwise")
+    # A misspelling of early Llama conversions.
+    known = [None, [architecture], [architecture.replace("Llama", "LLaMA")]]
+    fields.note("architectures", known, f"read as {architecture}")
+    fields.note("is_llama_config", [True], "a Llama is read all the same")
+    fields.note("auto_map", [], f"code that comes with a checkpoint is never run; its plain {name} is read")
+    if fields.problems or rope is None:
+        return None
+    try:
+        return config_class(
+            max_seq_len=context,
+            hidden_dim=hidden,
+            intermediate_dim=intermediate,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            activation_function=gate,
+            initializer_range=initializer_range,
+            layer_norm_epsilon=epsilon,
+            tie_word_embeddings=tied,
+            rope=rope,
+            vocab_size=vocab,
+            reference_checkpoint=None,
+            **more,
+        )
+    except ValueError as error:
+        fields.problems += str(error).split("\n")
+        return None
+
+
+def read_layer_types(fields: Fields, config: LmConfig | None) -> LmConfig | None:
+    """`config` with `layer_types` as the document has them, where they are not the family's own pattern."""
+    given = fields.get("layer_types", list)
+    if config is None or given is None:
+        return config
+    assert isinstance(config, WindowedConfig)
+    if list(given) == [config.own_layer_type(n) for n in range(config.num_layers)]:
+        return config
+    try:
+        return dataclasses.replace(config, layer_types=tuple(given))
+    except ValueError as error:
+        fields.problems += str(error).split("\n")
+        return None
+
+
+def layer_types(config: WindowedConfig) -> list[str]:
+    """`layer_types` for config.json: by what each layer does."""
+    return [FULL if config.window(n) is None else SLIDING for n in range(config.num_layers)]
+
+
+NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+"""For families whose transformers class has special tokens of one published tokenizer by default: not known here. Who
+lays a tokenizer beside the weights writes its own over them."""
+
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"use_qk_norm": False, "hybrid_norm": False, "input_embedding_norm": False, "use_layer_norm_weight": True}
+)
+"""Fields of ours that config.json has no words for, and the value that needs none."""
+
+
+def write_decoder(
+    config: LlamaConfig,
+    spelling: Spelling,
+    *,
+    name: str,
+    plain: Mapping[str, Any] = PLAIN,
+    biases: bool = True,
+    partial: bool = False,
+    with_rope: bool = True,
+) -> dict[str, Any]:
+    """What every family's config.json says.
+
+    Args:
+        config: ours, its vocabulary size known.
+        spelling: for which transformers.
+        name: what messages call the family.
+        plain: our fields that its config.json has no words for, and the value that needs none.
+        biases: whether the family has `attention_bias` and `mlp_bias`.
+        partial: whether the family can rotate a part of each head.
+        with_rope: whether the rotary embeddings are written, the same for all layers.
+
+    Raises:
+        ValueError: the model has a part that a Hugging Face config cannot describe.
+    """
+    for own, value in plain.items():
+        if getattr(config, own) != value:
+            raise ValueError(f"model.{own} {getattr(config, own)} has no place in a Hugging Face {name}")
+    if not biases and (config.has_attention_bias or config.has_mlp_bias):
+        raise ValueError(f"model.use_bias has no place in a Hugging Face {name}")
+    document = {
+        "hidden_size": config.hidden_dim,
+        "intermediate_size": config.intermediate_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.HeadSize.size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.layer_norm_epsilon,
+        "hidden_act": config.activation_function,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+    if biases:
+        document |= {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
+    if with_rope:
+        document |= write_rope(
+            config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=partial
+        )
+    return document
+
+
+def expected_tensors(config: LlamaConfig) -> tuple[ExpectedTensor, ...]:
+    """The shapes that a config implies, from its weight rules."""
+    head = config.HeadSize.size
+    words = {
+        ("embed",): f"hidden_size {config.hidden_dim}",
+        ("mlp",): f"intermediate_size {config.intermediate_dim}",
+        ("kv_head", "q_heads_per_group", "head_size"): f"num_attention_heads {config.num_heads} × head_dim {head}",
+        ("kv_head", "head_size"): f"num_key_value_heads {config.num_kv_heads} × head_dim {head}",
+        ("head_size",): f"head_dim {head}",
+        ("vocab",): f"vocab_size {config.vocab_size}",
+    }
+    assert config.vocab_size is not None
+    sizes = {name: axis.size for name, axis in config.axes.items()}
+    sizes |= {"vocab": config.vocab_size, "position": config.max_seq_len}
+    # Unrolled, a rule is one tensor (or one for each expert) of one layer.
+    rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
+    found: dict[str, tuple[tuple[int, ...], str, dict[str, None]]] = {}
+
+    def add(names: list[str], shape: Sequence[int], reasons: Sequence[str]) -> None:
+        kind = re.sub(r"\.\d+\.", ".N.", names[0])
+        _, _, held = found.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
+        held.update((spelling, None) for name in names for spelling in rules.spellings(name))
+
+    for rule in rules.rules:
+        shape = [math.prod(sizes[name] for name in group) for group in rule.axes]
+        reasons = [words.get(group) or " × ".join(f"{name} {sizes[name]}" for name in group) for group in rule.axes]
+        if rule.part is not None:
+            shape[rule.part.axis] = rule.part.of
+            reasons[rule.part.axis] = f"{rule.part.of} in all"
+        indices = itertools.product(*(range(sizes[name]) for name in rule.stacked))
+        add([rule.source_name(index) for index in indices], shape, reasons)
+    if config.tie_word_embeddings:
+        # A tied head may be stored a second time; it must then have the right shape.
+        add(["lm_head.weight"], (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
+    return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in found.values())

@@ -1,0 +1,197 @@
+"""Gemma 1, 2 and 3: `model_type` gemma, gemma2, gemma3_text, and the text model of gemma3."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from levanter.compat.hf.families.base import HARMLESS, Family, Fields, Spelling
+from levanter.compat.hf.families.decoder import (
+    PLAIN,
+    Absent,
+    expected_tensors,
+    layer_types,
+    read_decoder,
+    read_layer_types,
+    write_decoder,
+)
+from levanter.compat.hf.rope import read_rope_by_layer_type, write_rope_by_layer_type
+from levanter.layers.rotary import DefaultRotaryConfig
+from levanter.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
+from levanter.models.registry import LmConfig
+
+_GELU = "gelu_pytorch_tanh"
+_SIZES = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+
+
+def _activation(fields: Fields, *, first: str) -> str:
+    """The gate's activation: the published files also say `gelu`, and mean its tanh approximation."""
+    second = "hidden_act" if first == "hidden_activation" else "hidden_activation"
+    given = fields.get(first, str), fields.get(second, str)
+    found = given[0] or given[1] or _GELU
+    return _GELU if found == "gelu" else found
+
+
+def _read_1(fields: Fields) -> LmConfig | None:
+    return read_decoder(
+        fields,
+        GemmaConfig,
+        name="Gemma",
+        architecture="GemmaForCausalLM",
+        absent=Absent(kv_heads=None, head_dim=256, context=8192, tied=True),
+        activation=_activation(fields, first="hidden_activation"),
+    )
+
+
+def _windowed(fields: Fields) -> dict[str, Any]:
+    return {
+        "sliding_window": fields.get("sliding_window", int, None if "sliding_window" in fields.document else 4096),
+        "query_pre_attn_scalar": fields.get("query_pre_attn_scalar", float, 256.0),
+    }
+
+
+def _read_2(fields: Fields) -> LmConfig | None:
+    more = _windowed(fields)
+    for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+        more[name] = fields.get(name, float, None if name in fields.document else default)
+    fields.seen.add("layer_types")
+    found = read_decoder(
+        fields,
+        Gemma2Config,
+        name="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        absent=Absent(sizes=_SIZES, kv_heads=4, head_dim=256, context=8192, tied=True),
+        activation=_activation(fields, first="hidden_activation"),
+        **more,
+    )
+    return read_layer_types(fields, found)
+
+
+def _read_3(fields: Fields) -> LmConfig | None:
+    more = _windowed(fields)
+    fields.forbid("use_bidirectional_attention", [False], "only causal attention is meant here")
+    fields.forbid("attn_logit_softcapping", [], "transformers reads it and does not apply it")
+    more["final_logit_softcapping"] = fields.get("final_logit_softcapping", float)
+    pattern = fields.get("sliding_window_pattern", int)
+    more["sliding_window_pattern"] = None if pattern == 6 else pattern
+    fields.seen.add("layer_types")
+    context = fields.size("max_position_embeddings", 131_072)
+    whole, windowed = read_rope_by_layer_type(
+        fields,
+        max_position_embeddings=context,
+        theta=1_000_000.0,
+        theta_of_windows=fields.get("rope_local_base_freq", float, 10_000.0),
+    )
+    if windowed is not None and windowed != DefaultRotaryConfig(theta=windowed.theta):
+        fields.problems.append("rope_parameters.sliding_attention is scaled; no published Gemma 3 is")
+    found = read_decoder(
+        fields,
+        Gemma3Config,
+        name="Gemma 3",
+        architecture="Gemma3ForCausalLM",
+        absent=Absent(sizes={**_SIZES, "vocab_size": 262_208}, kv_heads=4, head_dim=256, context=131_072, tied=True),
+        activation=_activation(fields, first="hidden_activation"),
+        rope=whole,
+        reads_rope=True,
+        rope_local_base_freq=10_000.0 if windowed is None else windowed.theta,
+        **more,
+    )
+    return read_layer_types(fields, found)
+
+
+def _read_3_with_vision(fields: Fields) -> LmConfig | None:
+    """The text model of one that also sees; the rest of the document is about the other half."""
+    text = fields.get("text_config", dict, required=True)
+    if text is None:
+        return None
+    for name in ("vision_config", "mm_tokens_per_image", "eoi_token_index", "boi_token_index", "image_token_index"):
+        fields.seen.add(name)
+    for name in ("boi_token_id", "eoi_token_id", "image_token_id", "tie_word_embeddings"):
+        fields.seen.add(name)
+    fields.note("architectures", [["Gemma3ForConditionalGeneration"]], "read as Gemma3ForConditionalGeneration")
+    inner = Fields(
+        {"tie_word_embeddings": fields.document.get("tie_word_embeddings"), **text, "architectures": None},
+        problems=fields.problems,
+        findings=fields.findings,
+    )
+    found = _read_3(inner)
+    inner.leftovers(HARMLESS)
+    return found
+
+
+def _plain(**changes: Any) -> Mapping[str, Any]:
+    return MappingProxyType({**PLAIN, "mlp_bias": False, "use_bias": False, **changes})
+
+
+def _write_1(config: GemmaConfig, spelling: Spelling) -> dict[str, Any]:
+    document = _renamed(write_decoder(config, spelling, name="Gemma", plain=_plain(query_pre_attn_scalar=None)))
+    # The first Gemma's own field is this one; both are read by one version of transformers or the other.
+    return document | {"hidden_act": document["hidden_activation"]}
+
+
+def _renamed(document: dict[str, Any]) -> dict[str, Any]:
+    """The fields that Gemmas call otherwise."""
+    del document["mlp_bias"]
+    activation = document.pop("hidden_act")
+    return document | {"hidden_activation": _GELU if activation in ("gelu_new", "gelu") else activation}
+
+
+def _write_2(config: Gemma2Config, spelling: Spelling) -> dict[str, Any]:
+    document = _renamed(write_decoder(config, spelling, name="Gemma 2", plain=_plain()))
+    return document | _window_fields(config)
+
+
+def _window_fields(config: Gemma2Config) -> dict[str, Any]:
+    scalar = config.HeadSize.size if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar
+    return {
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+    }
+
+
+def _write_3(config: Gemma3Config, spelling: Spelling) -> dict[str, Any]:
+    plain = _plain(use_qk_norm=True, attn_logit_softcapping=None)
+    document = _renamed(write_decoder(config, spelling, name="Gemma 3", plain=plain, with_rope=False))
+    document |= _window_fields(config)
+    document |= write_rope_by_layer_type(
+        config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling
+    )
+    if spelling == "transformers4":
+        document["rope_local_base_freq"] = config.rope_local_base_freq
+    return document
+
+
+GEMMA_1 = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    config_class=GemmaConfig,
+    read=_read_1,
+    write=_write_1,
+    shapes=expected_tensors,
+)
+GEMMA_2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    config_class=Gemma2Config,
+    read=_read_2,
+    write=_write_2,
+    shapes=expected_tensors,
+)
+GEMMA_3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    config_class=Gemma3Config,
+    read=_read_3,
+    write=_write_3,
+    shapes=expected_tensors,
+)
+GEMMA_3_WITH_VISION = dataclasses.replace(GEMMA_3, model_type="gemma3", read=_read_3_with_vision)

@@ -1,0 +1,87 @@
+"""GPT-2 (`model_type: gpt2`), whose config.json has words of its own."""
+
+from typing import Any
+
+from levanter.compat.hf.families.base import Family, Fields, Spelling
+from levanter.compat.hf.families.decoder import expected_tensors
+from levanter.models.gpt2.config import Gpt2Config
+from levanter.models.registry import LmConfig
+
+_ARCHITECTURE = "GPT2LMHeadModel"
+_DROPOUT = "dropout is left out (it matters in training only)"
+_OF_OTHER_HEADS = ("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type")
+
+
+def _read(fields: Fields) -> LmConfig | None:
+    sizes = {
+        "max_seq_len": fields.size("n_positions", fields.size("n_ctx", 1024)),
+        "hidden_dim": fields.size("n_embd", 768),
+        "num_layers": fields.size("n_layer", 12),
+        "num_heads": fields.size("n_head", 12),
+        "vocab_size": fields.size("vocab_size", 50_257),
+        "intermediate_dim": fields.get("n_inner", int, 0),
+    }
+    activation = fields.get("activation_function", str, "gelu_new")
+    epsilon = fields.get("layer_norm_epsilon", float, 1e-5)
+    tied = fields.get("tie_word_embeddings", bool, True)
+    initializer_range = fields.get("initializer_range", float, 0.02)
+    fields.forbid("scale_attn_weights", [True], "scores that are not divided by the root of the head's size")
+    by_layer = fields.get("scale_attn_by_inverse_layer_idx", bool, False)
+    fields.forbid("add_cross_attention", [False], "a decoder-only model is expected")
+    fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
+    fields.forbid("quantization_config", [], "quantized weights are not read; dequantize the checkpoint first")
+    upcast = fields.get("reorder_and_upcast_attn", bool, False)
+    for unread in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        fields.note(unread, [0, 0.0, 0.1], _DROPOUT)
+    fields.note("architectures", [None, [_ARCHITECTURE]], f"read as {_ARCHITECTURE}")
+    fields.seen.update((*_OF_OTHER_HEADS, "summary_use_proj", "n_ctx"))
+    if fields.problems:
+        return None
+    try:
+        return Gpt2Config(
+            **sizes,
+            activation_function=activation,
+            layer_norm_epsilon=epsilon,
+            tie_word_embeddings=tied,
+            initializer_range=initializer_range,
+            upcast_attn=upcast,
+            scale_attn_by_inverse_layer_idx=by_layer,
+            reference_checkpoint=None,
+        )
+    except ValueError as error:
+        fields.problems += str(error).split("\n")
+        return None
+
+
+def _write(config: Gpt2Config, spelling: Spelling) -> dict[str, Any]:
+    del spelling
+    if not config.use_bias:
+        raise ValueError("model.use_bias false has no place in a Hugging Face GPT-2")
+    return {
+        "n_positions": config.max_seq_len,
+        "n_embd": config.hidden_dim,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.Mlp.size,
+        "vocab_size": config.vocab_size,
+        "activation_function": config.activation_function,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "reorder_and_upcast_attn": config.upcast_attn,
+        "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "use_cache": True,
+    }
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    architecture=_ARCHITECTURE,
+    config_class=Gpt2Config,
+    read=_read,
+    write=_write,
+    shapes=expected_tensors,
+)

@@ -1,0 +1,104 @@
+"""Mixtral (`model_type: mixtral`), and Qwen3 with experts (`qwen3_moe`)."""
+
+from types import MappingProxyType
+from typing import Any
+
+from levanter.compat.hf.families.base import Family, Fields, Spelling
+from levanter.compat.hf.families.decoder import PLAIN, Absent, expected_tensors, read_decoder, write_decoder
+from levanter.models.mixtral.config import MixtralConfig, Qwen3MoeConfig
+from levanter.models.registry import LmConfig
+
+_MIXTRAL, _QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
+_JITTER = "noise on the router's input is left out (it matters in training only)"
+
+
+def _experts(fields: Fields, default: int) -> int:
+    """transformers 5 calls their number alike in all families; Qwen's own files say `num_experts`."""
+    return fields.size("num_local_experts", fields.size("num_experts", default))
+
+
+def _read_mixtral(fields: Fields) -> LmConfig | None:
+    fields.note("router_jitter_noise", [0, 0.0], _JITTER)
+    return read_decoder(
+        fields,
+        MixtralConfig,
+        name="Mixtral",
+        architecture=_MIXTRAL,
+        absent=Absent(kv_heads=8, context=131_072, epsilon=1e-5, theta=1e6),
+        biases=False,
+        sliding_window=fields.get("sliding_window", int),
+        n_routed_experts=_experts(fields, 8),
+        num_experts_per_tok=fields.size("num_experts_per_tok", 2),
+        lbl_coef=fields.get("router_aux_loss_coef", float, 0.001),
+        rzl_coef=None,
+    )
+
+
+def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
+    return write_decoder(config, spelling, name="Mixtral", biases=False) | {
+        "sliding_window": config.sliding_window,
+        "num_local_experts": config.n_routed_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "router_aux_loss_coef": config.lbl_coef or 0.0,
+    }
+
+
+def _read_qwen(fields: Fields) -> LmConfig | None:
+    fields.forbid("mlp_bias", [False], "a Qwen3 does not have it")
+    fields.forbid("n_shared_experts", [0], "a Qwen3 does not have it")
+    windowed = fields.get("use_sliding_window", bool, False)
+    # In transformers every layer of this family has the window, whatever this says.
+    fields.seen.add("max_window_layers")
+    return read_decoder(
+        fields,
+        Qwen3MoeConfig,
+        name="Qwen3 with experts",
+        architecture=_QWEN,
+        absent=Absent(kv_heads=4, context=32_768),
+        moe_intermediate_dim=fields.size("moe_intermediate_size", 768),
+        num_experts=_experts(fields, 128),
+        num_experts_per_tok=fields.size("num_experts_per_tok", 8),
+        norm_topk_prob=fields.get("norm_topk_prob", bool, False),
+        router_aux_loss_coef=fields.get("router_aux_loss_coef", float, 0.001),
+        decoder_sparse_step=fields.size("decoder_sparse_step", 1),
+        mlp_only_layers=tuple(fields.get("mlp_only_layers", list, [])),
+        use_sliding_window=windowed,
+        sliding_window=fields.get("sliding_window", int) if windowed else None,
+        max_window_layers=0,
+    )
+
+
+def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
+    plain = MappingProxyType({**PLAIN, "mlp_bias": False, "use_bias": False, "use_qk_norm": True})
+    document = write_decoder(config, spelling, name="Qwen3 with experts", plain=plain)
+    del document["mlp_bias"]
+    return document | {
+        "moe_intermediate_size": config.moe_intermediate_dim,
+        "num_experts": config.num_experts,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "norm_topk_prob": config.norm_topk_prob,
+        "router_aux_loss_coef": config.router_aux_loss_coef or 0.0,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": config.use_sliding_window,
+        "sliding_window": config.sliding_window,
+    }
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture=_MIXTRAL,
+    config_class=MixtralConfig,
+    read=_read_mixtral,
+    write=_write_mixtral,
+    shapes=expected_tensors,
+)
+QWEN_3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture=_QWEN,
+    config_class=Qwen3MoeConfig,
+    read=_read_qwen,
+    write=_write_qwen,
+    shapes=expected_tensors,
+)

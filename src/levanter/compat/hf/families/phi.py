@@ -1,0 +1,54 @@
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: `model_type: phi3`."""
+
+from types import MappingProxyType
+from typing import Any
+
+from levanter.compat.hf.families.base import Family, Fields, Spelling
+from levanter.compat.hf.families.decoder import NO_TOKENS, Absent, expected_tensors, read_decoder, write_decoder
+from levanter.compat.hf.rope import read_rope
+from levanter.layers.rotary import LongRotaryConfig
+from levanter.models.phi.config import Phi3Config
+from levanter.models.registry import LmConfig
+
+_ARCHITECTURE = "Phi3ForCausalLM"
+_CONTEXT = 4096
+_RENAMED = MappingProxyType({"su": "longrope", "yarn": "longrope"})
+"""Early files of Phi-3 call LongRoPE by other names."""
+
+
+def _read(fields: Fields) -> LmConfig | None:
+    window = fields.get("sliding_window", int)
+    context = fields.size("max_position_embeddings", _CONTEXT)
+    original = fields.size("original_max_position_embeddings", _CONTEXT)
+    rope = read_rope(
+        fields, max_position_embeddings=context, partial=True, original=original, renamed=_RENAMED, only=("longrope",)
+    )
+    return read_decoder(
+        fields,
+        Phi3Config,
+        name="Phi-3",
+        architecture=_ARCHITECTURE,
+        absent=Absent(context=_CONTEXT, epsilon=1e-5),
+        rope=rope,
+        reads_rope=True,
+        biases=False,
+        sliding_window=window,
+    )
+
+
+def _write(config: Phi3Config, spelling: Spelling) -> dict[str, Any]:
+    document = write_decoder(config, spelling, name="Phi-3", biases=False, partial=True) | NO_TOKENS
+    document["sliding_window"] = config.sliding_window
+    if isinstance(config.rope, LongRotaryConfig):
+        document["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    return document
+
+
+FAMILY = Family(
+    model_type="phi3",
+    architecture=_ARCHITECTURE,
+    config_class=Phi3Config,
+    read=_read,
+    write=_write,
+    shapes=expected_tensors,
+)

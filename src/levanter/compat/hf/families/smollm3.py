@@ -1,0 +1,62 @@
+"""SmolLM3: `model_type: smollm3`."""
+
+from typing import Any
+
+from levanter.compat.hf.families.base import Family, Fields, Spelling
+from levanter.compat.hf.families.decoder import (
+    NO_TOKENS,
+    Absent,
+    expected_tensors,
+    layer_types,
+    read_decoder,
+    read_layer_types,
+    write_decoder,
+)
+from levanter.models.registry import LmConfig
+from levanter.models.smollm3.config import SmolLM3Config
+
+_ARCHITECTURE = "SmolLM3ForCausalLM"
+
+
+def _read(fields: Fields) -> LmConfig | None:
+    interval = fields.size("no_rope_layer_interval", 4)
+    layers = fields.size("num_hidden_layers", required=True)
+    given = fields.get("no_rope_layers", list)
+    own = [int((n + 1) % interval != 0) for n in range(layers)]
+    fields.seen.add("layer_types")
+    found = read_decoder(
+        fields,
+        SmolLM3Config,
+        name="SmolLM3",
+        architecture=_ARCHITECTURE,
+        absent=Absent(kv_heads=4, context=32768, tied=True, theta=2_000_000.0),
+        no_rope_layer_interval=interval,
+        no_rope_layers=None if given is None or list(given) == own else tuple(given),
+        use_sliding_window=fields.get("use_sliding_window", bool, False),
+        sliding_window=fields.get("sliding_window", int),
+    )
+    return read_layer_types(fields, found)
+
+
+def _write(config: SmolLM3Config, spelling: Spelling) -> dict[str, Any]:
+    return (
+        write_decoder(config, spelling, name="SmolLM3")
+        | NO_TOKENS
+        | {
+            "no_rope_layers": [int(config.rotary(n) is not None) for n in range(config.num_layers)],
+            "no_rope_layer_interval": config.no_rope_layer_interval,
+            "use_sliding_window": config.use_sliding_window,
+            "sliding_window": config.sliding_window,
+            "layer_types": layer_types(config),
+        }
+    )
+
+
+FAMILY = Family(
+    model_type="smollm3",
+    architecture=_ARCHITECTURE,
+    config_class=SmolLM3Config,
+    read=_read,
+    write=_write,
+    shapes=expected_tensors,
+)

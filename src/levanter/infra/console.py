@@ -1,0 +1,40 @@
+"""What a launcher says: its own lines on standard error, the processes' lines on standard output, without secrets."""
+
+import sys
+import threading
+from collections.abc import Collection
+
+HIDDEN = "***"
+_SHORTEST_SECRET = 6
+
+
+class Console:
+    """Lines for a person, whole even when several threads write.
+
+    Args:
+        secrets: texts that are shown as `***` wherever they turn up; short ones are left, they would hide words.
+    """
+
+    def __init__(self, secrets: Collection[str] = ()):
+        self._secrets = sorted((text for text in secrets if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
+        self._lock = threading.Lock()
+
+    def clean(self, text: str) -> str:
+        """The text with every secret hidden."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    def say(self, text: str) -> None:
+        """The launcher's own words, on standard error."""
+        with self._lock:
+            for line in self.clean(text).splitlines() or [""]:
+                sys.stderr.write(f"launch: {line}\n")
+            sys.stderr.flush()
+
+    def show(self, text: str, *, prefix: str = "") -> None:
+        """What was asked for, or a line of a process, on standard output."""
+        with self._lock:
+            for line in self.clean(text).splitlines() or [""]:
+                sys.stdout.write(f"{prefix}{line}\n")
+            sys.stdout.flush()

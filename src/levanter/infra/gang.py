@@ -1,0 +1,165 @@
+"""A gang: one process on each host of some slices, started together and judged together.
+
+Where the hosts come from is a `Cluster`; a gang only knows how to start processes on them, show what they print, and
+tell what the attempt came to. `run_gang` does it again while that may help.
+"""
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from levanter.infra.console import Console
+from levanter.infra.host import News
+from levanter.infra.outcomes import Judgement, Outcome, judge
+from levanter.infra.processes import place
+
+_TAIL = 40
+
+
+class HostGone(Exception):
+    """A host does not answer and will not come back."""
+
+
+class Member(Protocol):
+    """A host of a gang."""
+
+    slice: int
+    where: str
+
+    def coordinator(self) -> str: ...
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None: ...
+    def news(self) -> News: ...
+    def stop(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """Where hosts come from."""
+
+    def acquire(self) -> Sequence[Member]:
+        """The hosts of all slices, slice by slice, each slice by its hosts' numbers."""
+        ...
+
+    def release(self, members: Sequence[Member]) -> None:
+        """Gives the hosts back."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangRun:
+    """What a gang runs, and how patiently.
+
+    Attributes:
+        command: the words of each process.
+        environment: what all have.
+        restarts: further attempts after a lost host or a preemption.
+        settle: seconds that the others have to end by themselves once one has; what was first in cause shows then.
+        grace: seconds from SIGTERM to SIGKILL for those that do not.
+        poll: seconds between looks.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    restarts: int = 3
+    settle: float = 15.0
+    grace: float = 10.0
+    poll: float = 0.5
+
+
+def run_gang(
+    run: GangRun, cluster: Cluster, console: Console, *, sleep: Callable[[float], None] = time.sleep
+) -> Judgement:
+    """Runs the command on a gang, again after what is worth another start; says how it went.
+
+    Raises:
+        LaunchError: no hosts can be had.
+    """
+    for attempt in range(1, run.restarts + 2):
+        members = cluster.acquire()
+        try:
+            console.say(f"attempt {attempt}: {len(members)} processes")
+            judgement = _attempt(run, members, console, sleep)
+        finally:
+            cluster.release(members)
+        left = run.restarts + 1 - attempt
+        if judgement.again and left:
+            console.say(f"attempt {attempt}: {judgement}; starting again, {left} attempts are left")
+            continue
+        if judgement.again:
+            console.say(f"attempt {attempt}: {judgement}; giving up, {run.restarts} restarts were allowed (--restarts)")
+        return judgement
+    raise AssertionError("the last attempt returns")
+
+
+def _attempt(run: GangRun, members: Sequence[Member], console: Console, sleep: Callable[[float], None]) -> Judgement:
+    ended: dict[int, Outcome] = {}
+    tails = [collections.deque[str](maxlen=_TAIL) for _ in members]
+    width = len(str(len(members) - 1))
+
+    def reached(index: int, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except HostGone:
+            ended.setdefault(index, Outcome(process=index, code=None, where=members[index].where))
+
+    def look(index: int) -> None:
+        news = members[index].news()
+        for line in news.lines:
+            tails[index].append(line)
+            console.show(line, prefix=f"[{index:>{width}}] ")
+        if news.code is not None:
+            ended[index] = Outcome(process=index, code=news.code, where=members[index].where)
+
+    def start_all() -> None:
+        coordinator = members[0].coordinator()
+        for index, member in enumerate(members):
+            reached(index, lambda index=index, member=member: member.start(
+                run.command, _environment(run, members, coordinator, index), grace=run.grace
+            ))  # fmt: skip
+
+    reached(0, start_all)
+    deadline: float | None = None
+    try:
+        while len(ended) < len(members) and (deadline is None or time.monotonic() < deadline):
+            for index in range(len(members)):
+                if index not in ended:
+                    reached(index, lambda index=index: look(index))
+            if deadline is None and any(outcome.code != 0 for outcome in ended.values()):
+                deadline = time.monotonic() + run.settle
+            if len(ended) < len(members):
+                sleep(run.poll)
+    finally:
+        outcomes = list(ended.values())
+        for index, member in enumerate(members):
+            if index not in ended:
+                reached(index, member.stop)
+        # The chips are free once all have ended, and only then another attempt can have them.
+        deadline = time.monotonic() + run.grace + 2.0
+        while len(ended) < len(members) and time.monotonic() < deadline:
+            for index in range(len(members)):
+                if index not in ended:
+                    reached(index, lambda index=index: look(index))
+            sleep(min(run.poll, 0.1))
+    judgement = judge(outcomes)
+    cause = judgement.cause
+    if cause is not None and not judgement.again:
+        tail = tails[cause.process]
+        console.say(f"{cause}; the last it printed:" if tail else f"{cause}, and it printed nothing")
+        for line in tail:
+            console.say(f"    {line}")
+    return judgement
+
+
+def _environment(run: GangRun, members: Sequence[Member], coordinator: str, index: int) -> dict[str, str]:
+    values = {**run.environment, **place(coordinator, len(members), index)}
+    slices = 1 + max(member.slice for member in members)
+    if slices > 1:
+        # How the TPU runtime joins slices over the data-center network.
+        values |= {
+            "MEGASCALE_COORDINATOR_ADDRESS": coordinator.rsplit(":", 1)[0],
+            "MEGASCALE_PORT": "8081",
+            "MEGASCALE_NUM_SLICES": str(slices),
+            "MEGASCALE_SLICE_ID": str(members[index].slice),
+        }
+    return values

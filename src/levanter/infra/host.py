@@ -1,0 +1,91 @@
+"""One host of a gang: starts a process there, passes its lines on, and ends it. Ray makes an actor of it."""
+
+import collections
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from levanter.infra.guard import GRACE
+from levanter.infra.processes import free_port
+
+_MOST_LINES = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What has happened on a host since it was last asked.
+
+    Attributes:
+        lines: what the process printed.
+        code: its exit code, once it has ended and all its lines are told.
+    """
+
+    lines: tuple[str, ...]
+    code: int | None
+
+
+class Host:
+    """A host with at most one process.
+
+    Args:
+        address: the host's address as the others reach it.
+    """
+
+    def __init__(self, address: str):
+        self._address = address
+        self._process: subprocess.Popen | None = None
+        self._lines: collections.deque[str] = collections.deque(maxlen=_MOST_LINES)
+        self._reader: threading.Thread | None = None
+
+    def coordinator(self) -> str:
+        """An address at which process 0 of a gang can listen, if it is on this host."""
+        return f"{self._address}:{free_port('')}"
+
+    def name(self) -> str:
+        """The host's name and address, for messages."""
+        return f"{socket.gethostname()} ({self._address})"
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
+        """Starts the process; `python` is the one that runs here."""
+        assert self._process is None, "one process a host"
+        words = [sys.executable, *command[1:]] if command[0] in ("python", "python3") else list(command)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "levanter.infra.guard", *words],
+            env={**os.environ, **environment, GRACE: str(grace), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self._lines.append(line.rstrip("\n"))
+
+    def news(self) -> News:
+        """What has happened since it was last asked."""
+        process, reader = self._process, self._reader
+        assert process is not None and reader is not None, "started before it is asked"
+        code = process.poll()
+        if code is not None:
+            # Something it left behind may hold its output open; that is not waited for.
+            reader.join(timeout=2.0)
+            self.stop()
+        lines = []
+        while self._lines:
+            lines.append(self._lines.popleft())
+        return News(lines=tuple(lines), code=code)
+
+    def stop(self) -> None:
+        """Lets go of the process, which its guard then ends."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()

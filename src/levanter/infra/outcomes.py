@@ -1,0 +1,130 @@
+"""How the processes of an attempt ended, and what that says: done, refused, failed, or worth another start.
+
+A gang's processes pull each other down: one that ends with an error leaves the others without a peer, and these end
+with 5, with a signal of the runtime, or with an error of a collective. `judge` looks for the one that was first in
+cause, not the one that was first in time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from levanter.infra.errors import (
+    BAD_INPUT,
+    COMPILER_CRASH,
+    DOES_NOT_FIT,
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    OK,
+    PEER_LOST,
+    PREEMPTED,
+)
+
+MEANINGS = {
+    OK: "done",
+    INTERNAL_ERROR: "internal error",
+    BAD_INPUT: "bad input or configuration",
+    DOES_NOT_FIT: "does not fit",
+    COMPILER_CRASH: "compiler crash",
+    PEER_LOST: "a peer was lost",
+    PREEMPTED: "preempted, saved, resumable",
+    INTERRUPTED: "interrupted",
+}
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV",
+            15: "SIGTERM"}  # fmt: skip
+_FROM_OUTSIDE = (1, 9, 15)
+"""Signals that a process is sent when its host goes away or somebody ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one process ended.
+
+    Attributes:
+        process: its number in the job.
+        code: its exit code; a signal as −n or 128 + n; None where its host is gone.
+        where: the host, for messages.
+    """
+
+    process: int
+    code: int | None
+    where: str = ""
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended the process."""
+        if self.code is None or (self.code >= 0 and not 128 < self.code < 160) or self.code == INTERRUPTED:
+            return None
+        return -self.code if self.code < 0 else self.code - 128
+
+    def __str__(self) -> str:
+        where = f" on {self.where}" if self.where else ""
+        if self.code is None:
+            return f"process {self.process}{where}: the host is gone"
+        if self.signal is not None:
+            return f"process {self.process}{where}: ended by {_SIGNALS.get(self.signal, f'signal {self.signal}')}"
+        meaning = MEANINGS.get(self.code, "failed")
+        return f"process {self.process}{where}: exit code {self.code} ({meaning})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What an attempt came to.
+
+    Attributes:
+        kind: `done`; `refused` (bad input, does not fit: the same words would be refused again); `failed` (an error of
+            the program); `lost` (a host, a process or a peer went away); `preempted` (it saved and can go on);
+            `interrupted`.
+        exit_code: what a launcher ends with if it stops here.
+        cause: the process that was first in cause; None for `done`, and where it was no process.
+        reason: what happened, where it was no process.
+    """
+
+    kind: Literal["done", "refused", "failed", "lost", "preempted", "interrupted"]
+    exit_code: int
+    cause: Outcome | None = None
+    reason: str = ""
+
+    @property
+    def again(self) -> bool:
+        """Whether another start may end better."""
+        return self.kind in ("lost", "preempted")
+
+    def __str__(self) -> str:
+        return ": ".join([self.kind, *([str(self.cause)] if self.cause else [self.reason] if self.reason else [])])
+
+
+def judge(outcomes: Sequence[Outcome]) -> Judgement:
+    """What the ends of all processes of an attempt mean together.
+
+    In this order: a code of refusal (2, 3, 4) is never a consequence of something else; a host that is gone, or a
+    process killed from outside, explains errors of the others; then an error of the program; then what a program ends
+    with when it misses a peer (5), was preempted (75) or was aborted by its runtime.
+    """
+    bad = [outcome for outcome in outcomes if outcome.code != OK]
+    if not bad:
+        return Judgement(kind="done", exit_code=OK)
+
+    def first(codes: tuple[int, ...]) -> Outcome | None:
+        return next((outcome for code in codes for outcome in bad if outcome.code == code), None)
+
+    if cause := first((BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH)):
+        assert cause.code is not None
+        return Judgement(kind="refused", exit_code=cause.code, cause=cause)
+    if cause := first((INTERRUPTED,)):
+        return Judgement(kind="interrupted", exit_code=INTERRUPTED, cause=cause)
+    saved = first((PREEMPTED,))
+    gone = next((outcome for outcome in bad if outcome.code is None or outcome.signal in _FROM_OUTSIDE), None)
+    if gone is not None:
+        return Judgement(kind="lost", exit_code=PREEMPTED if saved else PEER_LOST, cause=gone)
+    failed = next(
+        (o for o in bad if o.signal is None and o.code not in (PEER_LOST, PREEMPTED)),
+        None,
+    )
+    if failed is not None:
+        assert failed.code is not None
+        return Judgement(kind="failed", exit_code=failed.code, cause=failed)
+    if saved is not None:
+        return Judgement(kind="preempted", exit_code=PREEMPTED, cause=saved)
+    aborted = next((outcome for outcome in bad if outcome.signal is not None), bad[0])
+    return Judgement(kind="lost", exit_code=PEER_LOST, cause=aborted)

@@ -1,0 +1,73 @@
+"""Preflight before a launch: `python -m levanter.main.plan` of the same words, as a subprocess.
+
+A pod is rented by the second; a plan costs seconds on a laptop. What does not fit is refused here (exit code 3), and
+nobody has been contacted.
+"""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from levanter.infra.console import Console
+from levanter.infra.errors import INTERRUPTED, OK, LaunchError
+
+_MODULE = re.compile(r"levanter[./]main[./](\w+?)(?:\.py)?$")
+INSTALL = "pip install 'levanter[plan]'"
+WAY_PAST = "--plan_first=false launches without asking"
+
+
+def plan_command(command: Sequence[str], target: str) -> tuple[str, ...]:
+    """The preflight of a command on a target.
+
+    Raises:
+        LaunchError: the command is no `python -m levanter.main.X …`, so that nothing can be planned.
+    """
+    for index, word in enumerate(command):
+        found = _MODULE.search(word)
+        if found and (index == 0 or command[index - 1] == "-m" or word.endswith(".py")):
+            entry = found.group(1)
+            return (sys.executable, "-m", "levanter.main.plan", entry, "--target", target, *command[index + 1 :])
+    raise LaunchError(
+        f"preflight plans `python -m levanter.main.ENTRY_POINT …`, and this is `{shlex.join(command)}`; {WAY_PAST}"
+    )
+
+
+def shown(command: Sequence[str], target: str) -> tuple[str, ...]:
+    """The preflight as a user types it."""
+    return ("python", *plan_command(command, target)[1:])
+
+
+def require_plan(command: Sequence[str], target: str, console: Console) -> None:
+    """Plans, shows what it says, and returns if the run fits.
+
+    Raises:
+        LaunchError: it does not fit, or its input is bad, or the plan cannot be made; with the plan's exit code.
+    """
+    words = plan_command(command, target)
+    missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LaunchError(
+            f"preflight compiles with the real TPU compiler, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed here: {INSTALL} ({WAY_PAST})"
+        )
+    console.say(f"preflight on {target}, before anything is asked for ({WAY_PAST})")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                console.show(line.rstrip("\n"))
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+    code = process.returncode
+    if code == OK:
+        return
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    what = {2: "its input is bad", 3: "it does not fit", 4: "the compiler crashed on it"}.get(code, "it failed")
+    raise LaunchError(
+        f"not launched: {what} (preflight's exit code {code}); nothing was contacted. {WAY_PAST}", exit_code=code
+    )

@@ -1,0 +1,160 @@
+"""A pod as a value: which slices, where, on which terms. No command is made here."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from levanter.hardware import Accelerator, AcceleratorError, parse_accelerator
+from levanter.infra.errors import UsageError
+
+Capacity = Literal["on-demand", "spot", "preemptible", "reserved", "best-effort"]
+CAPACITIES: tuple[Capacity, ...] = ("on-demand", "spot", "preemptible", "reserved", "best-effort")
+
+RUNTIME_VERSIONS = {
+    "v4": "tpu-ubuntu2204-base",
+    "v5litepod": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+"""The TPU software version for JAX, as Google's table of runtime versions has it."""
+
+_NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """What is asked of Google: some slices by one name.
+
+    Attributes:
+        name: of the TPU VM, or of the queued resource.
+        accelerator: the slices together.
+        zone: such as `us-central2-b`.
+        project: None: what gcloud is configured for.
+        capacity: on which terms.
+        queued: through a queued resource, which waits for its turn.
+        runtime_version: the TPU software on the hosts.
+        network: None: the default one.
+        subnetwork: None: the default one.
+        service_account: None: the default one.
+        internal_ips: hosts without external addresses (reached through IAP).
+        valid_until: how long a queued request stays valid, such as `6h`; None: forever.
+        labels: such as `team=memory,run=405b`.
+    """
+
+    name: str
+    accelerator: Accelerator
+    zone: str
+    project: str | None = None
+    capacity: Capacity = "on-demand"
+    queued: bool = False
+    runtime_version: str = ""
+    network: str | None = None
+    subnetwork: str | None = None
+    service_account: str | None = None
+    internal_ips: bool = False
+    valid_until: str | None = None
+    labels: str | None = None
+
+    @property
+    def slices(self) -> int:
+        return self.accelerator.slices
+
+    @property
+    def hosts_per_slice(self) -> int:
+        return self.accelerator.hosts // self.accelerator.slices
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the TPU VMs, one a slice."""
+        if self.slices == 1:
+            return (self.name,)
+        return tuple(f"{self.name}-{index}" for index in range(self.slices))
+
+    @property
+    def described(self) -> str:
+        terms = {"on-demand": "on demand"}.get(self.capacity, self.capacity)
+        return f"{self.accelerator}, {terms}{', queued' if self.queued else ''}, in {self.zone}"
+
+
+def pod_of(
+    *,
+    tpu: str | None,
+    name: str | None,
+    zone: str | None,
+    node_count: int | None = None,
+    capacity: str = "on-demand",
+    queued: bool | None = None,
+    runtime_version: str | None = None,
+    **rest,
+) -> Pod:
+    """The pod that a command line asks for.
+
+    Args:
+        tpu: an accelerator's name; `2xv5p-128` is two slices.
+        node_count: slices, where the name does not say it.
+        queued: None: where it is needed (several slices, reserved or best-effort capacity).
+        rest: fields of `Pod` as they are.
+
+    Raises:
+        UsageError: with everything that is wrong or missing.
+    """
+    problems = [
+        f"--{flag} is missing{hint}"
+        for flag, given, hint in (
+            ("tpu_name", name, ": what the pod is called"),
+            ("tpu_type", tpu, ", e.g. --tpu_type v4-256 or 2xv5p-128"),
+            ("zone", zone, ", e.g. --zone us-central2-b"),
+        )
+        if not given
+    ]
+    if name and not _NAME.fullmatch(name):
+        problems.append(
+            f"--tpu_name {name}: lower-case letters, digits and hyphens, beginning with a letter, at most 63"
+        )
+    accelerator = None
+    try:
+        accelerator = None if tpu is None else _accelerator(tpu, node_count)
+    except AcceleratorError as error:
+        problems.append(f"--tpu_type {tpu}: {error}")
+    except UsageError as error:
+        problems.append(str(error))
+    if capacity not in CAPACITIES:
+        problems.append(f"--capacity_type {capacity}: is one of {', '.join(CAPACITIES)}")
+    needs_queue = (accelerator is not None and accelerator.slices > 1) or capacity == "best-effort"
+    if queued is False and needs_queue:
+        problems.append("--queued=false: several slices, and best-effort capacity, are only given to queued resources")
+    if accelerator is not None and accelerator.generation.name not in RUNTIME_VERSIONS:
+        problems.append(_not_a_tpu_vm(accelerator))
+    if problems:
+        raise UsageError("\n".join(problems))
+    assert accelerator is not None and name and zone
+    return Pod(
+        name=name,
+        accelerator=accelerator,
+        zone=zone,
+        capacity=capacity,  # type: ignore[arg-type]
+        queued=needs_queue if queued is None else queued,
+        runtime_version=runtime_version or RUNTIME_VERSIONS[accelerator.generation.name],
+        **rest,
+    )
+
+
+def _accelerator(tpu: str, node_count: int | None) -> Accelerator:
+    accelerator = parse_accelerator(tpu)
+    if node_count is None:
+        return accelerator
+    if node_count < 1:
+        raise UsageError(f"--node_count {node_count}: at least one slice is needed")
+    if accelerator.slices not in (1, node_count):
+        raise UsageError(f"--node_count {node_count}: --tpu_type {tpu} says {accelerator.slices} slices")
+    one = tpu.strip().lower().removeprefix(f"{accelerator.slices}x") if accelerator.slices > 1 else tpu.strip()
+    return parse_accelerator(one if node_count == 1 else f"{node_count}x{one}")
+
+
+def _not_a_tpu_vm(accelerator: Accelerator) -> str:
+    if accelerator.generation.platform == "gpu":
+        return f"--tpu_type {accelerator.name}: GPUs are launched through `slurm`, `local` or levanter.infra.ray_run"
+    return (
+        f"--tpu_type {accelerator.name}: Google gives {accelerator.generation.name} through Kubernetes Engine only, "
+        "not as TPU VMs; on a Ray cluster there, use levanter.infra.ray_run"
+    )

@@ -1,0 +1,144 @@
+"""N processes of one command on this machine: started together, ended together, each line with its process' number."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from levanter.infra.console import Console
+from levanter.infra.errors import INTERRUPTED, LaunchError
+from levanter.infra.outcomes import Outcome
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "LEVANTER_COORDINATOR", "LEVANTER_NUM_PROCESSES", "LEVANTER_PROCESS_ID"
+
+
+def place(coordinator: str, processes: int, index: int) -> dict[str, str]:
+    """The variables that tell process `index` of `processes` its place; `coordinator` is `host:port` of process 0."""
+    return {COORDINATOR: coordinator, NUM_PROCESSES: str(processes), PROCESS_ID: str(index)}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class Processes:
+    """The processes of one attempt.
+
+    Args:
+        command: the words of each.
+        count: how many.
+        environment: what all have; each gets its place too.
+        console: where their lines go.
+        grace: seconds from a friendly end (SIGTERM) to a forced one.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        *,
+        environment: Mapping[str, str],
+        console: Console,
+        grace: float = 10.0,
+    ):
+        self._command, self._count, self._environment = tuple(command), count, dict(environment)
+        self._console, self._grace = console, grace
+        self._running: list[subprocess.Popen] = []
+        self._readers: list[threading.Thread] = []
+
+    def run(self) -> Outcome:
+        """Starts all, waits until all have ended with 0 or one has not, and ends the others.
+
+        Returns:
+            The first one that did not end with 0; else process 0.
+
+        Raises:
+            LaunchError: there is no such program.
+            KeyboardInterrupt: passed on to the processes, after they have ended.
+        """
+        try:
+            self._start()
+            return self._watch()
+        except KeyboardInterrupt:
+            self._end(signal.SIGINT)
+            raise
+        finally:
+            self._end(signal.SIGTERM)
+            for reader in self._readers:
+                reader.join()
+
+    def _start(self) -> None:
+        coordinator = f"127.0.0.1:{free_port()}"
+        width = len(str(self._count - 1))
+        for index in range(self._count):
+            environment = {**self._environment, **place(coordinator, self._count, index), "PYTHONUNBUFFERED": "1"}
+            try:
+                process = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    # Ctrl-C in the terminal reaches the launcher alone, which passes it on once.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise LaunchError(f"{self._command[0]}: {error.strerror or error}") from error
+            self._running.append(process)
+            reader = threading.Thread(target=self._show, args=(process, f"[{index:>{width}}] "), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _show(self, process: subprocess.Popen, prefix: str) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self._console.show(line.rstrip("\n"), prefix=prefix)
+
+    def _watch(self) -> Outcome:
+        left = set(range(self._count))
+        while left:
+            for index in sorted(left):
+                code = self._running[index].poll()
+                if code is None:
+                    continue
+                left.discard(index)
+                if code != 0:
+                    first = Outcome(process=index, code=code)
+                    self._console.say(f"{first}" + (f"; ending the other {len(left)}" if left else ""))
+                    return first
+            time.sleep(0.05)
+        return Outcome(process=0, code=0)
+
+    def _end(self, friendly: signal.Signals) -> None:
+        """Ends what still runs, with everything it has started: first as a request, after the grace by force."""
+        self._signal(friendly)
+        deadline = time.monotonic() + self._grace
+        while any(process.poll() is None for process in self._running) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        for process in self._running:
+            process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    continue
+
+
+def exit_code(outcome: Outcome) -> int:
+    """What a launcher ends with for it: a signal as a shell has it."""
+    if outcome.signal is not None:
+        return 128 + outcome.signal
+    return INTERRUPTED if outcome.code is None else outcome.code

@@ -1,0 +1,197 @@
+"""Slices of a Ray cluster as hosts of a gang. The only file that imports Ray, and only once something is asked of it.
+
+Ray gives the first host of a TPU slice the resource `TPU-v4-256-head`, every host `TPU: 4`, and all of them the label
+`ray.io/tpu-slice-name`. Taking the first takes the slice; asking for it is also what makes an autoscaler add one. The
+other hosts are then taken by their label, each whole, by the number that Ray's `ray.io/tpu-worker-id` gives them.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from levanter.hardware import Accelerator
+from levanter.infra.console import Console
+from levanter.infra.errors import PEER_LOST, LaunchError
+from levanter.infra.gang import HostGone
+from levanter.infra.host import Host, News
+
+INSTALL = "pip install 'levanter[ray]'"
+SLICE, WORKER = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id"
+_ANSWER_SECONDS = 60.0
+
+
+def import_ray() -> Any:
+    """Ray.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise LaunchError(f"Ray is not installed here: {INSTALL}") from error
+    return ray
+
+
+class RayHost:
+    """An actor on a host."""
+
+    def __init__(self, ray: Any, actor: Any, *, slice: int, where: str, node: str):
+        self._ray, self._actor = ray, actor
+        self.slice, self.where, self.node = slice, where, node
+
+    def coordinator(self) -> str:
+        return self._ask("coordinator")
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
+        self._ask("start", list(command), dict(environment), grace=grace)
+
+    def news(self) -> News:
+        return self._ask("news")
+
+    def stop(self) -> None:
+        self._ask("stop")
+
+    def kill(self) -> None:
+        """Ends the actor; its process has lost whoever started it, and ends too."""
+        self._ray.kill(self._actor, no_restart=True)
+
+    def _ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return self._ray.get(getattr(self._actor, method).remote(*arguments, **keywords), timeout=_ANSWER_SECONDS)
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as error:
+            raise HostGone(self.where) from error
+
+
+class RayCluster:
+    """The slices of one accelerator on a Ray cluster that is connected to.
+
+    Args:
+        accelerator: which slices.
+        console: where waiting is told.
+        wait: seconds until slices must be there.
+        intact: seconds in which all hosts of a slice that was taken must have joined.
+        sleep: waits.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        console: Console,
+        *,
+        wait: float = 3600.0,
+        intact: float = 120.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self._ray = import_ray()
+        self._accelerator, self._console = accelerator, console
+        self._wait, self._intact, self._sleep = wait, intact, sleep
+
+    @property
+    def head_resource(self) -> str:
+        """The resource of the first host of such a slice."""
+        name = self._accelerator.libtpu_accelerator_type
+        # Ray counts generations.
+        return f"TPU-{name.replace('tpu7x', 'v7x')}-head"
+
+    def acquire(self) -> list[RayHost]:
+        """The hosts of as many slices as the accelerator has.
+
+        Raises:
+            LaunchError: they are not there in time.
+        """
+        deadline = time.monotonic() + self._wait
+        found: list[RayHost] = []
+        try:
+            for index in range(self._accelerator.slices):
+                found += self._slice(index, deadline)
+        except BaseException:
+            self.release(found)
+            raise
+        return found
+
+    def release(self, members: Sequence[Any]) -> None:
+        """Gives the hosts back."""
+        for member in members:
+            member.kill()
+
+    def _slice(self, index: int, deadline: float) -> list[RayHost]:
+        hosts = self._accelerator.hosts // self._accelerator.slices
+        while True:
+            head = self._head(index, deadline)
+            members = self._nodes_of(head.node)
+            joined = time.monotonic() + self._intact
+            while len(members) < hosts and time.monotonic() < min(joined, deadline):
+                self._sleep(1.0)
+                members = self._nodes_of(head.node)
+            if len(members) == hosts:
+                rest = [self._host(index, node, self._chips()) for node in members if node["NodeID"] != head.node]
+                return [head, *rest]
+            head.kill()
+            what = f"{members[0].get('Labels', {}).get(SLICE, 'a slice')} has {len(members)} of {hosts} hosts"
+            if len(members) > hosts or time.monotonic() >= deadline:
+                raise LaunchError(f"{what}, as Ray's label {SLICE} tells", exit_code=PEER_LOST)
+            self._console.say(f"{what}; looking for another")
+            self._sleep(5.0)
+
+    def _head(self, index: int, deadline: float) -> RayHost:
+        actor = self._actor(resources={self.head_resource: 1, **self._chips()})
+        ready, said = actor.name.remote(), False
+        while not self._ray.wait([ready], timeout=5.0)[0]:
+            if time.monotonic() >= deadline:
+                self._ray.kill(actor, no_restart=True)
+                raise LaunchError(
+                    f"no {self._accelerator.libtpu_accelerator_type} slice was free within {self._wait:.0f} s "
+                    f"(--wait_seconds): nothing has 1 {self.head_resource} with {self._chips()}; {self._has()}",
+                    exit_code=PEER_LOST,
+                )
+            if not said:
+                self._console.say(f"waiting for {self.head_resource}; {self._has()}")
+                said = True
+        where = self._ray.get(ready)
+        return RayHost(self._ray, actor, slice=index, where=where, node=self._ray.get(actor.node.remote()))
+
+    def _host(self, index: int, node: Mapping[str, Any], resources: Mapping[str, float]) -> RayHost:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        actor = self._actor(resources=dict(resources), scheduling_strategy=strategy)
+        where = f"{node.get('NodeManagerHostname', '')} ({node['NodeManagerAddress']})"
+        return RayHost(self._ray, actor, slice=index, where=where, node=node["NodeID"])
+
+    def _actor(self, **options: Any) -> Any:
+        return self._ray.remote(RayActor).options(num_cpus=0, max_restarts=0, **options).remote()
+
+    def _chips(self) -> dict[str, float]:
+        return {"TPU": self._accelerator.chips_per_host}
+
+    def _has(self) -> str:
+        resources = self._ray.cluster_resources()
+        heads = ", ".join(
+            f"{name} × {count:.0f}" for name, count in sorted(resources.items()) if name.endswith("-head")
+        )
+        return f"the cluster has {heads or 'no TPU slices'}"
+
+    def _nodes_of(self, node_id: str) -> list[dict[str, Any]]:
+        """The hosts of the slice that a node is in, by their numbers there."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        own = next((node for node in alive if node["NodeID"] == node_id), None)
+        if own is None:
+            return []
+        name = own.get("Labels", {}).get(SLICE)
+        if name is None:
+            return [own]
+        members = [node for node in alive if node.get("Labels", {}).get(SLICE) == name]
+        return sorted(members, key=lambda node: (int(node["Labels"].get(WORKER, 0)), node["NodeManagerAddress"]))
+
+
+class RayActor(Host):
+    """`Host` as an actor: it learns its own address."""
+
+    def __init__(self) -> None:
+        ray = import_ray()
+        super().__init__(ray.util.get_node_ip_address())
+
+    def node(self) -> str:
+        """The id of the node it is on."""
+        return import_ray().get_runtime_context().get_node_id()

@@ -1,0 +1,112 @@
+"""Runs a command on every host of a slice of a Ray cluster, and again after a preemption.
+
+    python -m levanter.infra.ray_run --tpu v4-256 -- \\
+        python -m levanter.main.eval_careless_lm --config_path config/memorization/llama3.1_405b_v4-256.yaml
+
+On the cluster's head, or from anywhere with `--address`; `ray job submit -- python -m levanter.infra.ray_run …` sends
+it there with the working folder.
+"""
+
+import os
+import secrets
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from levanter.hardware import Accelerator, AcceleratorError, parse_accelerator
+from levanter.infra import planfirst
+from levanter.infra.command_line import Parser, settings, split_command, with_settings
+from levanter.infra.console import Console
+from levanter.infra.environment import collect
+from levanter.infra.errors import UsageError
+from levanter.infra.flags import environment_flags
+from levanter.infra.gang import GangRun, run_gang
+from levanter.infra.launch import as_program, no_secrets_in, shell
+from levanter.infra.ray_cluster import RayCluster, import_ray
+
+
+def parser() -> Parser:
+    """The flags."""
+    made = Parser(prog="python -m levanter.infra.ray_run", usage="%(prog)s --tpu TYPE FLAGS -- COMMAND OF THE RUN")
+    made.flag("--tpu", "--tpu_type", dest="tpu", metavar="TYPE", help="v4-256, v6e-64, 2xv5p-128")
+    made.flag(
+        "--address", metavar="ADDRESS", help="of the cluster: host:port, ray://host:10001 (default: RAY_ADDRESS, auto)"
+    )
+    environment_flags(made)
+    made.flag("--run_id", metavar="ID", help="RUN_ID of the run, the same in every attempt (default: by the time)")
+    made.switch("--plan_first", default=True, help="refuse what does not fit before the cluster is asked")
+    made.flag("--restarts", "--retries", dest="restarts", type=int, default=3, metavar="N",
+              help="further attempts after a lost host or a preemption (default: 3)")  # fmt: skip
+    made.flag("--wait_seconds", type=float, default=3600.0, metavar="S", help="for slices to be there (default: 3600)")
+    made.flag("--intact_seconds", type=float, default=120.0, metavar="S", help="for all hosts of one (default: 120)")
+    made.flag("--settle_seconds", type=float, default=15.0, metavar="S",
+              help="that the others have to end once one has failed (default: 15)")  # fmt: skip
+    made.flag("--grace_seconds", type=float, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (default: 10)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what a command line asks for; returns its exit code."""
+    return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(argv: Sequence[str]) -> int:
+    own, command = split_command(argv)
+    flags, variables = settings(folder=Path.cwd(), home=Path.home())
+    made = parser()
+    with_settings(made, flags)
+    asked = made.parse_args(own)
+    accelerator = _accelerator(asked, command)
+    environment = collect(asked.env or (), asked.env_file or (), here=os.environ, defaults=variables)
+    no_secrets_in(command, environment)
+    console = Console(environment.secrets())
+    ray = import_ray()
+    if asked.plan_first:
+        planfirst.require_plan(command, accelerator.name, console)
+    run_id = asked.run_id or f"ray-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    run = GangRun(
+        command=command,
+        environment={**environment.values, "RUN_ID": run_id},
+        restarts=asked.restarts,
+        settle=asked.settle_seconds,
+        grace=asked.grace_seconds,
+    )
+    try:
+        ray.init(
+            address=asked.address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR"
+        )
+    except (ConnectionError, ValueError) as error:
+        raise UsageError(f"no Ray cluster is reached: {error}; --address tells where it is") from error
+    try:
+        cluster = RayCluster(accelerator, console, wait=asked.wait_seconds, intact=asked.intact_seconds)
+        judgement = run_gang(run, cluster, console)
+    finally:
+        ray.shutdown()
+    console.say(str(judgement))
+    return judgement.exit_code
+
+
+def _accelerator(asked: Namespace, command: Sequence[str]) -> Accelerator:
+    problems = []
+    accelerator = None
+    if asked.tpu is None:
+        problems.append("--tpu is missing, e.g. --tpu v4-256")
+    else:
+        try:
+            accelerator = parse_accelerator(asked.tpu)
+        except AcceleratorError as error:
+            problems.append(f"--tpu {asked.tpu}: {error}")
+    if accelerator is not None and accelerator.generation.platform != "tpu":
+        problems.append(f"--tpu {asked.tpu}: is no TPU; `levanter.infra.launch slurm` runs on GPUs")
+    if not command:
+        problems.append("what to run comes after `--`, e.g. -- python -m levanter.main.eval_lm --config_path …")
+    if problems:
+        raise UsageError("\n".join(problems))
+    assert accelerator is not None
+    return accelerator
+
+
+if __name__ == "__main__":
+    as_program(main)

@@ -1,0 +1,169 @@
+"""What runs on the hosts: three short scripts that travel with the environment in one folder.
+
+    .levanter/RUN/environment     NAME=value lines, mode 600
+    .levanter/RUN/setup.sh        once a host: Python, the package, or the image
+    .levanter/RUN/worker.sh       starts an attempt once, and follows its log; called again it only follows
+
+The command is a session of its own on the host, so a dropped connection ends nothing: `worker.sh` is called again and
+goes on showing the log. Its exit code is the command's.
+"""
+
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+FOLDER = ".levanter"
+ENVIRONMENT = "environment"
+SOURCE = "source.tar.gz"
+
+Setup = Literal["pip", "image", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """What is run on each host, and in what.
+
+    Attributes:
+        run: the id of the run, and the name of its folder.
+        command: the words.
+        setup: `pip`: a virtual environment with the package; `image`: a container; `none`: as the host is.
+        install: what pip is given: `source[tpu,remote]` for the copied tree, or any requirement.
+        image: the container image.
+    """
+
+    run: str
+    command: tuple[str, ...]
+    setup: Setup = "pip"
+    install: str = ""
+    image: str = ""
+
+    @property
+    def folder(self) -> str:
+        return f"{FOLDER}/{self.run}"
+
+    def setup_call(self) -> str:
+        return f"bash {self.folder}/setup.sh"
+
+    def worker_call(self, attempt: int, label: str = "", *, verb: str = "run") -> str:
+        """Starts attempt `attempt` where it is not running yet, and follows it (`run`); or one of both."""
+        return shlex.join(["bash", f"{self.folder}/worker.sh", str(attempt), verb, *([label] if label else [])])
+
+    @staticmethod
+    def newest_call() -> str:
+        """Follows the newest run there is on the hosts."""
+        return f'bash "$(ls -t {FOLDER}/*/worker.sh | head -n1)" latest follow'
+
+    def setup_script(self) -> str:
+        """`setup.sh`: safe to run again."""
+        head = _SETUP_HEAD
+        if self.setup == "image":
+            return head + _SETUP_IMAGE.format(
+                registry=shlex.quote(self.image.split("/")[0]), image=shlex.quote(self.image)
+            )
+        if self.setup == "none":
+            return head
+        target = f"-e {shlex.quote(self.install)}" if self.install.startswith("source") else shlex.quote(self.install)
+        return head + _SETUP_PIP.format(target=target)
+
+    def worker_script(self) -> str:
+        """`worker.sh`."""
+        words = shlex.join(self.command)
+        if self.setup == "image":
+            body = _RUN_IMAGE.format(name=f"levanter-{self.run}", image=shlex.quote(self.image), command=words)
+            return _WORKER.format(body=body)
+        return _WORKER.format(body=_RUN_HERE.format(command=words))
+
+
+_SETUP_HEAD = """\
+#!/usr/bin/env bash
+# Prepares this host for one run. Safe to run again.
+set -euo pipefail
+cd "$(dirname "$0")"
+chmod 700 . && chmod 600 environment
+# What an earlier attempt, or an earlier run, left behind would hold the chips.
+for old in ../*/attempt-*/pid; do
+    [ -f "$old" ] || continue
+    kill -KILL -- "-$(cat "$old")" 2>/dev/null || true
+    rm -f "$old"
+done
+rm -rf attempt-*
+if [ -f source.tar.gz ]; then
+    mkdir -p source
+    tar -xzf source.tar.gz -C source
+fi
+"""
+
+_SETUP_PIP = """\
+# The image's own Python may be older than the package wants; uv brings one.
+export PATH="$HOME/.local/bin:$PATH"
+command -v uv >/dev/null || python3 -m pip install --quiet --user uv
+[ -x venv/bin/python ] || uv venv --quiet --python 3.12 venv
+uv pip install --quiet --python venv/bin/python {target}
+"""
+
+_SETUP_IMAGE = """\
+sudo docker ps --quiet --filter name=levanter- | xargs --no-run-if-empty sudo docker rm --force
+case {registry} in
+    *-docker.pkg.dev | gcr.io | *.gcr.io) sudo gcloud auth configure-docker {registry} --quiet ;;
+esac
+sudo docker pull --quiet {image}
+"""
+
+_RUN_HERE = """\
+    while IFS= read -r line; do export "$line"; done <"$home/environment"
+    export PATH="$home/venv/bin:$HOME/.local/bin:$PATH"
+    [ ! -d "$home/source" ] || cd "$home/source"
+    {command}
+"""
+
+_RUN_IMAGE = """\
+    sudo docker run --rm --privileged --net=host --shm-size=32gb --name {name} \\
+        --env-file "$home/environment" -v /tmp:/tmp {image} \\
+        {command}
+"""
+
+_WORKER = """\
+#!/usr/bin/env bash
+# worker.sh ATTEMPT|latest run|start|follow [LABEL]: starts an attempt once on this host, and follows its log.
+set -u
+cd "$(dirname "$0")" || exit 1
+home=$PWD attempt=attempt-$1 verb=$2 label=${{3:-}}
+[ "$1" != latest ] || attempt=$(ls -d attempt-* 2>/dev/null | sort -t- -k2 -n | tail -n1)
+host=$(hostname)
+case $host in *-w-*) host=${{host##*-w-}} ;; esac
+
+main() {{
+{body}}}
+
+start() {{
+    mkdir "$attempt" 2>/dev/null || return 0
+    export -f main
+    export home
+    setsid bash -c 'main; echo $? >"$0/code.new"; mv "$0/code.new" "$0/code"' "$home/$attempt" \\
+        >"$attempt/log" 2>&1 </dev/null &
+    echo $! >"$attempt/pid.new"
+    mv "$attempt/pid.new" "$attempt/pid"
+}}
+
+follow() {{
+    for _ in $(seq 100); do
+        [ -f "$attempt/pid" ] && break
+        sleep 0.1
+    done
+    from=+1
+    # Called again, it goes on where the connection was lost, with a few lines to read it by.
+    [ ! -f "$attempt/seen" ] || from=20
+    touch "$attempt/seen"
+    pid=$(cat "$attempt/pid" 2>/dev/null) || exit 127
+    tail --pid="$pid" --lines="$from" --sleep-interval=0.5 --follow=name "$attempt/log" 2>/dev/null |
+        sed --unbuffered "s|^|[$label$host] |"
+    # Without an exit code it was killed together with what would have written it.
+    exit "$(cat "$attempt/code" 2>/dev/null || echo 137)"
+}}
+
+case $verb in
+    start) start ;;
+    follow) follow ;;
+    run) start && follow ;;
+esac
+"""

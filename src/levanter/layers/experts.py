@@ -1,0 +1,321 @@
+"""A mixture of experts: a router sends each token to a few of many gated MLPs (Shazeer et al., arXiv:1701.06538).
+
+Nothing is dropped: a token gets the experts that the router chose, however many others chose the same (Gale et al.,
+MegaBlocks, arXiv:2211.15841). Two ways compute the same:
+
+- *grouped*: tokens are sorted by expert, and one product with a weight for each group of rows (`jax.lax.ragged_dot`)
+  costs as many operations as there are choices. How many rows a group has is data, which the partitioner cannot cut, so
+  every device is handed its own tokens and experts by `jax.shard_map`.
+- *dense*: every expert sees every token, and what was not chosen is weighted by zero. It costs
+  `experts / experts a token` times the operations; it is plain named arithmetic and the judge of the other.
+
+The compute mapping says where things are. `mlp → model` cuts every expert. `expert → model` gives each device some
+experts (expert parallelism); tokens that lie whole on it are there already. Where `expert` goes to a mesh axis that
+cuts the tokens too, those are gathered over it and the results summed and scattered back.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
+
+from haliax_ext.errors import IndivisibleError, named_shape
+from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
+from levanter.layers.activation import ACTIVATIONS
+from levanter.layers.linear import Linear
+from levanter.layers.saved import saved
+
+Dispatch = Literal["grouped", "dense"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens choose experts.
+
+    Attributes:
+        chosen: experts a token.
+        normalized: whether the weights of a token's experts are divided by their sum.
+    """
+
+    chosen: int
+    normalized: bool
+
+    def __call__(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights (float32) and ids of the chosen experts, best first: `[token, expert]` → `[token, chosen]` each."""
+        weights, ids = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), self.chosen)
+        if self.normalized:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, ids
+
+
+class RouterLosses(eqx.Module):
+    """What keeps a router in balance, to be added to a training loss; float32 scalars.
+
+    Attributes:
+        balance: `experts / chosen · Σ_e f_e · P_e`, where `f_e` is how many of a token's choices are expert e and `P_e`
+            its probability, both averaged over the tokens; 1 where all experts are used alike (Fedus et al., Switch
+            Transformers, arXiv:2101.03961, equation 4). The gradient comes from `P_e`.
+        z: the mean over tokens of the router's squared log-sum-exp (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5).
+    """
+
+    balance: jax.Array
+    z: jax.Array
+
+    @staticmethod
+    def none() -> "RouterLosses":
+        """Of no layer, to add those of layers to."""
+        return RouterLosses(balance=jnp.float32(0), z=jnp.float32(0))
+
+    def __add__(self, other: "RouterLosses") -> "RouterLosses":
+        return RouterLosses(balance=self.balance + other.balance, z=self.z + other.z)
+
+
+class _Tally(eqx.Module):
+    """Sums over tokens: choices of each expert, probabilities of each, squared log-sum-exps, and how many tokens."""
+
+    choices: jax.Array
+    probabilities: jax.Array
+    squares: jax.Array
+    tokens: jax.Array
+
+    @staticmethod
+    def of(logits: jax.Array, ids: jax.Array) -> "_Tally":
+        logits = logits.astype(jnp.float32)
+        normalizers = jax.nn.logsumexp(logits, axis=-1)
+        return _Tally(
+            choices=jnp.bincount(ids.reshape(-1), length=logits.shape[-1]).astype(jnp.float32),
+            probabilities=jnp.sum(jnp.exp(logits - normalizers[:, None]), axis=0),
+            squares=jnp.sum(normalizers * normalizers),
+            tokens=jnp.float32(logits.shape[0]),
+        )
+
+    def losses(self, chosen: int) -> RouterLosses:
+        shares, likely = self.choices / self.tokens, self.probabilities / self.tokens
+        return RouterLosses(
+            balance=jnp.sum(shares * likely) * (self.choices.shape[0] / chosen), z=self.squares / self.tokens
+        )
+
+
+class RoutedMlp(eqx.Module):
+    """Router and experts. Constraint point of the dense way: the gate and up activations.
+
+    Attributes:
+        router: `[expert, embed]`.
+        gate_proj: `[expert, mlp, embed]`.
+        up_proj: `[expert, mlp, embed]`.
+        down_proj: `[expert, embed, mlp]`.
+    """
+
+    router: Linear
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+    routing: Routing = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
+    dispatch: Dispatch = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `[…, embed]` to itself."""
+        return self.with_losses(x)[0]
+
+    def with_losses(self, x: NamedArray) -> tuple[NamedArray, RouterLosses]:
+        """The result, and what is added to a training loss."""
+        found, tally = self._dense(x) if self.dispatch == "dense" else self._grouped(x)
+        return found, tally.losses(self.routing.chosen)
+
+    def _dense(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
+        Expert = self.router.weight.resolve_axis("expert")
+        with jax.named_scope("router"):
+            logits = self.router(x).rearrange((*(a for a in x.axes if a.name != "embed"), Expert))
+            weights, ids = self.routing(logits.array)
+            tally = _Tally.of(logits.array.reshape(-1, Expert.size), ids)
+            hits = jax.nn.one_hot(ids, Expert.size, dtype=weights.dtype)
+            shares = hax.named((hits * weights[..., None]).sum(-2).astype(x.dtype), logits.axes)
+        with jax.named_scope("gate_proj"):
+            gate = saved(hax.auto_sharded(self.gate_proj(x)), "gate")
+        with jax.named_scope("up_proj"):
+            up = saved(hax.auto_sharded(self.up_proj(x)), "up")
+        hidden = ACTIVATIONS[self.activation](gate) * up * shares
+        with jax.named_scope("down_proj"):
+            return hax.dot(hidden, self.down_proj.weight, axis=("expert", "mlp")), tally
+
+    def _grouped(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
+        x = x.rearrange((..., "embed"))
+        weights = (self.router.weight, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        arrays = (x.array, *(w.array for w in weights))
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            found, tally = _experts_of_device(*arrays, layer=self, layout=_Layout())
+            return hax.named(found, x.axes), tally
+        mapping = compute_mapping_in_scope()
+        layout = _Layout.of(x, weights, mapping, mesh)
+        # Every device routes its own tokens by the whole table.
+        table = PartitionSpec(None, mapping.mesh_axes("embed") or None)
+        specs = (_spec(x, mapping), table, *(_spec(w, mapping) for w in weights[1:]))
+
+        def of_device(*arrays: jax.Array) -> tuple[jax.Array, _Tally]:
+            return _experts_of_device(*arrays, layer=self, layout=layout)
+
+        # That sums over mesh axes are the same on all of their devices, the checker does not see.
+        run = jax.shard_map(of_device, in_specs=specs, out_specs=(specs[0], PartitionSpec()), check_vma=False)
+        found, tally = run(*arrays)
+        return hax.named(found, x.axes), tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """What the mesh axes cut.
+
+    Attributes:
+        experts: mesh axes that cut `expert`.
+        features: mesh axes that cut `mlp`.
+        embed: mesh axes that cut `embed`.
+        tokens: mesh axes that cut tokens.
+        shared: those of `experts` that cut tokens as well.
+    """
+
+    experts: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(x: NamedArray, weights: tuple[NamedArray, ...], mapping: AxisMapping, mesh: jax.sharding.AbstractMesh):
+        """The layout under a mapping.
+
+        Raises:
+            IndivisibleError: an axis does not divide into what it is mapped to.
+        """
+        for array, what in ((x, "tokens"), (weights[1], "experts")):
+            for axis in array.axes:
+                over = mapping.mesh_axes(axis.name)
+                ways = math.prod(mesh.shape[name] for name in over)
+                if axis.size % ways:
+                    shape = named_shape((a.name, a.size) for a in array.axes)
+                    raise IndivisibleError(
+                        f"{what} {shape}: the compute mapping has {axis.name} → {', '.join(over)} ({ways} ways), and "
+                        f"{axis.name} {axis.size} is no multiple of it",
+                        suggestion="change the mapping",
+                    )
+        experts = mapping.mesh_axes("expert")
+        of_tokens = tuple(name for axis in x.axes[:-1] for name in mapping.mesh_axes(axis.name))
+        return _Layout(
+            experts=experts,
+            features=mapping.mesh_axes("mlp"),
+            embed=mapping.mesh_axes("embed"),
+            tokens=of_tokens,
+            shared=tuple(name for name in experts if name in of_tokens),
+        )
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Mesh axes over which partial results are summed in place."""
+        return tuple(name for name in self.experts + self.features if name not in self.shared)
+
+
+def _spec(x: NamedArray, mapping: AxisMapping) -> PartitionSpec:
+    return mapping.spec(axis.name for axis in x.axes)
+
+
+def _experts_of_device(
+    x: jax.Array,
+    table: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    layer: RoutedMlp,
+    layout: _Layout,
+) -> tuple[jax.Array, _Tally]:
+    """The part of the result that is one device's: its tokens `[…, embed]` through its experts; everybody's tally."""
+    tokens = x.reshape(-1, x.shape[-1])
+    if layout.shared:
+        tokens = jax.lax.all_gather(tokens, layout.shared, axis=0, tiled=True)
+    with jax.named_scope("router"):
+        logits = _summed(jnp.einsum("te,ne->tn", tokens, table), layout.embed)
+        weights, ids = layer.routing(logits)
+        others = tuple(name for name in layout.tokens if name not in layout.shared)
+        tally = jax.tree.map(lambda x: _summed(x, others), _Tally.of(logits, ids))
+    chosen, mine = layer.routing.chosen, gate.shape[0]
+    first = jax.lax.axis_index(layout.experts) * mine if layout.experts else 0
+    # Choices of other devices' experts are sorted behind all of ours, where no group reaches.
+    own = (ids - first).reshape(-1)
+    own = jnp.where((own >= 0) & (own < mine), own, mine)
+    order = jnp.argsort(own, stable=True)
+    sizes = jnp.bincount(own, length=mine + 1)[:mine].astype(jnp.int32)
+    rows = tokens[order // chosen]
+    reached = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
+
+    def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        # What the rows behind the last group hold is up to the platform.
+        return jnp.where(reached, jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), sizes), jnp.zeros((), rows.dtype))
+
+    with jax.named_scope("gate_proj"):
+        gated = saved(_summed(product(rows, gate), layout.embed), "gate")
+    with jax.named_scope("up_proj"):
+        upped = saved(_summed(product(rows, up), layout.embed), "up")
+    hidden = ACTIVATIONS[layer.activation](hax.named(gated, ("token", "mlp"))).array * upped
+    with jax.named_scope("down_proj"):
+        given = product(hidden, down).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    of_token = given[jnp.argsort(order)].reshape(-1, chosen, given.shape[-1]).sum(axis=1)
+    found = _summed(of_token.astype(x.dtype), layout.summed)
+    if layout.shared:
+        found = jax.lax.psum_scatter(found, layout.shared, scatter_dimension=0, tiled=True)
+    return found.reshape(x.shape), tally
+
+
+def _summed(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(x, over) if over else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """What a mixture of experts is, as a value.
+
+    Attributes:
+        Embed: axis of the residual stream.
+        Mlp: axis of the features inside an expert.
+        Expert: axis of the experts.
+        routing: how tokens choose.
+        activation: of the gate, a name in `ACTIVATIONS`.
+        dispatch: the way of computing.
+        scale: initial standard deviation of the weights.
+    """
+
+    Embed: Axis
+    Mlp: Axis
+    Expert: Axis
+    routing: Routing
+    activation: str = "silu"
+    dispatch: Dispatch = "grouped"
+    scale: float = 0.02
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply each token: the router's, and those of the experts it chooses."""
+        return self.Embed.size * (self.Expert.size + 3 * self.routing.chosen * self.Mlp.size)
+
+    def init(self, *, key: jax.Array) -> RoutedMlp:
+        """Freshly initialized experts."""
+        router, gate, up, down = jax.random.split(key, 4)
+        embed, features = (self.Embed,), (self.Expert, self.Mlp)
+
+        def linear(In: tuple[Axis, ...], Out: tuple[Axis, ...], key: jax.Array) -> Linear:
+            return Linear.init(In, Out, scale=self.scale, use_bias=False, key=key)
+
+        return RoutedMlp(
+            router=linear(embed, (self.Expert,), router),
+            gate_proj=linear(embed, features, gate),
+            up_proj=linear(embed, features, up),
+            down_proj=linear((self.Mlp,), (self.Expert, self.Embed), down),
+            routing=self.routing,
+            activation=self.activation,
+            dispatch=self.dispatch,
+        )

@@ -1,0 +1,316 @@
+"""What the entry points that are not here yet are configured by: upstream's keys, so that documents can be read.
+
+`absent` says which entry point has which class, and refuses to run them. The keys are those of both generations of
+upstream's, after the old spellings have been translated.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from levanter.data import LmDataConfig
+from levanter.models import LlamaConfig, LmConfig
+from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters.
+
+    Attributes:
+        target_modules: the modules that get one: names, a pattern, or null for every linear map.
+        r: rank.
+        alpha: the product is multiplied by `alpha / r`.
+        dropout: on what goes in.
+        zero_init_b, a_init_mode: how the two factors begin.
+        exclude_modules: the modules that get none.
+    """
+
+    target_modules: list[str] | str | None = None
+    r: int = 8
+    alpha: float = 8.0
+    dropout: float = 0.0
+    zero_init_b: bool = False
+    a_init_mode: Literal["zero", "random"] = "zero"
+    exclude_modules: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraLmConfig:
+    """Fine-tuning of low-rank adapters behind a pretrained model."""
+
+    initialize_from_hf: str
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    train_seq_len: int = 4096
+    peft_save_path: str | None = None
+    peft_hf_upload: str | None = None
+    merged_hf_save_path: str | None = None
+    merged_hf_upload: str | None = None
+    hf_save_steps: int = 1000
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportHfToLmConfig:
+    """A Hugging Face checkpoint, written as one of ours."""
+
+    hf_checkpoint: str
+    output_path: str
+    model: LmConfig = field(default_factory=LlamaConfig)
+    use_hf_model_config: bool = True
+    tokenizer: str | None = None
+    dtype: str | None = "bfloat16"
+    resize_vocab_to_match_tokenizer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceEngineConfig:
+    """Paged decoding of many requests at once."""
+
+    max_seq_len: int | None = None
+    hbm_utilization: float = 0.9
+    page_size: int = 128
+    max_rounds: int = 32
+    max_stop_seqs: int = 4
+    max_stop_tokens: int = 16
+    seed: int = 0
+    max_seqs: int = 256
+    max_pages: int | None = None
+    compute_dtype: str = "bfloat16"
+    max_queued_tokens: int = 512
+    max_seqs_in_prefill: int = 16
+    max_prefill_size: int | None = None
+    max_tokens_per_round: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLmConfig:
+    """Sampling of continuations of prompts."""
+
+    checkpoint_path: str | None = None
+    hf_checkpoint: str | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig = field(default_factory=LlamaConfig)
+    tokenizer: str | None = None
+    engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    prompts: list[str] | str | None = None
+    stop_sequence: str | None = "."
+    max_new_tokens: int = 192
+    temperature: float = 0.7
+    seed: int = 2
+    n_generations: int = 1
+    n_rounds: int = 4
+    profile: bool = False
+    log_kernel_jaxprs_path: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceReplConfig:
+    """A conversation with a model on a terminal."""
+
+    checkpoint: str
+    model: LmConfig | None = None
+    tokenizer: str | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    server: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 0.7
+    seed: int = 42
+    max_tokens: int = 64
+    command: str | None = None
+    args: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning on conversations."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig = field(default_factory=LlamaConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    supervised_data: dict[str, Any] | None = None
+    initialize_from_hf: bool | str = False
+    hf_save_path: str | None = None
+    hf_upload: bool | str | None = None
+    hf_save_steps: int = 0
+    max_seq_len: int = 2048
+    model_name_or_path: str = "NousResearch/Llama-2-7b-hf"
+    tokenizer: str = "NousResearch/Llama-2-7b-hf"
+    dataset_type: str = "chat_jsonl"
+    chat_train_urls: list[str] | None = None
+    messages_field: str = "messages"
+    input_role: str = "user"
+    output_role: str = "assistant"
+    data_seed: int | None = None
+    epoch: int = 0
+    reinit_tokens: list[str] | bool = False
+    reinit_lm_head: bool = True
+    reinit_embeddings: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftMixtureConfig(SftConfig):
+    """Supervised fine-tuning on a mixture of sets of conversations."""
+
+    mixture_weights: dict[str, float] | None = None
+    mixture_block_size: int = 2048
+    stop_strategy: str = "restart"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDpoConfig:
+    """Direct preference optimization."""
+
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig = field(default_factory=LlamaConfig)
+    train_seq_len: int | None = None
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    reference: dict[str, Any] = field(default_factory=lambda: {"type": "separate"})
+    adapter: dict[str, Any] = field(default_factory=lambda: {"type": "none"})
+    beta: float = 0.1
+    initialize_from_hf: bool | str = False
+    use_hf_model_config: bool = False
+    validation_split_fraction: float | None = 0.1
+    reference_eval_cache: dict[str, Any] = field(default_factory=dict)
+    lm_validation_data: LmDataConfig | None = None
+    lm_validation_prefix: str = "lm_eval"
+    hf_save_path: str | None = None
+    hf_upload: bool | str = False
+    hf_save_steps: int = 10_000
+    hf_save_dtype: str | None = None
+    hf_generation_eos_token_ids: list[int] | None = None
+    peft_save_path: str | None = None
+    peft_hf_upload: bool | str = False
+    merged_hf_save_path: str | None = None
+    merged_hf_upload: str | None = None
+    data_seed: int | None = None
+    initialize_from_checkpoint_path: str | None = None
+    scheduled_eval_steps: list[int] | None = None
+    run_initial_eval: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraDpoConfig:
+    """Direct preference optimization of low-rank adapters; the new spelling is `train_dpo` with `adapter:`."""
+
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    initialize_from_hf: str = ""
+    beta: float = 0.1
+    train_seq_len: int | None = None
+    use_hf_model_config: bool = False
+    trust_remote_code: bool = False
+    validation_split_fraction: float | None = 0.1
+    reference_eval_cache: dict[str, Any] = field(default_factory=dict)
+    peft_save_path: str | None = None
+    peft_hf_upload: bool | str = False
+    merged_hf_save_path: str | None = None
+    merged_hf_upload: str | None = None
+    hf_save_steps: int = 10_000
+    data_seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapModelConfig:
+    """One of the two models of a comparison."""
+
+    checkpoint_path: str
+    model: LmConfig | None = None
+    checkpoint_is_hf: bool = False
+    tokenizer: str | None = None
+    tokenizer_backend: str = "hf"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityGapConfig:
+    """Two models on the same bytes."""
+
+    model_a: GapModelConfig
+    model_b: GapModelConfig
+    datasets: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    output_path: str = "perplexity-gap"
+    max_eval_length: int = 4096
+    max_docs_per_dataset: int = 256
+    max_doc_bytes: int = 32768
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainAsrConfig:
+    """Training of a model that transcribes speech."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig | None = None
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    batch_size: int = 16
+    train_seq_len: int = 448
+    initialize_from_hf: bool | str = False
+    use_hf_model_config: bool = False
+    data_seed: int | None = None
+    hf_save_path: str | None = None
+    hf_upload: bool | str | None = None
+    hf_save_steps: int = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessTaskConfig:
+    """One task of the evaluation harness."""
+
+    task: str
+    task_alias: str | None = None
+    num_fewshot: int | None = None
+    use_prompt: str | None = None
+    description: str | None = None
+    target_delimiter: str | None = None
+    fewshot_delimiter: str | None = None
+    doc_to_text: str | None = None
+    doc_to_target: str | None = None
+    doc_to_choice: str | list[str] | None = None
+    dataset_path: str | None = None
+    dataset_name: str | None = None
+    output_type: str | None = None
+    test_split: str | None = None
+    training_split: str | None = None
+    validation_split: str | None = None
+    fewshot_split: str | None = None
+    metric_list: list[dict[str, Any]] | None = None
+    tag: list[str] | str | None = None
+    metadata: dict[str, Any] | None = None
+    additional_stop_strings: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """What the evaluation harness evaluates."""
+
+    task_spec: list[HarnessTaskConfig | str]
+    max_examples: int | None = None
+    max_length: int | None = None
+    log_samples: bool = False
+    bootstrap_iters: int = 0
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    confirm_run_unsafe_code: bool = True
+    sample_logging: dict[str, Any] = field(default_factory=dict)
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalHarnessConfig:
+    """A model on the tasks of the evaluation harness."""
+
+    eval_harness: HarnessConfig
+    tokenizer: str
+    checkpoint_path: str
+    checkpoint_is_hf: bool = False
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig = field(default_factory=LlamaConfig)

@@ -1,0 +1,31 @@
+"""Where checkpoints are, by the names of earlier generations."""
+
+from levanter.checkpoint import checkpoint_at, latest
+from levanter.checkpoint.errors import MissingCheckpointError
+
+
+def latest_checkpoint_path(base_path: str, *more: str) -> str:
+    """The folder of the newest complete checkpoint below some bases.
+
+    Raises:
+        MissingCheckpointError: there is none.
+    """
+    found = latest(base_path, *more)
+    if found is None:
+        raise MissingCheckpointError(f"no checkpoint at {base_path}")
+    return found.path
+
+
+def discover_latest_checkpoint(base_path: str, *more: str) -> str | None:
+    """The folder of the newest complete checkpoint below some bases; None where there is none."""
+    found = latest(base_path, *more)
+    return None if found is None else found.path
+
+
+def is_checkpoint_path(path: str) -> bool:
+    """Whether a checkpoint is at a path, or below it."""
+    try:
+        checkpoint_at(path)
+    except MissingCheckpointError:
+        return latest(path) is not None
+    return True

@@ -1,0 +1,112 @@
+"""Meshes and mappings without a model, as scripts of earlier generations ask for them.
+
+Here a mapping is resolved for a model, because `heads` means what the model has of them. These functions give the
+mapping as it is written, `heads` in it; `HFCheckpointConverter.load_pretrained` resolves it once it knows the model.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from haliax_ext.meshspec import MeshSpec
+from levanter.mesh import MeshConfig, local_devices, resolve_sizes
+from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED
+
+Rules = dict[str, Any]
+
+
+class EnteredMesh(Mesh):
+    """A mesh that `with mesh:` puts in scope as `jax.set_mesh(mesh)` does.
+
+    JAX's own `with mesh:` sets something older, under which partition specs without a mesh are refused.
+    """
+
+    _mesh: Mesh
+    _entered: list[Any]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "EnteredMesh":
+        """A mesh that can be entered."""
+        made = object.__new__(cls)  # JAX's constructor gives every mesh of some devices as one object
+        for name in ("devices", "axis_names", "axis_types", "size"):
+            object.__setattr__(made, name, getattr(mesh, name))
+        object.__setattr__(made, "_mesh", mesh)
+        object.__setattr__(made, "_entered", [])
+        return made
+
+    def __enter__(self) -> "EnteredMesh":
+        scope = jax.set_mesh(self._mesh)
+        scope.__enter__()
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def device_mesh(config: MeshConfig) -> EnteredMesh:
+    """The mesh of a config on the devices that are here."""
+    found = local_devices(config)
+    spec = resolve_sizes(config, devices=len(found.devices), granules=found.granules)
+    return EnteredMesh.of(spec.build(found.devices))
+
+
+def sizes(config: MeshConfig) -> MeshSpec:
+    """The mesh of a config on the devices that are here, without them."""
+    found = local_devices(config)
+    return resolve_sizes(config, devices=len(found.devices), granules=found.granules)
+
+
+def compute_mapping(config: MeshConfig) -> Rules:
+    """Logical axis → mesh axes of activations, `heads` as written."""
+    batch = config.batch_axis_name
+    rules: Rules = {} if batch is None else {batch: DEFAULT_BATCH_AXES}
+    return _plain({**DEFAULT_SHARED, **rules, **config.shared_mapping, **config.compute_mapping})
+
+
+def parameter_mapping(config: MeshConfig) -> Rules:
+    """Logical axis → mesh axes of parameters, `heads` as written."""
+    return _plain({**DEFAULT_SHARED, **config.shared_mapping, **config.param_mapping})
+
+
+def _plain(rules: Mapping[str, Any]) -> Rules:
+    out: Rules = {}
+    for name, value in rules.items():
+        axes = (value,) if isinstance(value, str) else tuple(value or ())
+        if axes:
+            out[name] = axes[0] if len(axes) == 1 else axes
+    return out
+
+
+def axis_shapes(config: MeshConfig) -> Callable[[int, int], tuple[dict[str, int], dict[str, int]]]:
+    """`mesh.axis_shapes(num_devices, num_slices)`: sizes inside slices, and across them."""
+
+    def shapes(num_devices: int, num_slices: int) -> tuple[dict[str, int], dict[str, int]]:
+        spec = resolve_sizes(config, devices=num_devices, granules=num_slices)
+        inside = {name: size for name, size in spec.axes if name not in spec.dcn}
+        return inside, {name: size for name, size in spec.axes if name in spec.dcn}
+
+    return shapes
+
+
+def create_fsdp_mesh(
+    replica_ici_axis_size: int,
+    data_ici_axis_size: int,
+    model_axis_size: int,
+    replica_dcn_axis_size: int = 1,
+    data_dcn_axis_size: int = 1,
+) -> Mesh:
+    """The 2025 generation's mesh: `replica`, `data`, `model`."""
+    axes = {"replica": replica_ici_axis_size, "data": data_ici_axis_size, "model": model_axis_size}
+    dcn = {"replica_dcn": replica_dcn_axis_size}
+    if data_dcn_axis_size > 1:
+        dcn["data_dcn"] = data_dcn_axis_size
+    return device_mesh(MeshConfig(axes=axes, dcn_axes=dcn))
+
+
+def parameter_count(model: Any) -> int:
+    """How many numbers the arrays of a tree hold."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape"))

@@ -1,0 +1,187 @@
+"""Examples, losses and members of models as scripts of earlier generations use them.
+
+    example = LmExample.causal(tokens, eos_id=2)          # tokens: NamedArray [position]
+    loss = compute_next_token_loss(model, example)        # a number
+
+Upstream's models returned logits when they were called; here they return activations, and `model.logits(activations)`
+has the rest. `compute_next_token_loss` is the same in both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from levanter.compat.hf.converter import HFCheckpointConverter
+from levanter.layers.attention import AttentionMask
+from levanter.models.base import LmHeadModel
+from levanter.models.registry import LmConfig
+from levanter.models.scoring import token_logprobs
+
+
+class LmExample(eqx.Module):
+    """A sequence, how much each of its positions counts, and who sees whom.
+
+    Attributes:
+        tokens: ids, `[…, position]`.
+        loss_weight: float32, of the tokens' shape; entry t weighs the prediction of token t + 1.
+        attn_mask: causal by default.
+    """
+
+    tokens: NamedArray
+    loss_weight: NamedArray
+    attn_mask: AttentionMask = AttentionMask.causal()
+
+    @property
+    def loss_mask(self) -> NamedArray:
+        """The 2025 generation's name of `loss_weight`."""
+        return self.loss_weight
+
+    @staticmethod
+    def causal(
+        tokens: NamedArray,
+        *,
+        loss_weight: NamedArray | None = None,
+        loss_mask: NamedArray | None = None,
+        ignore_id: int | None = None,
+        eos_id: int | None = None,
+        segment_ids: NamedArray | None = None,
+        sliding_window: int | None = None,
+        block_cross_document_attention: bool = True,
+    ) -> "LmExample":
+        """A sequence of which every token but the first is predicted.
+
+        Args:
+            tokens: ids, `[position]`.
+            loss_weight, loss_mask: weights beside that, under either generation's name.
+            ignore_id: predictions of this token do not count.
+            eos_id: a document ends with this token; the next one does not see it.
+            segment_ids: documents, where they are known already.
+            sliding_window: how many keys a query sees.
+            block_cross_document_attention: whether documents are kept apart.
+
+        Raises:
+            ValueError: more than one axis, both names of the weights, or ids that are no integers.
+        """
+        if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers with one axis, got {tokens.dtype} {tokens.axes}")
+        if loss_weight is not None and loss_mask is not None:
+            raise ValueError("loss_weight and loss_mask are one thing; give one of them")
+        (Pos,) = tokens.axes
+        weight = LmExample.causal_loss_mask(Pos)
+        given = loss_weight if loss_weight is not None else loss_mask
+        if given is not None:
+            weight = weight * given.astype(jnp.float32)
+        if ignore_id is not None:
+            weight = weight * _is_not_next(tokens, Pos, ignore_id)
+        mask = AttentionMask.causal(sliding_window=sliding_window)
+        if block_cross_document_attention:
+            if segment_ids is None and eos_id is not None:
+                begins = (hax.roll(tokens, 1, Pos).array == eos_id).at[0].set(False)
+                segment_ids = hax.named(jnp.cumsum(begins.astype(jnp.int32)), Pos)
+            if segment_ids is not None:
+                mask = mask.with_segment_ids(segment_ids)
+        return LmExample(tokens=tokens, loss_weight=weight, attn_mask=mask)
+
+    @staticmethod
+    def from_prompt_and_completion(
+        Pos: Axis, tokens: NamedArray, prompt_length: int, *, ignore_id: int | None = None, all_causal: bool = True
+    ) -> "LmExample":
+        """A sequence of which what is behind the prompt is predicted."""
+        if not all_causal:
+            raise ValueError("all_causal=False: prompts that see themselves both ways are not supported")
+        weight = LmExample.causal_loss_mask(Pos, prompt_length=prompt_length)
+        if ignore_id is not None:
+            weight = weight * _is_not_next(tokens, Pos, ignore_id)
+        return LmExample(tokens=tokens, loss_weight=weight, attn_mask=AttentionMask.causal())
+
+    @staticmethod
+    def causal_loss_mask(Pos: Axis, prompt_length: int | None = None) -> NamedArray:
+        """1 at each position whose next token is predicted, else 0."""
+        index = hax.arange(Pos)
+        counts = index < Pos.size - 1
+        if prompt_length is not None:
+            counts = counts & (index >= prompt_length - 1)
+        return counts.astype(jnp.float32)
+
+
+def _is_not_next(tokens: NamedArray, Pos: Axis, token: int) -> NamedArray:
+    """1 where the next token is another one, else 0."""
+    return hax.named((hax.roll(tokens, -1, Pos).array != token).astype(jnp.float32), Pos)
+
+
+def compute_next_token_loss(
+    model: LmHeadModel,
+    example: LmExample,
+    *,
+    key: Any = None,
+    reduction: Callable[..., Any] | None = hax.mean,
+    reduction_axis: Any = None,
+    logsumexp_weight: float | None = None,
+    loss_dtype: Any = None,
+) -> Any:
+    """The cross-entropy of each next token, weighted by `example.loss_weight`.
+
+    Args:
+        model: its weights in the compute dtype.
+        example: what is predicted.
+        key: upstream's; nothing is random here.
+        reduction: `hax.mean` is the mean by weight; another function is applied to the weighted losses; None returns
+            them, `[…, position]`.
+        reduction_axis: the axes that are reduced; None for all.
+        logsumexp_weight: refused unless 0: it is `train_lm`'s `z_loss_weight`.
+        loss_dtype: of the result; float32 by default.
+    """
+    del key
+    if logsumexp_weight:
+        raise ValueError("logsumexp_weight: not supported here; train_lm has z_loss_weight")
+    weight = example.loss_weight
+    losses = -token_logprobs(model, example.tokens, attn_mask=example.attn_mask) * weight
+    if reduction is hax.mean:
+        total = hax.sum(losses, axis=reduction_axis)
+        result = total / hax.sum(weight.broadcast_to(losses.axes), axis=reduction_axis)
+    else:
+        result = losses if reduction is None else reduction(losses, axis=reduction_axis)
+    if loss_dtype is not None:
+        result = result.astype(loss_dtype)
+    return result.scalar() if isinstance(result, NamedArray) and not result.axes else result
+
+
+def Pos(config: LmConfig) -> Axis:
+    """The axis of positions at full length, by its 2025 name."""
+    return config.max_Pos
+
+
+def seq_len(config: LmConfig) -> int:
+    """The longest sequence, by its 2025 name."""
+    return config.max_seq_len
+
+
+def hf_checkpoint_converter(config: LmConfig) -> Callable[..., HFCheckpointConverter]:
+    """A converter for the config's family."""
+    return lambda ref=None: HFCheckpointConverter.of(config, ref)
+
+
+def loss_of(model: LmHeadModel) -> Callable[..., Any]:
+    """`model.compute_next_token_loss(example, …)`."""
+    return lambda example, **keys: compute_next_token_loss(model, example, **keys)
+
+
+def head_of(model: LmHeadModel) -> Callable[[], NamedArray]:
+    """`model.get_lm_head()`."""
+    return model.head_weight
+
+
+def activations_of(model: LmHeadModel) -> Callable[..., NamedArray]:
+    """`model.activations(tokens, attn_mask, …)`."""
+
+    def activations(
+        tokens: NamedArray, attn_mask: AttentionMask | None = None, *, key: Any = None, pos_ids: Any = None
+    ) -> NamedArray:
+        del key
+        return model(tokens, attn_mask=attn_mask, positions=pos_ids)
+
+    return activations

@@ -1,0 +1,81 @@
+"""Messages between the processes of a run: one JSON object a line over one TCP connection.
+
+They are few and short (who is here, who waits where, who left), so they are text that a person can read.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_MESSAGE = 1 << 20
+"""Bytes; who sends more is not one of ours."""
+
+SEND_SECONDS = 10
+"""So long a message may wait for room in the connection's buffer."""
+
+Message = Mapping[str, Any]
+
+
+class Wire:
+    """One connection; any thread may send, one thread receives.
+
+    Args:
+        connection: it is owned by this object from now on.
+
+    Attributes:
+        heard: when something was last received, on the monotonic clock.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        # A process that hangs reads nothing; who writes to it must not hang with it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
+        self._sending = threading.Lock()
+        self.heard = time.monotonic()
+
+    def send(self, kind: str, **fields: Any) -> bool:
+        """Sends a message; whether the connection was still there to take it."""
+        line = json.dumps({"kind": kind, **fields}, ensure_ascii=True).encode() + b"\n"
+        try:
+            with self._sending:
+                self._connection.sendall(line)
+        except OSError:
+            return False
+        return True
+
+    def messages(self) -> Iterator[Message]:
+        """What arrives, until the connection closes or says something that is no message."""
+        waiting = b""
+        while len(waiting) <= MAX_MESSAGE:
+            try:
+                received = self._connection.recv(1 << 16)
+            except OSError:
+                return
+            if not received:
+                return
+            self.heard = time.monotonic()
+            *lines, waiting = (waiting + received).split(b"\n")
+            for line in lines:
+                message = _read(line)
+                if message is None:
+                    return
+                yield message
+
+    def close(self) -> None:
+        """Closes it; what was sent before still arrives."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def _read(line: bytes) -> Message | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None

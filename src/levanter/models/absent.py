@@ -1,0 +1,265 @@
+"""Families that upstream has and this project does not have yet: their `model:` blocks are read, then refused by name.
+
+A document of upstream's users may name any of upstream's families. Its keys are checked like every other block's (a
+misspelt one gets a suggestion, old spellings are translated), so that `migrate` can write it anew; what cannot be done
+is to build the model. `register_absent` fills the registry's gaps once every family that exists has registered itself.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from levanter.layers.rotary import DefaultRotaryConfig, Llama3RotaryConfig, RotaryConfig
+from levanter.models.registry import LmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentHyenaConfig:
+    """The `hyena:` block of `gpt2_hyena`: long convolutions in the place of attention."""
+
+    max_seq_len: int = 1024
+    hidden_dim: int = 768
+    num_heads: int = 1
+    order: int = 2
+    filter_order: int = 16
+    short_filter_order: int = 3
+    outer_mixing: bool = False
+    activation: str = "gelu_new"
+    num_blocks: int = 1
+    num_hidden_layers_filter_mlp: int = 2
+    filter_emb_dim: int = 3
+    filter_dropout: float = 0.0
+    fast_decay_pct: float = 0.3
+    slow_decay_pct: float = 1.5
+    target: float = 1e-2
+    modulate: bool = True
+    shift: float = 0.0
+    resid_pdrop: float = 0.0
+    use_bias: bool = True
+
+
+_RUNNING = {
+    "gradient_checkpointing": True,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-5,
+    "upcast_attn": False,
+    "use_flash_attention": None,
+    "attn_backend": None,
+    "flash_attention_block_size": None,
+}
+_DECODER = {
+    **_RUNNING,
+    "hidden_dim": 4096,
+    "intermediate_dim": 11008,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 32,
+    "head_dim": None,
+    "activation_function": "silu",
+    "tie_word_embeddings": False,
+    "hybrid_norm": False,
+    "use_qk_norm": False,
+    "input_embedding_norm": False,
+    "scan_layers": True,
+    "use_bias": False,
+    "use_layer_norm_weight": True,
+    "rope": DefaultRotaryConfig(),
+}
+_MISTRAL = {
+    **_DECODER,
+    "max_seq_len": 8192,
+    "intermediate_dim": 14336,
+    "num_kv_heads": 8,
+    "layer_norm_epsilon": 1e-6,
+    "use_flash_attention": True,
+    "sliding_window": 4096,
+}
+_GEMMA = {
+    **_DECODER,
+    "max_seq_len": 8192,
+    "vocab_size": 256_000,
+    "hidden_dim": 2048,
+    "intermediate_dim": 16384,
+    "num_layers": 18,
+    "num_heads": 8,
+    "num_kv_heads": 1,
+    "head_dim": 256,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": None,
+}
+_GEMMA_2 = {
+    **_GEMMA,
+    "query_pre_attn_scalar": 256.0,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "sliding_window": None,
+}
+_OLMO = {**_DECODER, "attention_bias": False, "attention_dropout": 0.0, "use_flash_attention": True}
+_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        **_RUNNING,
+        "max_seq_len": 1024,
+        "hidden_dim": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "mlp_scale": 4,
+        "embed_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "activation_function": "gelu_new",
+        "scale_attn_by_inverse_layer_idx": False,
+        "use_bias": True,
+    },
+    "gpt2_hyena": {
+        "max_seq_len": 1024,
+        "num_layers": 12,
+        "mlp_scale": 4,
+        "embed_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_block_size": 5,
+        "hyena": AbsentHyenaConfig(),
+    },
+    "whisper": {
+        **_RUNNING,
+        "max_seq_len": 448,
+        "vocab_size": 51865,
+        "num_mel_bins": 80,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 6,
+        "encoder_ffn_dim": 1536,
+        "decoder_layers": 4,
+        "decoder_attention_heads": 6,
+        "decoder_ffn_dim": 1536,
+        "d_model": 384,
+        "max_source_positions": 1500,
+        "max_length": 448,
+        "activation_function": "gelu",
+        "use_bias": True,
+        "upcast_attn": True,
+        "use_flash_attention": False,
+    },
+    "mistral": {**_MISTRAL, "reference_checkpoint": "mistralai/Mistral-7B-v0.1"},
+    "mixtral": {
+        **_MISTRAL,
+        "reference_checkpoint": "mistralai/Mixtral-8x7B-v0.1",
+        "flash_attention_block_size": 2048,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 0,
+        "lbl_coef": 0.01,
+        "rzl_coef": 0.001,
+    },
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA_2,
+    "gemma3": {
+        **_GEMMA_2,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_qk_norm": True,
+        "sliding_window_pattern": None,
+        "rope_local_base_freq": 10000.0,
+    },
+    "qwen": {"reference_checkpoint": "NousResearch/Llama-2-7b-hf", **_DECODER, **_WINDOW, "max_window_layers": 0},
+    "qwen3": {"reference_checkpoint": "Qwen/Qwen3-0.6B", **_DECODER, **_WINDOW, "sliding_window": 4096},
+    "qwen3_moe": {
+        "reference_checkpoint": "Qwen/Qwen3-30B-A3B",
+        **_DECODER,
+        **_WINDOW,
+        "max_seq_len": 40960,
+        "hidden_dim": 2048,
+        "intermediate_dim": 6144,
+        "num_layers": 48,
+        "layer_norm_epsilon": 1e-6,
+        "rope": DefaultRotaryConfig(theta=1_000_000.0),
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "use_qk_norm": True,
+        "max_window_layers": 48,
+        "moe_intermediate_dim": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+    },
+    "olmo2": {
+        "reference_checkpoint": "allenai/OLMo-2-1124-7B",
+        **_OLMO,
+        "max_seq_len": 4096,
+        "layer_norm_epsilon": 1e-6,
+    },
+    "olmo3": {"reference_checkpoint": "allenai/Olmo-3-1025-7B", **_OLMO, "sliding_window": 4096, "layer_types": None},
+    "apertus": {
+        "reference_checkpoint": "swiss-ai/Apertus-8B-2509",
+        **_DECODER,
+        "max_seq_len": 65536,
+        "activation_function": "xielu",
+        "use_qk_norm": True,
+        "rope": Llama3RotaryConfig(theta=12_000_000.0),
+    },
+}
+"""Upstream's families: the keys of each with upstream's defaults."""
+
+
+class AbsentFamilyError(ValueError):
+    """The model belongs to a family that is not here yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentModelConfig(LmConfig):
+    """The `model:` block of a family that is not here yet. It can be read and written, not built."""
+
+
+def _refuse(config: AbsentModelConfig, *_: Any, **__: Any) -> NoReturn:
+    """What every question that a family answers is answered with."""
+    own = LmConfig.get_choice_name(type(config))
+    here = [name for name, cls in LmConfig.get_known_choices().items() if not issubclass(cls, AbsentModelConfig)]
+    raise AbsentFamilyError(
+        f"model.type: {own} is a family of upstream's that this project does not have yet; "
+        f"those it has: {', '.join(sorted(here))}"
+    )
+
+
+def register_absent() -> None:
+    """Registers a config class for each of upstream's families that nobody has registered."""
+    for name, keys in FAMILIES.items():
+        if name not in LmConfig.get_known_choices():
+            LmConfig.register_subclass(name, _config_class(name, keys))
+
+
+def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
+    fields = [
+        (key, _annotation(key, value), dataclasses.field(default=value, hash=False)) for key, value in keys.items()
+    ]
+    made = dataclasses.make_dataclass(
+        f"Absent{name.title().replace('_', '')}Config",
+        fields,
+        bases=(AbsentModelConfig,),
+        frozen=True,
+        kw_only=True,
+        namespace={
+            "__module__": __name__,
+            **{
+                asked: property(_refuse) if isinstance(getattr(LmConfig, asked), property) else _refuse
+                for asked in LmConfig.__abstractmethods__  # pyright: ignore[reportAttributeAccessIssue]
+            },
+        },
+    )
+    made.__doc__ = f"The `model:` block of upstream's {name}, which is not here yet."
+    return made
+
+
+def _annotation(key: str, default: Any) -> Any:
+    """What a key takes: what its default is, where that says something."""
+    if key == "gradient_checkpointing":
+        return bool | str | dict[str, Any]
+    if key == "rope":
+        return RotaryConfig
+    return type(default) if isinstance(default, bool | int | float | str | AbsentHyenaConfig) else Any

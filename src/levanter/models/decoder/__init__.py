@@ -1,0 +1,17 @@
+"""The decoder-only transformer that families are variants of: what one is made of (`spec`), config, model, weights."""
+
+from levanter.models.decoder.config import DecoderConfig, WindowedConfig
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.spec import BlockSpec, Run, runs_of
+from levanter.models.decoder.weights import BlockTensor, decoder_rules
+
+__all__ = [
+    "BlockSpec",
+    "BlockTensor",
+    "DecoderConfig",
+    "DecoderLmHeadModel",
+    "Run",
+    "WindowedConfig",
+    "decoder_rules",
+    "runs_of",
+]

@@ -1,0 +1,333 @@
+"""`DecoderConfig`: what the configs of all decoder-only families share, and the hooks by which they differ.
+
+A family is a frozen dataclass with upstream's field names and defaults that overrides a few of the hooks below (all
+have Llama's answer by default). From them follow the model, parameter and operation counts, and which kernels can run.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+from haliax import Axis
+from jax.typing import DTypeLike
+
+from haliax_ext.errors import nearest
+from levanter.layers.activation import ACTIVATIONS
+from levanter.layers.attention.backends import check_backend_name, choose_backend
+from levanter.layers.attention.grouped import AttentionSpec
+from levanter.layers.mlp import MlpSpec
+from levanter.layers.norm import NormSpec
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
+from levanter.models.decoder.spec import PRE_NORMS, BlockSpec, FeedForward, NormPlace, Run, runs_of
+from levanter.models.registry import AttentionGroup, LmConfig
+from levanter.models.stack import checkpoint_policy
+
+if TYPE_CHECKING:
+    from levanter.models.decoder.model import DecoderLmHeadModel
+
+C = TypeVar("C", bound="DecoderConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(LmConfig):
+    """A decoder-only transformer.
+
+    Attributes:
+        hidden_dim: size of `embed`.
+        intermediate_dim: size of `mlp`.
+        num_layers: how many blocks there are.
+        num_heads: query heads, `kv_head × q_heads_per_group`.
+        num_kv_heads: size of `kv_head`.
+        head_dim: size of `head_size`; None is `hidden_dim / num_heads`.
+        activation_function: of the gate.
+        initializer_range: standard deviation of the initial weights.
+        layer_norm_epsilon: added to the mean square in every norm.
+        tie_word_embeddings: the output head is the embedding table.
+        rope: rotary embeddings, by `type:`.
+        attn_backend: see `layers.attention.backends`; None chooses.
+        use_flash_attention: false asks for the reference implementation; otherwise no constraint.
+        flash_attention_block_size: keys in a block of the blockwise backend.
+        upcast_attn: attention in float32 whatever the compute dtype.
+        scan_layers: one compiled block, scanned over stacked weights; false unrolls (and names weights by layer).
+        gradient_checkpointing: true, false, "offload", "recompute", "full", "save_all", "nested", or a mapping of
+            Haliax's `ScanCheckpointPolicy` fields.
+    """
+
+    hidden_dim: int = 4096
+    intermediate_dim: int = 11008
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 32
+    head_dim: int | None = None
+    activation_function: str = "silu"
+    initializer_range: float = 0.02
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope: RotaryConfig = field(default_factory=DefaultRotaryConfig)
+    attn_backend: str | None = None
+    use_flash_attention: bool | None = True
+    flash_attention_block_size: int | None = None
+    upcast_attn: bool = False
+    scan_layers: bool = True
+    gradient_checkpointing: bool | str | dict[str, Any] = field(default=True, hash=False)
+
+    # The hooks.
+
+    @property
+    def norm(self) -> NormSpec:
+        """What the norms on the residual stream are."""
+        return NormSpec(eps=self.layer_norm_epsilon)
+
+    @property
+    def norms(self) -> tuple[NormPlace, ...]:
+        """Where a block has norms."""
+        return PRE_NORMS
+
+    @property
+    def parallel_residual(self) -> bool:
+        """Whether attention and MLP both read the block's input."""
+        return False
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Attention, but for what differs from layer to layer."""
+        return AttentionSpec(
+            Embed=self.Embed,
+            KVHead=self.KVHead,
+            QHeadsPerGroup=self.QHeadsPerGroup,
+            HeadSize=self.HeadSize,
+            backend=self.requested_backend,
+            block_size=self.flash_attention_block_size,
+            upcast=self.upcast_attn,
+            scale=self.initializer_range,
+        )
+
+    @property
+    def mlp(self) -> FeedForward:
+        """The feed-forward part."""
+        return MlpSpec(
+            Embed=self.Embed, Mlp=self.Mlp, activation=self.activation_function, scale=self.initializer_range
+        )
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of a layer sees, itself included; None for all before it."""
+        del layer
+        return None
+
+    def rotary(self, layer: int) -> str | None:
+        """Which field of this config has the rotary embeddings of a layer; None for a layer without."""
+        del layer
+        return "rope"
+
+    def attention_of(self, layer: int) -> AttentionSpec:
+        """Attention of a layer."""
+        return dataclasses.replace(self.attention, window=self.window(layer), rope=self.rotary(layer))
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What embedded tokens are multiplied by."""
+        return None
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether there is a table of positions, whose rows are added to embedded tokens."""
+        return False
+
+    @property
+    def normed_embedding(self) -> bool:
+        """Whether embedded tokens are normed."""
+        return False
+
+    # What follows from them.
+
+    @property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """Every layer."""
+        mlp, norm = self.mlp, self.norm
+        return tuple(
+            BlockSpec(
+                attention=self.attention_of(n),
+                mlp=mlp,
+                norm=norm,
+                norms=self.norms,
+                parallel=self.parallel_residual,
+            )
+            for n in range(self.num_layers)
+        )
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers as they are scanned."""
+        return runs_of(self.blocks)
+
+    @property
+    def ropes(self) -> Mapping[str, RotaryConfig]:
+        """The rotary embeddings that some layer uses, by the name of their field."""
+        names = [self.rotary(n) for n in range(self.num_layers)]
+        return {name: getattr(self, name) for name in dict.fromkeys(names) if name is not None}
+
+    def __post_init__(self):
+        if problems := self._problems():
+            raise ValueError("\n".join(problems))
+
+    def _problems(self) -> list[str]:
+        sizes = {name: getattr(self, name) for name in ("max_seq_len", "hidden_dim", "num_layers", "num_heads")}
+        sizes |= {"intermediate_dim": self.Mlp.size, "num_kv_heads": self.KVHead.size}
+        problems = [f"model.{name} must be positive, got {value}" for name, value in sizes.items() if value < 1]
+        optional = ("head_dim", "vocab_size", "flash_attention_block_size", "cross_entropy_block_size")
+        problems += [
+            f"model.{name} must be positive or null, got {value}"
+            for name in (*optional, "sliding_window")
+            if (value := getattr(self, name, None)) is not None and value < 1
+        ]
+        if not problems:
+            problems += self._relations()
+        if self.activation_function not in ACTIVATIONS:
+            close = nearest(self.activation_function, ACTIVATIONS)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            problems.append(
+                f"model.activation_function {self.activation_function!r} is not one of {sorted(ACTIVATIONS)}{hint}"
+            )
+        for check in (
+            lambda: checkpoint_policy(self.gradient_checkpointing),
+            lambda: check_backend_name(self.attn_backend),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                problems.append(str(error))
+        return problems
+
+    def _relations(self) -> list[str]:
+        problems = []
+        if self.num_heads % self.KVHead.size:
+            legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            problems.append(
+                f"model.num_kv_heads {self.KVHead.size} does not divide num_heads {self.num_heads}; legal: {legal}"
+            )
+        if self.head_dim is None and self.hidden_dim % self.num_heads:
+            problems.append(
+                f"model.hidden_dim {self.hidden_dim} is not a multiple of num_heads {self.num_heads}; "
+                "set model.head_dim to the features of one head"
+            )
+        if not problems:
+            try:
+                for rope in self.ropes.values():
+                    rope.rotated_size(self.HeadSize.size)
+            except ValueError as error:
+                problems.append(str(error))
+        return problems
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis("embed", self.hidden_dim)
+
+    @property
+    def Mlp(self) -> Axis:
+        return Axis("mlp", self.intermediate_dim)
+
+    @property
+    def Layers(self) -> Axis:
+        """What the first run is stacked along: all layers, where they are alike."""
+        return Axis("layers", self.runs[0].periods if self.scan_layers else self.num_layers)
+
+    @property
+    def KVHead(self) -> Axis:
+        return Axis("kv_head", self.num_kv_heads)
+
+    @property
+    def QHeadsPerGroup(self) -> Axis:
+        return Axis("q_heads_per_group", self.num_heads // self.KVHead.size)
+
+    @property
+    def HeadSize(self) -> Axis:
+        return Axis("head_size", self.head_dim or self.hidden_dim // self.num_heads)
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        all_axes = (self.Layers, self.Embed, self.Mlp, self.KVHead, self.QHeadsPerGroup, self.HeadSize)
+        return {axis.name: axis for axis in all_axes}
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "DecoderLmHeadModel":
+        from levanter.models.decoder.model import DecoderLmHeadModel
+
+        return DecoderLmHeadModel.init(Vocab, self, key=key)
+
+    def matmul_parameters(self, vocab_size: int) -> int:
+        each = self.attention.matmul_parameters + self.mlp.matmul_parameters
+        return self.num_layers * each + vocab_size * self.hidden_dim
+
+    @property
+    def requested_backend(self) -> str | None:
+        """The attention backend asked for by either of the two keys."""
+        if self.attn_backend is None and self.use_flash_attention is False:
+            return "reference"
+        return self.attn_backend
+
+    @property
+    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+        features = self.num_heads * self.HeadSize.size
+        windows = [self.window(n) for n in range(self.num_layers)]
+        return tuple(
+            AttentionGroup(features=features * windows.count(window), window=window)
+            for window in dict.fromkeys(windows)
+        )
+
+    def for_platform(
+        self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None
+    ) -> "tuple[C, tuple[str, ...]]":
+        dtype = "float32" if self.upcast_attn else compute_dtype
+        choice = choose_backend(
+            self.requested_backend,
+            platform=platform,
+            dtype=dtype,
+            length=length or self.max_seq_len,
+            block_size=self.flash_attention_block_size,
+            soft_cap=self.attention.soft_cap,
+        )
+        return dataclasses.replace(self, attn_backend=choice.name), (f"attention: {choice}",)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What `layer_types` may say of a layer, in Hugging Face's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(DecoderConfig):
+    """A family of which some layers see only the latest keys.
+
+    Attributes:
+        sliding_window: how many keys a query of such a layer sees, itself included; None for all.
+        layer_types: for each layer `full_attention` or `sliding_attention`; None for the family's own pattern.
+    """
+
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+
+    def own_layer_type(self, layer: int) -> str:
+        """The type of a layer where `layer_types` does not say."""
+        del layer
+        return SLIDING if self.sliding_window is not None else FULL
+
+    def layer_type(self, layer: int) -> str:
+        """`full_attention` or `sliding_attention`."""
+        return self.own_layer_type(layer) if self.layer_types is None else self.layer_types[layer]
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_type(layer) == SLIDING else None
+
+    def _problems(self) -> list[str]:
+        given = self.layer_types or ()
+        problems = [
+            f"model.layer_types has {kind!r}; a layer is {FULL!r} or {SLIDING!r}"
+            for kind in dict.fromkeys(given)
+            if kind not in (FULL, SLIDING)
+        ]
+        if self.layer_types is not None and len(given) != self.num_layers:
+            problems.append(f"model.layer_types has {len(given)} entries for model.num_layers {self.num_layers}")
+        elif SLIDING in given and self.sliding_window is None:
+            problems.append("model.layer_types has sliding_attention, but model.sliding_window is null")
+        return problems or super()._problems()

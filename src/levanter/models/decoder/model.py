@@ -1,0 +1,284 @@
+"""A decoder-only transformer on named axes, made from its config's specs (Vaswani et al., arXiv:1706.03762).
+
+Blocks of grouped-query attention and a feed-forward part around a residual stream. Constraint points, where an
+activation is pinned to the mesh by its names: the embedded tokens; queries, keys and values; the features inside the
+feed-forward part; attention's output before its projection; the final activations (all by the compute mapping); and
+the residual stream at every block boundary (by the residual mapping).
+
+Each part runs in a `jax.named_scope` of its attribute's name, so that compilers and profilers, and the figures of a
+compiled Program, speak of `layers.self_attn.q_proj` and `lm_head`.
+"""
+
+import contextlib
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.nn.scan import BlockSeq, Stacked
+
+from haliax_ext.mapping import shard_residual
+from levanter.layers.attention import AttentionMask, GroupedQueryAttention
+from levanter.layers.attention.grouped import RotaryTables
+from levanter.layers.embedding import Embedding, PositionEmbedding
+from levanter.layers.experts import RouterLosses
+from levanter.layers.linear import Linear
+from levanter.layers.norm import Norm
+from levanter.models.base import LmHeadModel
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.decoder.spec import BlockSpec, Run
+from levanter.models.stack import Period, checkpoint_policy, stack_of
+
+Carry = NamedArray | tuple[NamedArray, RouterLosses]
+"""What goes from block to block: the residual stream, and where a model has experts and is trained, their losses."""
+
+
+class DecoderBlock(eqx.Module):
+    """One layer. A norm that the family does not have is None."""
+
+    self_attn: GroupedQueryAttention
+    mlp: Any
+    input_layernorm: Norm | None
+    post_attention_layernorm: Norm | None
+    post_attn_layernorm: Norm | None
+    post_mlp_layernorm: Norm | None
+    parallel: bool = eqx.field(static=True)
+
+    @staticmethod
+    def init(spec: BlockSpec, *, key: jax.Array) -> "DecoderBlock":
+        """A freshly initialized layer."""
+        attention_key, mlp_key = jax.random.split(key)
+
+        def norm(place: str) -> Norm | None:
+            return spec.norm.init(spec.attention.Embed) if place in spec.norms else None
+
+        return DecoderBlock(
+            self_attn=GroupedQueryAttention.init(spec.attention, key=attention_key),
+            mlp=spec.mlp.init(key=mlp_key),
+            input_layernorm=norm("input_layernorm"),
+            post_attention_layernorm=norm("post_attention_layernorm"),
+            post_attn_layernorm=norm("post_attn_layernorm"),
+            post_mlp_layernorm=norm("post_mlp_layernorm"),
+            parallel=spec.parallel,
+        )
+
+    def __call__(self, carry: Carry, mask: AttentionMask, tables: RotaryTables) -> Carry:
+        """Maps the residual stream `[…, position, embed]` to itself, and adds to the losses beside it."""
+        x, losses = carry if isinstance(carry, tuple) else (carry, None)
+
+        def norm(name: str, y: NamedArray) -> NamedArray:
+            module = getattr(self, name)
+            with jax.named_scope(name):
+                return y if module is None else module(y)
+
+        normed = norm("input_layernorm", x)
+        with jax.named_scope("self_attn"):
+            attended = self.self_attn(normed, mask, tables)
+        attended = norm("post_attn_layernorm", attended).rearrange(x.axes)
+        between = x if self.parallel else shard_residual(x + attended)
+        normed = norm("post_attention_layernorm", between)
+        with jax.named_scope("mlp"):
+            if losses is None:
+                fed = self.mlp(normed)
+            else:
+                fed, own = self.mlp.with_losses(normed)
+                losses = losses + own
+        fed = norm("post_mlp_layernorm", fed).rearrange(x.axes)
+        x = shard_residual(x + attended + fed if self.parallel else between + fed)
+        return x if losses is None else (x, losses)
+
+
+class DecoderTransformer(eqx.Module):
+    """The blocks and the final norm.
+
+    Attributes:
+        layers: the first run of layers; all of them in most families, and always where they are not scanned.
+        later: the runs after it.
+        norm: the final norm.
+        config: the architecture.
+    """
+
+    layers: Stacked | BlockSeq
+    later: tuple[Stacked, ...]
+    norm: Norm
+    config: DecoderConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: jax.Array) -> "DecoderTransformer":
+        """Freshly initialized blocks."""
+        keys = jax.random.split(key, config.num_layers)
+        norm = config.norm.init(config.Embed)
+        if not config.scan_layers:
+            blocks = [DecoderBlock.init(spec, key=keys[n]) for n, spec in enumerate(config.blocks)]
+            policy = checkpoint_policy(config.gradient_checkpointing)
+            unrolled = BlockSeq(blocks, Axis("layers", config.num_layers), policy)
+            return DecoderTransformer(layers=unrolled, later=(), norm=norm, config=config)
+        first, *later = (_scanned(run, config, keys[run.start : run.start + run.layers]) for run in config.runs)
+        return DecoderTransformer(layers=first, later=tuple(later), norm=norm, config=config)
+
+    def __call__(self, carry: Carry, mask: AttentionMask, positions: NamedArray | None) -> Carry:
+        """Maps embedded tokens to the activations that the head reads.
+
+        Args:
+            carry: `[…, position, embed]`; with the experts' losses so far, to have them added up.
+            mask: which positions see which.
+            positions: the position of each token, where it is not its index.
+        """
+        x, losses = carry if isinstance(carry, tuple) else (carry, None)
+        Pos = x.resolve_axis("position")
+        index = hax.arange(Pos) if positions is None else positions
+        with jax.named_scope("rope"):
+            tables = {
+                name: rope.tables(self.config.HeadSize, index, length=Pos.size)
+                for name, rope in self.config.ropes.items()
+            }
+        # A scan is named after its axis; unrolled blocks are given the same name.
+        x = shard_residual(x)
+        carry = x if losses is None else (x, losses)
+        for layers in (self.layers, *self.later):
+            unrolled = isinstance(layers, BlockSeq)
+            with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
+                carry = layers.fold(carry, mask, tables)
+        x, losses = carry if isinstance(carry, tuple) else (carry, None)
+        with jax.named_scope("norm"):
+            x = hax.auto_sharded(self.norm(x))
+        return x if losses is None else (x, losses)
+
+
+def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
+    """A run of layers, stacked for a scan."""
+    Layers = Axis("layers", run.periods)
+    if len(run.places) == 1:
+        build = stack_of(Layers, DecoderBlock, scan=True, gradient_checkpointing=config.gradient_checkpointing)
+        return build(run.places[0], key=keys)  # type: ignore[return-value]
+    # What is kept is decided layer by layer, as everywhere. Only what the scan itself does (two levels of it, carries
+    # sent to the host) is of whole periods.
+    policy = checkpoint_policy(config.gradient_checkpointing)
+    of_scan = policy.nested or "offload" in (policy.save_carries, policy.save_inputs)
+    none = checkpoint_policy(False)
+    build = stack_of(Layers, Period, scan=True, gradient_checkpointing=policy if of_scan else none)
+    grouped = keys.reshape(run.periods, len(run.places), *keys.shape[1:])
+    return build(DecoderBlock, run.places, none if of_scan else policy, key=grouped)  # type: ignore[return-value]
+
+
+class DecoderEmbedding(eqx.Module):
+    """The token table; in models that have them, the table of positions and a norm."""
+
+    token_embeddings: Embedding
+    position_embeddings: PositionEmbedding | None
+    norm: Norm | None
+    scale: float | None = eqx.field(static=True)
+
+    @staticmethod
+    def init(Vocab: Axis, config: DecoderConfig, *, key: jax.Array) -> "DecoderEmbedding":
+        """A freshly initialized table."""
+        return DecoderEmbedding(
+            token_embeddings=Embedding.init(Vocab, config.Embed, scale=config.initializer_range, key=key),
+            position_embeddings=(
+                PositionEmbedding.init(
+                    config.max_Pos, config.Embed, scale=config.initializer_range, key=jax.random.fold_in(key, 1)
+                )
+                if config.learned_positions
+                else None
+            ),
+            norm=config.norm.init(config.Embed) if config.normed_embedding else None,
+            scale=config.embedding_scale,
+        )
+
+    def __call__(self, ids: NamedArray, positions: NamedArray | None) -> NamedArray:
+        """Embeds token ids, whose positions are their indices if not given."""
+        with jax.named_scope("embeddings"):
+            x = self.token_embeddings(ids)
+            if self.scale is not None:
+                # Rounded to the dtype of the activations first, as families that have it were trained.
+                x = x * jnp.asarray(self.scale, x.dtype)
+            if self.position_embeddings is not None:
+                x = x + self.position_embeddings(
+                    hax.arange(ids.resolve_axis("position")) if positions is None else positions
+                )
+            return x if self.norm is None else self.norm(x)
+
+
+class DecoderLmHeadModel(LmHeadModel):
+    """A decoder with its output head: of its own, or the embedding table's when tied."""
+
+    embeddings: DecoderEmbedding
+    transformer: DecoderTransformer
+    lm_head: Linear | None
+    config: DecoderConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(Vocab: Axis, config: DecoderConfig, *, key: jax.Array) -> "DecoderLmHeadModel":
+        """A freshly initialized model; call it inside `jit` or `eval_shape`.
+
+        Args:
+            Vocab: the axis `vocab`.
+            config: the architecture.
+            key: of the random weights.
+        """
+        assert Vocab.name == "vocab", f"the vocabulary's axis is called vocab, not {Vocab.name}"
+        table, body, head = jax.random.split(key, 3)
+        lm_head = None
+        if not config.tie_word_embeddings:
+            scale = config.initializer_range
+            lm_head = Linear.init((config.Embed,), (Vocab,), scale=scale, use_bias=False, key=head)
+        return DecoderLmHeadModel(
+            embeddings=DecoderEmbedding.init(Vocab, config, key=table),
+            transformer=DecoderTransformer.init(config, key=body),
+            lm_head=lm_head,
+            config=config,
+        )
+
+    def __call__(
+        self,
+        input_ids: NamedArray,
+        *,
+        segment_ids: NamedArray | None = None,
+        attn_mask: AttentionMask | None = None,
+        positions: NamedArray | None = None,
+    ) -> NamedArray:
+        positions = self._positions(positions, segment_ids)
+        found = self.transformer(self.embeddings(input_ids, positions), _mask(attn_mask, segment_ids), positions)
+        assert isinstance(found, NamedArray)
+        return found
+
+    def with_router_losses(
+        self, input_ids: NamedArray, *, segment_ids: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterLosses | None]:
+        if self.config.router_loss_weights is None:
+            return self(input_ids, segment_ids=segment_ids), None
+        positions = self._positions(None, segment_ids)
+        start = (self.embeddings(input_ids, positions), RouterLosses.none())
+        found = self.transformer(start, _mask(None, segment_ids), positions)
+        assert isinstance(found, tuple)
+        return found
+
+    def head_weight(self) -> NamedArray:
+        return self.embeddings.token_embeddings.weight if self.lm_head is None else self.lm_head.weight
+
+    def _positions(self, given: NamedArray | None, segment_ids: NamedArray | None) -> NamedArray | None:
+        """Positions, where they are not indices: a learned one says how far a token is from its segment's beginning.
+
+        Rotary embeddings see differences only, and need none of this.
+        """
+        if given is not None or segment_ids is None or not self.config.learned_positions:
+            return given
+        return places_in_segments(segment_ids)
+
+
+def places_in_segments(segment_ids: NamedArray) -> NamedArray:
+    """For each token how many of its segment are before it; segments are contiguous. `[…, position]`, int32."""
+    ids = segment_ids.rearrange((..., "position"))
+    index = jnp.broadcast_to(jnp.arange(ids.array.shape[-1], dtype=jnp.int32), ids.array.shape)
+    begins = jnp.concatenate(
+        [jnp.ones_like(ids.array[..., :1], dtype=bool), ids.array[..., 1:] != ids.array[..., :-1]], axis=-1
+    )
+    start = jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
+    return hax.named(index - start, ids.axes)
+
+
+def _mask(given: AttentionMask | None, segment_ids: NamedArray | None) -> AttentionMask:
+    mask = AttentionMask.causal() if given is None else given
+    return mask if segment_ids is None else mask.with_segment_ids(segment_ids)

@@ -1,0 +1,152 @@
+"""The Gemmas as values: `GemmaConfig` (arXiv:2403.08295), `Gemma2Config` (arXiv:2408.00118) and `Gemma3Config`
+(arXiv:2503.19786, the text model).
+
+What sets them apart from Llama: a GELU gate, one table for embedding and head, embedded tokens scaled by √hidden_dim,
+norms whose weights are differences from 1. Gemma 2 adds norms behind attention and MLP, bounds on attention scores and
+on logits, and a window in every second layer. Gemma 3 drops the bounds, norms queries and keys, has five layers with a
+window to one without, and turns those with another rotary base.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from haliax import Axis
+
+from levanter.layers.attention.grouped import AttentionSpec
+from levanter.layers.norm import NormSpec
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
+from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.decoder.spec import POST_NORMS, PRE_NORMS, NormPlace
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
+
+if TYPE_CHECKING:
+    from haliax_ext.rules import WeightRules
+
+
+@LmConfig.register_subclass("gemma")
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(LlamaConfig):
+    """A Gemma.
+
+    Attributes:
+        query_pre_attn_scalar: attention scores are divided by its square root; None is the size of a head.
+    """
+
+    max_seq_len: int = 8192
+    vocab_size: int | None = 256_000
+    hidden_dim: int = 2048
+    intermediate_dim: int = 16384
+    num_layers: int = 18
+    num_heads: int = 8
+    num_kv_heads: int = 1
+    head_dim: int | None = 256
+    activation_function: str = "gelu_new"
+    tie_word_embeddings: bool = True
+    query_pre_attn_scalar: float | None = None
+    reference_checkpoint: str | None = "google/gemma-2b"
+
+    @property
+    def norm(self) -> NormSpec:
+        offset = 1.0 if self.use_layer_norm_weight else 0.0
+        return dataclasses.replace(super().norm, offset=offset, rounding="product")
+
+    @property
+    def attention(self) -> AttentionSpec:
+        scalar = self.query_pre_attn_scalar
+        return dataclasses.replace(super().attention, query_scale=None if scalar is None else 1 / math.sqrt(scalar))
+
+    @property
+    def embedding_scale(self) -> float | None:
+        return math.sqrt(self.hidden_dim)
+
+    def _problems(self) -> list[str]:
+        bounds = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+        problems = [
+            f"model.{name} must be positive or null, got {value}"
+            for name in bounds
+            if (value := getattr(self, name, None)) is not None and value <= 0
+        ]
+        return problems + super()._problems()
+
+
+@LmConfig.register_subclass("gemma2")
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Config(WindowedConfig, GemmaConfig):
+    """A Gemma 2.
+
+    Attributes:
+        attn_logit_softcapping: bound of attention scores; None for none.
+        final_logit_softcapping: bound of the head's logits; None for none.
+    """
+
+    max_seq_len: int = 8192
+    vocab_size: int | None = 256_000
+    hidden_dim: int = 2304
+    intermediate_dim: int = 9216
+    num_layers: int = 26
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int | None = 256
+    activation_function: str = "gelu_new"
+    tie_word_embeddings: bool = True
+    query_pre_attn_scalar: float | None = 256.0
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+    sliding_window: int | None = 4096
+    reference_checkpoint: str | None = "google/gemma-2-2b"
+
+    def own_layer_type(self, layer: int) -> str:
+        return FULL if layer % 2 else SLIDING
+
+    @property
+    def norms(self) -> tuple[NormPlace, ...]:
+        return PRE_NORMS + POST_NORMS
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return dataclasses.replace(super().attention, soft_cap=self.attn_logit_softcapping)
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        return self.final_logit_softcapping
+
+    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
+        from levanter.models.gemma.weights import rules
+
+        return rules(self, Vocab)
+
+
+@LmConfig.register_subclass("gemma3")
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(Gemma2Config):
+    """A Gemma 3, text only.
+
+    Attributes:
+        rope: of layers that see everything.
+        rope_local_base_freq: rotary base of layers with a window.
+        sliding_window_pattern: every so-manieth layer sees everything; None is 6.
+    """
+
+    max_seq_len: int = 131_072
+    vocab_size: int | None = 262_208
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_qk_norm: bool = True
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=1_000_000.0))
+    rope_local_base_freq: float = 10_000.0
+    sliding_window_pattern: int | None = None
+    reference_checkpoint: str | None = "google/gemma-3-1b-pt"
+
+    def own_layer_type(self, layer: int) -> str:
+        return SLIDING if (layer + 1) % (self.sliding_window_pattern or 6) else FULL
+
+    def rotary(self, layer: int) -> str | None:
+        return "rope_local" if self.layer_type(layer) == SLIDING else "rope"
+
+    @property
+    def rope_local(self) -> RotaryConfig:
+        """Of layers with a window."""
+        return DefaultRotaryConfig(theta=self.rope_local_base_freq)

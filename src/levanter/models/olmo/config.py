@@ -1,0 +1,89 @@
+"""`Olmo2Config` (OLMo 2, arXiv:2501.00656) and `Olmo3Config`.
+
+No norms before attention and MLP but behind them, and norms on the queries and on the keys of all heads together.
+OLMo 3 gives three layers in four a sliding window, and turns those without YaRN where the others have it.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from haliax import Axis
+
+from levanter.layers.attention.grouped import AttentionSpec
+from levanter.layers.norm import NormSpec
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
+from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.decoder.spec import POST_NORMS, NormPlace
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
+
+if TYPE_CHECKING:
+    from haliax_ext.rules import WeightRules
+
+
+@LmConfig.register_subclass("olmo2")
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Config(LlamaConfig):
+    """An OLMo 2.
+
+    Attributes:
+        attention_dropout: upstream's key; only 0 is possible.
+    """
+
+    max_seq_len: int = 4096
+    layer_norm_epsilon: float = 1e-6
+    attention_dropout: float = 0.0
+    reference_checkpoint: str | None = "allenai/OLMo-2-1124-7B"
+
+    @property
+    def norm(self) -> NormSpec:
+        return dataclasses.replace(super().norm, rounding="product")
+
+    @property
+    def norms(self) -> tuple[NormPlace, ...]:
+        return POST_NORMS
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return dataclasses.replace(super().attention, norm=self.norm, normed="all heads")
+
+    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
+        from levanter.models.olmo.weights import rules
+
+        return rules(self, Vocab)
+
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        if self.attention_dropout:
+            problems.append(f"model.attention_dropout {self.attention_dropout}: there is no dropout here; it must be 0")
+        return problems
+
+
+@LmConfig.register_subclass("olmo3")
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Config(WindowedConfig, Olmo2Config):
+    """An OLMo 3.
+
+    Attributes:
+        rope: of layers that see everything.
+        rope_sliding: of layers with a window; None for the same base without scaling.
+    """
+
+    max_seq_len: int = 4096
+    layer_norm_epsilon: float = 1e-6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=500_000.0))
+    rope_sliding: RotaryConfig | None = None
+    sliding_window: int | None = 4096
+    reference_checkpoint: str | None = "allenai/Olmo-3-1025-7B"
+
+    def own_layer_type(self, layer: int) -> str:
+        return SLIDING if (layer + 1) % 4 else FULL
+
+    def rotary(self, layer: int) -> str | None:
+        return "rope_local" if self.layer_type(layer) == SLIDING else "rope"
+
+    @property
+    def rope_local(self) -> RotaryConfig:
+        """Of layers with a window."""
+        return self.rope_sliding or DefaultRotaryConfig(theta=self.rope.theta)

@@ -1,0 +1,54 @@
+"""`SmolLM3Config`: Llama of which every fourth layer has no rotary embeddings (NoPE; Yang et al., arXiv:2501.18795)."""
+
+from dataclasses import dataclass, field
+
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
+from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
+
+
+@LmConfig.register_subclass("smollm3")
+@dataclass(frozen=True, kw_only=True)
+class SmolLM3Config(WindowedConfig, LlamaConfig):
+    """A SmolLM3.
+
+    Attributes:
+        no_rope_layers: for each layer 1 where it has rotary embeddings and 0 where it has none (in Hugging Face's
+            words, which say the opposite of the name); None for the pattern of the interval.
+        no_rope_layer_interval: every so-manieth layer has none.
+        use_sliding_window: whether layers without rotary embeddings see a window only.
+    """
+
+    max_seq_len: int = 32768
+    hidden_dim: int = 2048
+    num_layers: int = 36
+    num_heads: int = 16
+    num_kv_heads: int = 4
+    layer_norm_epsilon: float = 1e-6
+    tie_word_embeddings: bool = True
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=2_000_000.0))
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: int = 4
+    use_sliding_window: bool = False
+    reference_checkpoint: str | None = "HuggingFaceTB/SmolLM3-3B"
+
+    def own_layer_type(self, layer: int) -> str:
+        windowed = self.use_sliding_window and self.sliding_window is not None and self.rotary(layer) is None
+        return SLIDING if windowed else FULL
+
+    def window(self, layer: int) -> int | None:
+        return super().window(layer) if self.use_sliding_window else None
+
+    def rotary(self, layer: int) -> str | None:
+        if self.no_rope_layers is not None:
+            return "rope" if self.no_rope_layers[layer] else None
+        return "rope" if (layer + 1) % self.no_rope_layer_interval else None
+
+    def _problems(self) -> list[str]:
+        given = self.no_rope_layers
+        if given is not None and len(given) != self.num_layers:
+            return [f"model.no_rope_layers has {len(given)} entries for model.num_layers {self.num_layers}"]
+        if self.no_rope_layer_interval < 1:
+            return [f"model.no_rope_layer_interval must be positive, got {self.no_rope_layer_interval}"]
+        return super()._problems()

@@ -1,0 +1,255 @@
+"""What is logged of every step, under upstream's names.
+
+`train/loss`, `throughput/tokens_per_second`, `optim/learning_rate`, `grad/norm/total` and so on, under the step's
+number from 0. A rate is that of one step; the first step's time is its compilation, so no rate is logged for it.
+
+*MFU* is the model FLOP/s of a step over the peak of the devices, in percent: the operations of the mathematics
+(`levanter.models.flops`) without what is recomputed. It is stated twice, because the two counts differ by as much as
+attention weighs: `throughput/mfu` counts every pair of positions, as upstream does, `throughput/mfu_causal` the pairs
+that a causal mask shows. Where the peak of a device is not known (a CPU), there is none.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from levanter.hardware import GENERATIONS, Precision
+from levanter.hardware.generations import BF16_PASSES
+from levanter.tracker import Tracker
+from levanter.trainer.report import StepReport
+from levanter.trainer.watch import metrics_of
+
+WINDOW = 500
+"""Steps over which percentiles are taken."""
+RATE_WINDOW = 20
+"""Steps whose mean time the time left is estimated from."""
+PERCENTILES = (50, 90, 99)
+
+
+class HasMemory(Protocol):
+    """A device, as far as it is looked at here."""
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Its memory in bytes, by JAX's names; None where it does not say."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """How much a step does.
+
+    Attributes:
+        rows: sequences.
+        tokens: tokens.
+        flops: model FLOPs over all devices, attention over every pair of positions.
+        flops_causal: the same, attention over the causal half of the pairs.
+    """
+
+    rows: int
+    tokens: int
+    flops: float
+    flops_causal: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What the devices can do.
+
+    Attributes:
+        kind: the vendor's name of one.
+        devices: how many.
+        flops_per_device: peak matmul FLOP/s of one in the compute dtype; None where that is not known.
+    """
+
+    kind: str
+    devices: int
+    flops_per_device: float | None
+
+    @property
+    def flops(self) -> float | None:
+        """FLOP/s of all."""
+        return None if self.flops_per_device is None else self.flops_per_device * self.devices
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Single values for trackers."""
+        found: dict[str, Any] = {"throughput/device_kind": self.kind, "num_devices": self.devices}
+        if self.flops is not None:
+            found["throughput/theoretical_flops_per_device"] = self.flops_per_device
+            found["throughput/theoretical_flops"] = self.flops
+        return found
+
+    def __str__(self) -> str:
+        if self.flops_per_device is None:
+            return f"peak FLOP/s of {self.kind!r} not known, so there is no MFU"
+        return f"{self.devices} × {self.flops_per_device / 1e12:.0f} TFLOP/s ({self.kind})"
+
+
+def peak_flops(kind: str, precision: Precision) -> float | None:
+    """Peak matmul FLOP/s of one device of a kind, as `levanter.hardware` knows it; None where it does not."""
+    for each in GENERATIONS:
+        # GPUs of one generation are sold under several names, which begin alike.
+        brand = " ".join(each.device_kind.split()[:2])
+        if kind == each.device_kind or (each.platform == "gpu" and kind.startswith(brand)):
+            if precision == "f32" and each.peak_f32_native is not None:
+                return each.peak_f32_native
+            return each.peak_bf16 / BF16_PASSES[precision] / each.devices_per_chip
+    return None
+
+
+@dataclass(kw_only=True)
+class Throughput:
+    """Tokens and steps since a listener began, without the first step, which compiles.
+
+    Attributes:
+        tokens, seconds, steps: all of them.
+        times: seconds of the last steps.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Counts a step."""
+        self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + 1
+        self.times.append(seconds)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The average; None before the second step."""
+        return self.tokens / self.seconds if self.seconds > 0 else None
+
+    def percentiles(self) -> dict[int, float]:
+        """Seconds that so many percent of the last steps took at most."""
+        if not self.times:
+            return {}
+        return dict(zip(PERCENTILES, np.percentile(list(self.times), PERCENTILES).tolist(), strict=True))
+
+    def seconds_left(self, steps: int) -> float | None:
+        """How long so many steps more take, at the rate of the last ones."""
+        last = list(self.times)[-RATE_WINDOW:]
+        return steps * sum(last) / len(last) if last else None
+
+
+@dataclass(kw_only=True)
+class Track:
+    """Logs every step to the run's tracker.
+
+    Attributes:
+        tracker: where to.
+        size_of: how much a step does, by its number.
+        steps: of the whole run.
+        tokens: tokens of all steps before.
+        peak: of the devices; None where it is nobody's business.
+        devices: whose memory is looked at.
+        names: what the numbers that were watched are of; see `Watch.names`.
+        throughput: average so far.
+        skipped: steps left out so far; None where none ever is.
+    """
+
+    tracker: Tracker
+    size_of: Callable[[int], StepSize]
+    steps: int
+    tokens: int = 0
+    peak: Peak | None = None
+    devices: Iterable[HasMemory] = ()
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    throughput: Throughput = field(default_factory=Throughput)
+    skipped: int | None = None
+    mfu: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _flops: float = 0.0
+    _first: bool = True
+
+    def __call__(self, report: StepReport) -> None:
+        """Logs one step."""
+        size = self.size_of(report.step)
+        self.tokens += size.tokens
+        self._flops += size.flops
+        found = {**self._numbers(report), **self._rates(report, size), **memory(self.devices)}
+        if report.watched is not None:
+            found |= metrics_of(report.watched, self.names)
+        self.tracker.log(found, step=report.step)
+
+    def _numbers(self, report: StepReport) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "train/loss": report.loss,
+            "optim/learning_rate": report.learning_rate,
+            "grad/norm/total": report.grad_norm,
+            "params/norm/total": report.parameter_norm,
+            "updates/norm/total": report.update_norm,
+            "global_step": report.step,
+            "run_progress": report.taken / self.steps,
+        }
+        for name in ("z_loss", "load_balancing_loss", "router_z_loss"):
+            if (value := getattr(report, name)) is not None:
+                found[f"train/{name}"] = value
+        if self.skipped is not None:
+            self.skipped += report.skipped
+            found |= {"optim/skipped_step": float(report.skipped), "optim/skipped_steps": self.skipped}
+        return found
+
+    def _rates(self, report: StepReport, size: StepSize) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "throughput/duration": report.seconds,
+            "throughput/loading_time": report.waited,
+            "throughput/hook_time": report.paused,
+            "throughput/total_tokens": self.tokens,
+            "throughput/total_gflops": self._flops / 1e9,
+        }
+        first, self._first = self._first, False
+        if first or report.seconds <= 0:
+            return found
+        self.throughput.add(size.tokens, report.seconds)
+        found["throughput/examples_per_second"] = size.rows / report.seconds
+        found["throughput/tokens_per_second"] = size.tokens / report.seconds
+        found["throughput/gflops_per_second"] = size.flops / report.seconds / 1e9
+        for percent, seconds in self.throughput.percentiles().items():
+            found[f"throughput/p{percent}_duration"] = seconds
+        found["throughput/seconds_left"] = self.throughput.seconds_left(self.steps - report.taken)
+        if self.peak is not None and self.peak.flops is not None:
+            found["throughput/mfu"] = 100 * size.flops / report.seconds / self.peak.flops
+            found["throughput/mfu_causal"] = 100 * size.flops_causal / report.seconds / self.peak.flops
+            self.mfu.append(found["throughput/mfu"])
+        return found
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Single values for trackers, at the end."""
+        found: dict[str, Any] = {} if self.peak is None else self.peak.summary
+        if self.mfu:
+            low, middle, high = np.percentile(list(self.mfu), [10, 50, 90]).tolist()
+            found |= {"throughput/p10_mfu": low, "throughput/p50_mfu": middle, "throughput/p90_mfu": high}
+            found["throughput/mean_mfu"] = float(np.mean(self.mfu))
+        if self.skipped is not None:
+            found["optim/skipped_steps"] = self.skipped
+        return found
+
+
+def memory(devices: Iterable[HasMemory]) -> dict[str, int]:
+    """Bytes that this process and its fullest device hold; what the system or the device does not say is left out."""
+    found = {}
+    resident = host_bytes()
+    if resident is not None:
+        found["memory/host_rss_bytes"] = resident
+    told = [stats for device in devices if (stats := device.memory_stats())]
+    for name, key in (("device_bytes_in_use", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
+        values = [stats[key] for stats in told if key in stats]
+        if values:
+            found[f"memory/{name}"] = max(values)
+    return found
+
+
+def host_bytes() -> int | None:
+    """Resident memory of this process; None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

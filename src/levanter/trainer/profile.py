@@ -1,0 +1,97 @@
+"""A profile of some steps by JAX's own profiler, in the folder of the run's logs.
+
+It begins and ends between two steps, when the devices have nothing left to do, so that it holds whole steps and nothing
+else. What comes of it is a folder that `xprof` and TensorBoard show. A Perfetto trace is made of it only where one is
+asked for: making it takes longer than the steps that it shows.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from levanter.trainer.parts import ProfileOptionsConfig, ProfilerConfig
+from levanter.trainer.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Profile:
+    """Profiles steps `start` to `stop`; a pause of the loop, and a context that ends what is under way.
+
+    Attributes:
+        config: which steps, and how.
+        folder: where it is written.
+        done: told the folder when it is written.
+    """
+
+    config: ProfilerConfig
+    folder: Path
+    done: Callable[[Path], object] = lambda _: None
+    _running: bool = field(default=False, init=False)
+
+    @property
+    def start(self) -> int:
+        """The first step that is profiled."""
+        return self.config.start_step
+
+    @property
+    def stop(self) -> int:
+        """The step behind the last one that is."""
+        return self.config.start_step + self.config.num_steps
+
+    def begin(self, first: int) -> None:
+        """To be called before step `first`, the loop's first, which no pause comes before."""
+        if self.start <= first < self.stop:
+            self._start(first)
+
+    def due(self, taken: int) -> bool:
+        """Whether it begins or ends after so many steps."""
+        return taken == self.start or (self._running and taken >= self.stop)
+
+    def __call__(self, taken: int, state: TrainState) -> None:
+        """Begins or ends."""
+        jax.block_until_ready(state)
+        if self._running:
+            self._end()
+        else:
+            self._start(taken)
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running:
+            self._end()
+
+    def _start(self, step: int) -> None:
+        logger.info("profiling steps %d to %d", step, self.stop - 1)
+        jax.profiler.start_trace(
+            str(self.folder),
+            create_perfetto_link=self.config.perfetto_link,
+            profiler_options=options(self.config.profile_options),
+        )
+        self._running = True
+
+    def _end(self) -> None:
+        self._running = False
+        jax.profiler.stop_trace()
+        logger.info("profile: %s", self.folder)
+        self.done(self.folder)
+
+
+def options(config: ProfileOptionsConfig) -> jax.profiler.ProfileOptions:
+    """The options as JAX takes them; what the config leaves out is left to JAX."""
+    found: Any = jax.profiler.ProfileOptions()
+    for name in ("host_tracer_level", "python_tracer_level", "device_tracer_level", "include_dataset_ops"):
+        value = getattr(config, name)
+        if value is not None:
+            setattr(found, name, value)
+    found.enable_hlo_proto = config.enable_hlo_proto
+    if config.advanced_configuration:
+        found.advanced_configuration = dict(config.advanced_configuration)
+    return found

@@ -1,0 +1,49 @@
+"""`StepReport`: what is known of a step once its numbers are on the host."""
+
+from dataclasses import dataclass
+
+from levanter.trainer.watch import Watched
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What is known of a step once its numbers are fetched.
+
+    Attributes:
+        step: its number, from 0.
+        loss: nats a token.
+        weight: sum of the loss weights.
+        grad_norm: of the whole gradient, before it is clipped.
+        update_norm: of what was added to the parameters.
+        parameter_norm: before the step.
+        learning_rate: of the step.
+        seconds: since the numbers of the step before, pauses left out; of the first, compilation included.
+        waited: seconds of them that the loop waited for its batch.
+        z_loss: what z-loss adds to the loss; None where there is none.
+        load_balancing_loss: what is added for the balance of a mixture of experts; None where there is none.
+        router_z_loss: what is added for the size of its routers' logits; None where there is none.
+        skipped: whether the step was left out: the state behind it is the one before it.
+        watched: arrays on the host, where the step was watched.
+        paused: seconds of pauses between the step before and this one.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    grad_norm: float
+    update_norm: float
+    parameter_norm: float
+    learning_rate: float
+    seconds: float
+    waited: float
+    z_loss: float | None = None
+    load_balancing_loss: float | None = None
+    router_z_loss: float | None = None
+    skipped: bool = False
+    watched: Watched | None = None
+    paused: float = 0.0
+
+    @property
+    def taken(self) -> int:
+        """Steps taken when this one was done."""
+        return self.step + 1

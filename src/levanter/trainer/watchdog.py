@@ -1,0 +1,124 @@
+"""The watchdog: says where a run hangs.
+
+A step that takes ten times as long as the median of the steps before it, and at least half a minute, is taken to hang:
+a peer that does not answer, a file system that blocks. The stacks of all Python threads are then written to a file
+beside the run's logs, once a step, and the run goes on: whether to end it is for others to say. Pauses (checkpoints,
+evaluations) are no steps, and the first steps of a run, which compile, are not judged.
+"""
+
+import faulthandler
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+from levanter.trainer.report import StepReport
+
+logger = logging.getLogger(__name__)
+
+FACTOR = 10.0
+LEAST_SECONDS = 30.0
+HISTORY = 100
+JUDGED_FROM = 3
+"""Steps that must have been timed before one is judged."""
+
+
+@dataclass(kw_only=True)
+class Watchdog:
+    """Watches the time since the last step; a context, a listener of the loop, and what is entered around pauses.
+
+    Attributes:
+        file: where stacks are written.
+        factor: how many times the median a step may take.
+        least: seconds that any step may take.
+        tick: seconds between two looks.
+        clock: seconds, monotonic.
+        dumps: how often stacks were written.
+    """
+
+    file: Path
+    factor: float = FACTOR
+    least: float = LEAST_SECONDS
+    tick: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+    dumps: int = field(default=0, init=False)
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY), init=False)
+    _since: float | None = field(default=None, init=False)
+    _taken: int = field(default=0, init=False)
+    _first: bool = field(default=True, init=False)
+    _told: bool = field(default=False, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def __call__(self, report: StepReport) -> None:
+        """Hears that a step is done."""
+        with self._lock:
+            if not self._first:
+                self._times.append(report.seconds)
+            self._first, self._taken = False, report.taken
+            self._since, self._told = self.clock(), False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Nothing is judged inside; the step that is under way starts anew behind it."""
+        with self._lock:
+            self._since = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._since, self._told = self.clock(), False
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds that a step may take; None while too few were timed."""
+        if len(self._times) < JUDGED_FROM:
+            return None
+        return max(self.factor * median(self._times), self.least)
+
+    def look(self) -> bool:
+        """Writes stacks if the step under way takes too long and they are not written yet; whether it did."""
+        with self._lock:
+            limit, since = self.limit, self._since
+            if limit is None or since is None or self._told:
+                return False
+            seconds = self.clock() - since
+            if seconds <= limit:
+                return False
+            self._told, usual, step = True, median(self._times), self._taken
+        self._dump(f"step {step} has taken {seconds:.0f} s, and {usual:.2g} s is usual")
+        return True
+
+    def _dump(self, what: str) -> None:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a") as file:
+                file.write(f"\n{datetime.now().isoformat(timespec='seconds')} {what}\n")
+                file.flush()
+                faulthandler.dump_traceback(file=file, all_threads=True)
+        except OSError as error:
+            logger.warning("%s; stacks could not be written to %s: %s", what, self.file, error)
+            return
+        self.dumps += 1
+        logger.warning("%s; where every thread stands: %s", what, self.file)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread = threading.Thread(target=self._watch, name="step-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.tick):
+            self.look()

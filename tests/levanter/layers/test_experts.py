@@ -1,0 +1,170 @@
+"""A mixture of experts against a loop over tokens in NumPy, and both ways of computing on every kind of mesh."""
+
+import dataclasses
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from haliax_ext.errors import IndivisibleError
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.meshspec import MeshSpec
+from levanter.layers.experts import ExpertsSpec, Routing
+
+Batch, Pos = Axis("batch", 4), Axis("position", 6)
+SPEC = ExpertsSpec(
+    Embed=Axis("embed", 8),
+    Mlp=Axis("mlp", 12),
+    Expert=Axis("expert", 4),
+    routing=Routing(chosen=2, normalized=True),
+    scale=0.5,
+)
+LAYER = SPEC.init(key=jax.random.key(0))
+X = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
+
+MESHES = {
+    "features cut": (MeshSpec.of(data=2, model=4), {"batch": "data", "mlp": "model"}),
+    "an expert each": (MeshSpec.of(data=2, model=4), {"batch": "data", "expert": "model"}),
+    "both": (MeshSpec.of(data=2, model=2, group=2), {"batch": "data", "expert": "model", "mlp": "group"}),
+    "experts where tokens are cut": (MeshSpec.of(data=4, model=2), {"batch": "data", "expert": "data", "mlp": "model"}),
+    "tokens cut twice": (MeshSpec.of(data=2, context=2), {"batch": "data", "position": "context", "expert": "context"}),
+    "experts over two axes": (MeshSpec.of(data=2, model=2), {"batch": "data", "expert": ("data", "model")}),
+    "residual stream cut": (MeshSpec.of(data=2, model=2), {"batch": "data", "embed": "model"}),
+}
+
+
+def dispatched(layer, dispatch):
+    return dataclasses.replace(layer, dispatch=dispatch)
+
+
+def by_numpy(layer, x):
+    """One token after the other, one expert after the other, in float64."""
+    table, gate, up, down = (
+        np.asarray(p.weight.array, np.float64) for p in (layer.router, layer.gate_proj, layer.up_proj, layer.down_proj)
+    )
+    flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
+    out = np.zeros_like(flat)
+    for n, token in enumerate(flat):
+        logits = table @ token
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        best = np.argsort(-p, kind="stable")[: layer.routing.chosen]
+        total = p[best].sum() if layer.routing.normalized else 1.0
+        for e in best:
+            a = gate[e] @ token
+            out[n] += p[e] / total * (down[e] @ (a / (1 + np.exp(-a)) * (up[e] @ token)))
+    return out.reshape(x.shape)
+
+
+def run(layer, x, spec=None, mapping=None):
+    """The output, and the gradients of a weighted sum of it with respect to weights and input."""
+    weigh = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
+
+    def loss(layer, x):
+        y, losses = layer.with_losses(hax.named(x, (Batch, Pos, SPEC.Embed)))
+        y = y.rearrange((Batch, Pos, SPEC.Embed)).array
+        return jnp.sum(y * weigh) + 3 * losses.balance + 2 * losses.z, (y, losses.balance, losses.z)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    if spec is None:
+        (_, seen), gradients = step(layer, x)
+    else:
+        mesh = spec.build(jax.devices()[: spec.size])
+        with jax.set_mesh(mesh), hax.axis_mapping(AxisMapping(mapping)):
+            (_, seen), gradients = step(layer, x)
+    return jax.tree.map(np.asarray, (*seen, *jax.tree.leaves(gradients)))
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return run(dispatched(LAYER, "dense"), X)
+
+
+@pytest.mark.parametrize("dispatch", ["dense", "grouped"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_each_token_meets_its_experts(dispatch, normalized, chosen):
+    layer = dataclasses.replace(dispatched(LAYER, dispatch), routing=Routing(chosen=chosen, normalized=normalized))
+    y = jax.jit(lambda layer, x: layer(hax.named(x, (Batch, Pos, SPEC.Embed))).rearrange((Batch, Pos, SPEC.Embed)))(
+        layer, X
+    )
+    np.testing.assert_allclose(y.array, by_numpy(layer, X), atol=1e-5)
+
+
+def test_both_ways_have_the_same_gradients(dense):
+    assert_same(run(LAYER, X), dense)
+
+
+QUICK = ("both", "experts where tokens are cut", "residual stream cut")
+
+
+@pytest.mark.parametrize(
+    "mesh", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+)
+def test_every_mesh_gives_the_same(mesh, dense):
+    assert_same(run(LAYER, X, *MESHES[mesh]), dense)
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("an expert each", marks=pytest.mark.slow), "both"])
+def test_the_judge_is_the_same_on_a_mesh(mesh, dense):
+    assert_same(run(dispatched(LAYER, "dense"), X, *MESHES[mesh]), dense)
+
+
+@pytest.mark.parametrize("mesh", [None, "an expert each", "experts where tokens are cut"])
+def test_nothing_is_dropped_when_all_choose_the_same(mesh):
+    table = np.zeros((4, 8), np.float32)
+    table[2] = 3.0  # every token with a positive sum chooses expert 2 first
+    layer = dataclasses.replace(
+        LAYER,
+        routing=Routing(chosen=1, normalized=False),
+        router=dataclasses.replace(LAYER.router, weight=hax.named(jnp.asarray(table), ("expert", "embed"))),
+    )
+    x = np.abs(X)
+    found = run(layer, x, *(MESHES[mesh] if mesh else ()))
+    np.testing.assert_allclose(found[0], by_numpy(layer, x), atol=1e-5)
+
+
+def test_losses_of_the_router_are_their_formulas(dense):
+    logits = X.reshape(-1, 8).astype(np.float64) @ np.asarray(LAYER.router.weight.array, np.float64).T
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.zeros_like(p)
+    np.put_along_axis(chosen, np.argsort(-p, axis=-1)[:, :2], 1.0, axis=-1)
+    np.testing.assert_allclose(dense[1], 4 / 2 * (chosen.mean(0) * p.mean(0)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(dense[2], (np.log(np.exp(logits).sum(-1)) ** 2).mean(), rtol=1e-5)
+
+
+def test_balance_equals_transformers_own(dense):
+    import torch
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.from_numpy(X.reshape(-1, 8)) @ torch.from_numpy(np.array(LAYER.router.weight.array)).T
+    # Theirs does not divide by the number of choices.
+    assert dense[1] == pytest.approx(load_balancing_loss_func((logits,), num_experts=4, top_k=2).item() / 2, rel=1e-5)
+
+
+def test_experts_that_do_not_divide_are_named():
+    spec, mapping = MeshSpec.of(data=1, model=8), {"expert": "model"}
+    with pytest.raises(IndivisibleError, match=r"expert → model \(8 ways\), and expert 4 is no multiple"):
+        run(LAYER, X, spec, mapping)
+
+
+def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32():
+    layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), LAYER)
+    x = hax.named(jnp.asarray(X, jnp.bfloat16), (Batch, Pos, SPEC.Embed))
+    y = jax.jit(lambda layer, x: layer(x))(layer, x)
+    assert y.dtype == jnp.bfloat16
+    exact = by_numpy(jax.tree.map(lambda w: np.asarray(w, np.float64), layer), np.asarray(x.array, np.float64))
+    error = np.abs(np.asarray(y.array, np.float64) - exact).max() / np.abs(exact).max()
+    assert error < 2e-2
+
+
+def test_it_costs_what_the_chosen_experts_cost():
+    assert SPEC.matmul_parameters == 8 * 4 + 2 * 3 * 8 * 12

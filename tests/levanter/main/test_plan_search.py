@@ -1,0 +1,52 @@
+"""`plan --search`: candidates are the run's own configuration under other layouts, and what takes long is said."""
+
+import json
+from types import SimpleNamespace
+
+from helpers.hf_folder import TEXTS, write_folder
+
+from levanter.config import parse
+from levanter.hardware import parse_accelerator
+from levanter.main import eval_lm, plan_search
+from levanter.plan.preflight import Question
+from levanter.plan.targets import target_of_pod
+
+
+def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkeypatch):
+    write_folder(tmp_path / "model")
+    (tmp_path / "docs.jsonl").write_text(json.dumps({"text": "\n".join(TEXTS) * 9}) + "\n")
+    document = {
+        "hf_checkpoint": str(tmp_path / "model"),
+        "max_eval_length": 32,
+        "data": {"components": {"docs": {"source": {"validation_urls": [str(tmp_path / "docs.jsonl")]}}}},
+        "trainer": {"mp": "f32", "mesh": {"axes": {"data": -1, "model": 2}}},
+    }
+    (tmp_path / "eval.yaml").write_text(json.dumps(document))
+    config = parse(eval_lm.EvalLmConfig, paths=[str(tmp_path / "eval.yaml")])
+    pod = parse_accelerator("v4-8")
+    target = target_of_pod(pod)
+    described, said = [], []
+
+    def compiled(asked, *, progress):
+        progress("describing the run")
+        progress("compiling score for v4-8")
+        described.append((asked.payload["candidate"], asked.describe(target)))
+        return SimpleNamespace(programs=(), headline="not compiled here")
+
+    monkeypatch.setattr(plan_search, "preflight", compiled)
+    question = Question(target="v4-8", describe=lambda t: None, provider="", payload={})
+    found = plan_search.search_layouts(
+        question,
+        config=config,
+        describe=eval_lm.describe,
+        plan=eval_lm.describe(config, target),
+        pod=pod,
+        say=said.append,
+    )
+    assert found.best is None and found.compiled and len(described) == len(found.compiled)
+    for candidate, plan in described:
+        assert plan.exit_code == 0
+        assert [plan.mesh.shape[axis] for axis in ("data", "model")] == [candidate["data"], candidate["model"]]
+    assert len({json.dumps(candidate) for candidate, _ in described}) == len(described)
+    assert said.count("  compiling score for v4-8") == len(described)
+    assert not any("describing" in line for line in said)

@@ -1,0 +1,193 @@
+"""Runs of `train_lm` that are killed, told to stop and interrupted: the losses are those of the run that was not."""
+
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.train_processes import logged, start, train, write_run
+
+from levanter.checkpoint import CheckpointSource, find_checkpoints
+from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.io import local_path
+
+OFTEN = ("--trainer.checkpointer.save_interval", "0.1s", "--trainer.checkpointer.keep", "[{every: 50}]")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Compiled programs, for all processes of this module."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def straight(folder: Path, cache: Path, steps: int) -> dict[int, float]:
+    """The losses of a run that nothing happens to."""
+    train(write_run(folder, steps=steps), "--trainer.checkpointer.save_interval", "null", cache=cache)
+    found = {step: values for step, values in logged(folder).items()}
+    assert list(found) == list(range(steps)) and all(len(values) == 1 for values in found.values())
+    return {step: value for step, (value,) in found.items()}
+
+
+def count(folder: Path) -> int:
+    """Lines logged so far, over all attempts."""
+    return sum(file.read_bytes().count(b"\n") for file in (folder / "logged").rglob("metrics.jsonl"))
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, before: int, *, seconds: float = 120) -> None:
+    """Waits until the process has logged a step."""
+    deadline = time.monotonic() + seconds
+    while count(folder) < before + 3:  # the configuration, and two steps
+        assert process.poll() is None, process.communicate()[0][-5000:]
+        assert time.monotonic() < deadline, "it takes no step"
+        time.sleep(0.01)
+
+
+def check_checkpoints(folder: Path) -> int:
+    """Reads everything that calls itself complete; returns the highest step."""
+    refs = find_checkpoints(str(folder / "checkpoints/run"))
+    for ref in refs[-3:]:
+        source = CheckpointSource(ref)
+        assert int(source.read("step", ())) == ref.step == int(source.read("optimizer.1.count", ()))
+        for name, info in source.tensors.items():
+            whole = source.read(name, tuple(slice(0, size) for size in info.shape))
+            assert np.isfinite(whole).all(), f"{ref}: {name}"
+    return refs[-1].step if refs else 0
+
+
+def newest(folder: Path) -> int:
+    """The highest step of a complete checkpoint; reads no array, so it may be asked while the run deletes others."""
+    refs = find_checkpoints(str(folder / "checkpoints/run"))
+    return refs[-1].step if refs else 0
+
+
+def resumed_from(said: str) -> int:
+    found = re.search(r"resuming from the checkpoint of step (\d+) ", said)
+    return int(found.group(1)) if found else 0
+
+
+def compare(folder: Path, expected: dict[int, float], *, complete: bool = True) -> None:
+    """Every step that was ever logged has the loss of the run that was not stopped, bit for bit."""
+    found = logged(folder)
+    if complete:
+        assert sorted(found) == list(range(len(expected)))
+    wrong = {step: values for step, values in found.items() if any(value != expected[step] for value in values)}
+    assert not wrong
+
+
+def test_killed_told_to_stop_and_interrupted(tmp_path, cache):
+    expected = straight(tmp_path / "straight", cache, steps=400)
+    folder = tmp_path / "stopped"
+    run = write_run(folder, steps=400)
+
+    process = start(run, *OFTEN, cache=cache)
+    wait_for_steps(process, folder, 0)
+    while not find_checkpoints(str(folder / "checkpoints/run")):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    at = check_checkpoints(folder)
+    assert 0 < at < 400
+
+    before = count(folder)
+    process = start(run, *OFTEN, cache=cache)
+    wait_for_steps(process, folder, before)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, said[-4000:]
+    assert resumed_from(said) == at
+    at = check_checkpoints(folder)
+    assert f"stopped by a signal after {at} of 400 steps" in said
+    assert f"checkpoint: {local_path(str(folder))}/checkpoints/run/step-{at}" in said
+
+    before = count(folder)
+    process = start(run, *OFTEN, cache=cache)
+    wait_for_steps(process, folder, before)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said[-4000:]
+    assert resumed_from(said) == at
+    at = check_checkpoints(folder)
+    assert f"interrupted: the last checkpoint is of step {at} (" in said and "trainer.id=run goes on behind it" in said
+    assert "Traceback" not in said
+
+    said = train(run, cache=cache)
+    assert resumed_from(said) == at
+    compare(folder, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_twenty_random_moments(tmp_path, cache):
+    steps, moments = 400, random.Random(20)
+    expected = straight(tmp_path / "straight", cache, steps=steps)
+    folder = tmp_path / "killed"
+    run = write_run(folder, steps=steps)
+    kills, during_start = 0, 0
+    while kills < 20:
+        before, at = count(folder), check_checkpoints(folder)
+        process = start(run, *OFTEN, cache=cache)
+        if moments.random() < 0.25:
+            # While it starts, restores and compiles.
+            time.sleep(moments.uniform(0.0, 6.0))
+            during_start += 1
+        else:
+            wait_for_steps(process, folder, before)
+            until = time.monotonic() + 60
+            while moments.random() < 0.9 and newest(folder) <= at and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(moments.uniform(0.0, 1.0))
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        process.kill()
+        said, _ = process.communicate(timeout=60)
+        kills += 1
+        assert process.returncode == -signal.SIGKILL
+        if "training:" in said:
+            assert resumed_from(said) == at
+        compare(folder, expected, complete=False)
+    assert during_start > 0 and 0 < check_checkpoints(folder) < steps
+    train(run, *OFTEN, cache=cache)
+    compare(folder, expected)
+    refs = find_checkpoints(str(folder / "checkpoints/run"))
+    assert [ref.step for ref in refs if ref.kind == "kept"] == list(range(50, steps + 1, 50))
+    assert {path.name for path in (folder / "checkpoints/run").iterdir()} == {f"step-{ref.step}" for ref in refs}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_exports_are_whole_whenever_it_is_killed(tmp_path, cache):
+    """Whatever has the name of an export is one: it reads, and its weights are those of the run that was not killed."""
+    steps, moments = 120, random.Random(9)
+    often = ("--hf_save_steps", "4", "--trainer.checkpointer.save_interval", "null")
+    straight_run = write_run(tmp_path / "straight", steps=steps)
+    train(straight_run, *often, "--hf_save_path", str(tmp_path / "whole"), cache=cache)
+    run, exports = write_run(tmp_path / "killed", steps=steps), tmp_path / "hf/run"
+    for _ in range(8):
+        before = count(tmp_path / "killed")
+        process = start(run, *often, "--hf_save_path", str(tmp_path / "hf"), cache=cache)
+        wait_for_steps(process, tmp_path / "killed", before)
+        time.sleep(moments.uniform(0.0, 1.5))
+        process.kill()
+        said, _ = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, said[-4000:]
+        check_exports(exports, tmp_path / "whole/run")
+    train(run, *often, "--hf_save_path", str(tmp_path / "hf"), cache=cache)
+    assert check_exports(exports, tmp_path / "whole/run") == list(range(4, steps + 1, 4))
+    # Those that were killed half-way were replaced.
+    assert not list(exports.glob("*.incomplete"))
+
+
+def check_exports(exports: Path, whole: Path) -> list[int]:
+    """Compares everything that calls itself an export; returns the steps."""
+    found = [path for path in exports.glob("step-*") if path.suffix == ""]
+    for path in found:
+        assert open_checkpoint(str(path)).config.num_layers == 2
+        weights = [(folder / "model.safetensors").read_bytes() for folder in (path, whole / path.name)]
+        assert weights[0] == weights[1], path
+    return sorted(int(path.name.removeprefix("step-")) for path in found)
