@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from levanter.checkpoint import Target, find_checkpoints, restore
 
@@ -41,6 +42,7 @@ def run_two(base: Path, mode: str) -> list[dict]:
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
+@pytest.mark.slow
 def test_process_0_decides_and_both_write(devices, tmp_path):
     found = run_two(tmp_path, "run")
     # By process 0's clock: 3 s after the start, 5 by step, 8 (3 s later), 10 by step; 13 would be next.

@@ -155,6 +155,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_leaf(tmp_path, devic
     assert tracker.logged[0]["params/norm/total"] == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.slow  # test_train_lm_bad_input.py has the essence of it
 def test_numbers_that_are_none_stop_the_run_before_they_are_saved(tmp_path, devices):
     config = config_of(
         tmp_path, "--optimizer.learning_rate", "1e30", "--optimizer.warmup", "0", "--optimizer.max_grad_norm", "null"

@@ -100,7 +100,7 @@ MESHES = {
         spec := MeshSpec.of(data=2, model=4), mappings_for(CONFIG, spec, residual={"position": "model"})
     ),
 }
-IN_ANY_TEST_RUN = ("1x8", "2d", "4x2_accumulated")
+IN_ANY_TEST_RUN = ("2d", "4x2_accumulated")
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_a_step_equals_torch(mesh, torchs, devices):
         assert history[0][name] == pytest.approx(value, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_are_each_in_balance(torchs, devices):
     """Balance is not a sum over tokens: in parts it is the mean of the parts' own."""
     tensors, expected = torchs
