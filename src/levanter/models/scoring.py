@@ -265,9 +265,8 @@ def _in_chunks_backward(Chunks, how, kept, cotangent):
     def step(
         total: NamedArray, x: NamedArray, target: NamedArray, given: tuple[NamedArray, ...]
     ) -> tuple[NamedArray, NamedArray]:
-        _, pull_back = jax.vjp(lambda x, w: _chunk_scores(x, w, target, how), x, weight)
-        of_x, of_weight = pull_back(given)
-        return hax.auto_sharded(total + of_weight.astype(jnp.float32).rearrange(total.axes)), of_x
+        of_x, of_weight = _chunk_gradients(x, weight, target, given, how)
+        return hax.auto_sharded(total + of_weight.rearrange(total.axes)), of_x
 
     weight, opened = hax.auto_sharded(stored), rows.open(x)
     with rows.mapped():
@@ -296,24 +295,61 @@ def head_logits(x: NamedArray, weight: NamedArray, *, vocab_size: int | None, so
         vocab_size: entries of `vocab` that count, the others are hidden; None for all.
         soft_cap: bound of the logits, `bound · tanh(logit / bound)`; None for none.
     """
-    Vocab = weight.resolve_axis("vocab")
-    logits = hax.auto_sharded(hax.dot(x, weight, axis="embed", preferred_element_type=jnp.float32))
-    logits = soft_capped(logits, soft_cap)
+    return _bounded(_products(x, weight), vocab_size=vocab_size, soft_cap=soft_cap)
+
+
+def _products(x: NamedArray, weight: NamedArray) -> NamedArray:
+    return hax.auto_sharded(hax.dot(x, weight, axis="embed", preferred_element_type=jnp.float32))
+
+
+def _bounded(products: NamedArray, *, vocab_size: int | None, soft_cap: float | None) -> NamedArray:
+    Vocab = products.resolve_axis("vocab")
+    logits = soft_capped(products, soft_cap)
     if vocab_size is not None and vocab_size < Vocab.size:
         logits = hax.where(hax.arange(Vocab) < vocab_size, logits, HIDDEN)
     return logits
 
 
+def _is_target(target: NamedArray, logits: NamedArray) -> NamedArray:
+    Vocab = logits.resolve_axis("vocab")
+    return target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
+
+
 def _chunk_scores(x: NamedArray, weight: NamedArray, target: NamedArray, how: _How) -> tuple[NamedArray, ...]:
     """The log-probabilities of the targets; behind them the log-normalizers, where they are wanted."""
     Vocab = weight.resolve_axis("vocab")
-    entries = hax.arange(Vocab)
     logits = head_logits(x, weight, vocab_size=how.vocab_size, soft_cap=how.soft_cap)
-    top = jax.lax.stop_gradient(hax.max(logits, Vocab))
+    top = hax.max(logits, Vocab)
     normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
-    is_target = target.broadcast_axis(Vocab).rearrange(logits.axes) == entries.astype(target.dtype)
-    logprob = hax.sum(hax.where(is_target, logits, 0.0), Vocab) - normalizer
+    logprob = hax.sum(hax.where(_is_target(target, logits), logits, 0.0), Vocab) - normalizer
     return (logprob, normalizer) if how.normalizers else (logprob,)
+
+
+def _chunk_gradients(
+    x: NamedArray, weight: NamedArray, target: NamedArray, given: tuple[NamedArray, ...], how: _How
+) -> tuple[NamedArray, NamedArray]:
+    """What `_chunk_scores` gives back for `given`: the gradient of `x` in its dtype, the head's in float32.
+
+    With p the distribution over the vocabulary, ∂ log p[target] / ∂ logits = onehot(target) − p and
+    ∂ log-normalizer / ∂ logits = p. By hand, because of how XLA for CPUs compiles JAX's: it subtracts the normalizer
+    again for each of the two products that read this, for one of them column by column, and has the head's gradient
+    from a transposed copy of it. A quotient is computed once, and the products here take it as it lies.
+    """
+    Vocab = weight.resolve_axis("vocab")
+    bounded = functools.partial(_bounded, vocab_size=how.vocab_size, soft_cap=how.soft_cap)
+    logits, through_bounds = jax.vjp(bounded, _products(x, weight))
+    powers = hax.exp(logits - hax.max(logits, Vocab))
+    p = powers / hax.sum(powers, Vocab)
+    of_logprob = given[0]
+    of_p = given[1] - of_logprob if how.normalizers else -of_logprob
+    (of_products,) = through_bounds(
+        hax.where(_is_target(target, logits), of_logprob + of_p * p, of_p * p).rearrange(logits.axes)
+    )
+    of_products = hax.auto_sharded(of_products.astype(x.dtype))
+    of_x = hax.dot(of_products, weight, axis=Vocab, preferred_element_type=jnp.float32)
+    tokens = tuple(axis for axis in target.axes if axis not in weight.axes)
+    of_weight = hax.dot(x, of_products, axis=tokens, preferred_element_type=jnp.float32)
+    return of_x.rearrange(x.axes).astype(x.dtype), of_weight
 
 
 def mean_loss(
