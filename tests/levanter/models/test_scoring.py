@@ -101,6 +101,31 @@ def test_bfloat16_products_come_out_in_float32():
     np.testing.assert_allclose(found, np.take_along_axis(logprobs, TARGETS[..., None], -1)[..., 0], atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_half_precision_gradients_are_those_of_their_own_inputs(chunk):
+    """The logits' gradient is rounded to 16 bits for the products, once; what is added up stays in float32."""
+    a, w = ACTIVATIONS.astype(jnp.bfloat16), HEAD.astype(jnp.bfloat16)
+    given = RNG.standard_normal((3, 17)).astype(np.float32)
+
+    def mine(a, w):
+        named = hax.named(a, (Batch, Pos, Embed)), hax.named(w, (Vocab, Embed))
+        found = target_logprobs(*named, hax.named(TARGETS, (Batch, Pos)), chunk=chunk)
+        return hax.sum(found * hax.named(given, (Batch, Pos))).scalar()
+
+    of_a, of_w = jax.jit(jax.grad(mine, argnums=(0, 1)))(a, w)
+    assert of_a.dtype == of_w.dtype == jnp.bfloat16
+    a, w = a.astype(np.float64), w.astype(np.float64)
+    shares = np.exp(a @ w.T - (a @ w.T).max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    of_logits = (np.eye(40)[TARGETS] - shares) * given[..., None]
+    # Two roundings of a relative 2^-8 at most, of the terms and of the sum.
+    for mine, exact, terms in (
+        (of_a, of_logits @ w, np.abs(of_logits) @ np.abs(w)),
+        (of_w, np.einsum("bpv,bpe->ve", of_logits, a), np.einsum("bpv,bpe->ve", np.abs(of_logits), np.abs(a))),
+    ):
+        assert (np.abs(np.asarray(mine.astype(jnp.float32)) - exact) <= 2**-7 * terms).all()
+
+
 def test_chunks_are_equal_where_that_is_cheap():
     assert chunking(2048, 128) == (16, 128)
     assert chunking(32, 12) == (4, 8)
