@@ -70,9 +70,9 @@ def check_outcomes(verdict: Verdict) -> None:
             assert outcome.refusal.needed > hbm
             continue
         assert isinstance(outcome, Compiled)
-        # Layout padding is all that may come on top.
+        # Layout padding is all that may come on top: whole tiles, which only a toy's arrays notice (nano: 1.75 MiB).
         expected = verdict.budget.arguments[program.name]
         assert expected <= outcome.memory.argument * 1.0001
-        assert outcome.memory.argument == pytest.approx(expected, rel=0.03)
+        assert outcome.memory.argument == pytest.approx(expected, rel=0.03, abs=4 << 20)
         assert program.peak_bytes <= hbm
         assert program.mfu is None or 0 < program.mfu[0] <= program.mfu[1] <= 1
