@@ -189,7 +189,8 @@ def _sharding(inquiry: _Inquiry, plan: RunPlan) -> Budget:
     errors = [str(error) for error in (*plan.sharding.errors, *plan.activations.errors)]
     name, most = _largest(budget)
     limit = budget.hbm_bytes
-    message = f"inputs of {name} take {_of(most, limit)}; mesh {plan.mesh}"
+    message = f"inputs of {name} take {_of(most, limit)}" if name else "no program, while an input is not at hand"
+    message += f"; mesh {plan.mesh}"
     if limit is not None and most > limit:
         code = DOES_NOT_FIT
         message = f"inputs of {name} alone do not fit: {gib(most)} > {gib(limit)}; mesh {plan.mesh}"
