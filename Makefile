@@ -32,10 +32,10 @@ demo-train: $(BIN)/.dev  ## train a small model on 8 virtual CPU devices, export
 	$(CPU8) $(BIN)/python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-*
 
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 cores)
-	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not aot'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot'
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
-	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not aot'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not aot'
 
 test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU (<= 40 minutes)
 	$(BIN)/python -m pytest -q -m aot

@@ -1,18 +1,23 @@
 """What saving costs a training run: how long its loop is held up, and how much slower steps are meanwhile.
 
-    python benchmarks/checkpoints.py [--devices 1] [--rounds 8]
+    python benchmarks/checkpoints.py [--devices 1] [--rounds 8] [--step-cores 1]
 
 A Llama of 10.2 million parameters with Adam's two averages, in float32 (117 MiB), trained by the `train_step` Program
 of a run and saved by its `Checkpointer`. Rounds come in pairs of `--steps` steps, one with a save behind its first step
 and one without, in changing order, so that whatever else the machine does falls on both. Given are
 
-- *held up*: how long `save` keeps the loop (it copies the state off the devices and makes folders);
+- *held up*: how long `save` keeps the loop (it copies the state off the devices and makes folders), in seconds and in
+  steps;
 - *under way*: from `save` until the checkpoint is complete;
-- *while saving*: the time of the steps that lie in it, against the same steps of the round without;
+- *while saving*: the time of the steps that lie in it, against the same steps of the round without; what `save` itself
+  takes is not in it;
+- *processor*: processor time of the round with a save beyond that of the round without;
 - *per save*: seconds by which the round with a save is longer. Divided by the time between two saves, that is what
   saving costs a run.
 
-On virtual devices the writing threads and the step share the cores; on an accelerator they do not.
+On virtual devices the step keeps all cores busy, and what writes takes some of their time: *while saving* then says how
+many cores there are. On the host of an accelerator they are free. `--step-cores N` is nearer to that: the threads that
+compute the step are bound to N of the cores, those that save may use all.
 """
 
 import argparse
@@ -21,6 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 CONFIG = """
@@ -37,6 +44,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices")
     parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds")
     parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--step-cores", type=int, help="cores that compute the step (default: all)")
     parser.add_argument("--folder", help="where checkpoints are written (default: a temporary folder)")
     asked = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -46,6 +54,20 @@ def main() -> None:
 
 
 def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
+    everywhere = os.sched_getaffinity(0)
+    if asked.step_cores is not None:
+        # A thread runs where the one that started it did: XLA's here, those that save where `saving` says.
+        os.sched_setaffinity(0, sorted(everywhere)[: asked.step_cores])
+    here = os.sched_getaffinity(0)
+
+    @contextmanager
+    def saving() -> Iterator[None]:
+        os.sched_setaffinity(0, everywhere)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, here)
+
     import jax
     import numpy as np
 
@@ -72,13 +94,17 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
     rows = with_arrays(batch, values)
     size = sum(x.nbytes for x in state_arrays(state).values())
     print(f"{asked.devices} devices, {size / 2**20:,.0f} MiB of state, {asked.rounds} pairs of {asked.steps} steps")
-    with Checkpointer(f"{folder}/run", keep=[], save_interval_seconds=1e9) as checkpointer:
-        number, held, under, increases, extra, plain = 0, [], [], [], [], []
+    print(f"{len(here)} of {len(everywhere)} cores for the step")
+    with ExitStack() as stack:
+        with saving():
+            made = Checkpointer(f"{folder}/run", keep=[], save_interval_seconds=1e9)
+        checkpointer = stack.enter_context(made)
+        number, held, under, increases, extra, plain, processor = 0, [], [], [], [], [], []
 
-        def round_of(*, saves: bool) -> tuple[list[float], float]:
-            """The time of each step of a round, and when its save was complete, since the round began."""
+        def round_of(*, saves: bool) -> tuple[list[float], float, float]:
+            """When each step of a round ended and its save was complete, since it began, and its processor time."""
             nonlocal state, number
-            ends, complete, began = [], 0.0, time.perf_counter()
+            ends, complete, began, cpu = [], 0.0, time.perf_counter(), time.process_time()
             for n in range(asked.steps):
                 state, metrics = step(state, rows)
                 jax.block_until_ready(metrics)
@@ -86,7 +112,8 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
                 if saves and n == 0:
                     number += 1
                     before = time.perf_counter()
-                    checkpointer.save(number, state_arrays(state), {})
+                    with saving():
+                        checkpointer.save(number, state_arrays(state), {})
                     held.append(time.perf_counter() - before)
                     _, future = checkpointer._running or (None, None)
                     assert future is not None
@@ -97,17 +124,18 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
                 while not done:
                     time.sleep(1e-3)
                 complete = done[0]
-            return ends, complete
+            return ends, complete, time.process_time() - cpu
 
         round_of(saves=True)  # warms everything up
         held.clear()
         for n in range(asked.rounds):
             if n % 2:
-                without, _ = round_of(saves=False)
-                ends, complete = round_of(saves=True)
+                without, _, least = round_of(saves=False)
+                ends, complete, most = round_of(saves=True)
             else:
-                ends, complete = round_of(saves=True)
-                without, _ = round_of(saves=False)
+                ends, complete, most = round_of(saves=True)
+                without, _, least = round_of(saves=False)
+            processor.append(most - least)
             # Steps behind the save that began before it was complete.
             inside = max(1, sum(end < complete for end in ends[:-1]))
             with_save = ends[inside] - ends[0] - held[-1]
@@ -122,8 +150,10 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
 
     told("step", plain, "s")
     told("held up", held, "s")
+    told("", [x / statistics.median(plain) for x in held], "steps")
     told("under way", under, "s")
     told("while saving", increases, "%", 100.0)
+    told("processor", processor, "s")
     told("per save", extra, "s")
     interval = 15 * 60
     print(f"saved every 15 minutes: {100 * statistics.median(extra) / interval:.3f} % of the run's time")

@@ -213,9 +213,16 @@ def plain(shape: Shape, data: Any, devices: int) -> Run:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, (loss, optax.global_norm(grads))
 
-    state = jax.jit(optimizer.init)(params)
-    state_places = jax.tree.map(lambda x: x.sharding, state)
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(places, state_places, NamedSharding(mesh, P())))
+    whole = NamedSharding(mesh, P())
+    state_places = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, place: place,
+        jax.eval_shape(optimizer.init, params),
+        places,
+        transform_non_params=lambda _: whole,
+    )
+    state = jax.jit(optimizer.init, out_shardings=state_places)(params)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(places, state_places, whole))
     batches = [jax.device_put(tokens, rows) for tokens in data["tokens"]]
 
     def once(carry: Any, n: int) -> tuple[Any, Any]:

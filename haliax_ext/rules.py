@@ -28,11 +28,11 @@ import numpy as np
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.errors import named_shape, nearest
-from haliax_ext.slices import Box, Layout
+from haliax_ext.mismatch import WeightMismatchError as WeightMismatchError
+from haliax_ext.mismatch import mismatch
+from haliax_ext.slices import Box, Layout, to_slices
 from haliax_ext.sources import TensorInfo
 
-SHOWN = 20
-"""How many problems of one kind a message spells out before it only counts them."""
 _BRACES = re.compile(r"\{(?:(\d+)\*)?([^{}*+]*)(?:\+(\d+))?\}")
 """`{axis}`, or `{step*axis+first}`."""
 
@@ -41,37 +41,31 @@ class WeightRuleError(ValueError):
     """A rule does not go with the leaf it names; the table is wrong, not the checkpoint."""
 
 
-class WeightMismatchError(ValueError):
-    """A checkpoint's tensors are not the ones a model needs.
-
-    Attributes:
-        missing: names of tensors the model needs and the source lacks.
-        unexpected: names of tensors the source has and no rule mentions.
-        misshaped: names of tensors whose shape or kind of number differs.
-    """
-
-    def __init__(self, message: str, *, missing: Sequence[str], unexpected: Sequence[str], misshaped: Sequence[str]):
-        super().__init__(message)
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.misshaped = tuple(misshaped)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """The piece `[start, start + size)` of an axis of a fused source tensor that is `of` long.
+
+    A piece may come again and again: with `each=("kv_head",)` the source axis is `of` elements for each index along
+    `kv_head`, one after the other, and the piece is in each of them. `kv_head` then comes first among the leaf's axes
+    flattened there, and those behind it make up the piece.
 
     Attributes:
         axis: which axis of the source tensor.
         start: first element.
         size: how many elements.
-        of: the whole axis.
+        of: the whole axis, or what comes again.
+        each: the leaf's axes for each of which it comes again, major first.
     """
 
     axis: int
     start: int
     size: int
     of: int
+    each: tuple[str, ...] = ()
+
+    def length(self, sizes: Mapping[str, int]) -> int:
+        """How long the source axis is."""
+        return self.of * math.prod(sizes[name] for name in self.each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +119,27 @@ class WeightRule:
                 problems.append(f"part [{part.start}, {part.start + part.size}) is not inside an axis of {part.of}")
             if any(n in group for n in self.padded for group in self.axes[part.axis : part.axis + 1]):
                 problems.append("an axis that is part of a fused tensor cannot be padded")
+            if not problems:
+                problems += self._check_piece(part, leaf)
         return [f"rule for {self.target}: {problem}" for problem in problems]
+
+    def _check_piece(self, part: Part, leaf: Leaf) -> list[str]:
+        group, repeated = self.axes[part.axis], len(part.each)
+        if group[:repeated] != part.each or (part.each and group == part.each):
+            return [f"the part is in each of {part.each}; source axis {group} must begin with them and go on"]
+        sizes = [leaf.axis_size(name) for name in group[repeated:]]
+        if math.prod(sizes) != part.size:
+            return [f"the part is {part.size} long, but {' × '.join(group[repeated:])} is {math.prod(sizes)}"]
+        unit = math.prod(sizes[1:])
+        if part.each and (part.start % unit or part.of % unit):
+            return [f"the part begins at {part.start} of {part.of}, which are no multiples of {unit}"]
+        return []
 
     def source_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape each source tensor has if nothing is padded."""
         shape = [math.prod(leaf.axis_size(name) for name in group) for group in self.axes]
         if self.part is not None:
-            shape[self.part.axis] = self.part.of
+            shape[self.part.axis] = self.part.length(dict(leaf.axes))
         return tuple(shape)
 
     def source_names(self, leaf: Leaf) -> list[str]:
@@ -159,7 +167,12 @@ class WeightRule:
                 if name in group:
                     extents[name] = length // math.prod(sizes[other] for other in group if other != name)
         offsets = [0] * len(self.axes)
-        if self.part is not None:
+        wider = {}
+        if self.part is not None and self.part.each:
+            first, *inner = self.axes[self.part.axis][len(self.part.each) :]
+            unit = math.prod(sizes[name] for name in inner)
+            wider[first] = (self.part.start // unit, self.part.of // unit)
+        elif self.part is not None:
             offsets[self.part.axis] = self.part.start
         return Layout(
             axes=leaf.axes,
@@ -168,6 +181,7 @@ class WeightRule:
             source_shape=shape,
             offsets=tuple(offsets),
             extents=tuple(extents[name] for name in leaf.names),
+            wider=wider,
         )
 
     def expects(self, leaf: Leaf, shape: tuple[int, ...]) -> str | None:
@@ -198,7 +212,7 @@ class SourcePiece:
     Attributes:
         target: the leaf's path.
         box: which elements of the leaf.
-        region: where they lie in the source tensor.
+        region: where they lie in the source tensor; other leaves may have some of it.
         layout: how they lie there.
         stack: the source tensor's stacked indices.
     """
@@ -214,8 +228,11 @@ class SourcePiece:
         digits = [tuple((0, size) for size in sizes) for sizes in self.layout.group_sizes]
         copy = self.layout.copy(self.stack, digits, self.box)
         assert copy is not None
-        piece = tensor[tuple(slice(a, b) for a, b in self.region)]
-        buffer = np.empty(piece.shape, tensor.dtype)
+        piece = tensor[(*to_slices(self.region), ...)]
+        if piece.flags.c_contiguous:
+            copy.gather(block, piece)
+            return
+        buffer = piece.copy()
         copy.gather(block, buffer)
         piece[...] = buffer
 
@@ -308,7 +325,7 @@ class WeightRules:
                 matches.append(Match(leaf=leaf, rule=rule, layout=layout, names=tuple(present)))
         unexpected = [name for name in tensors if name not in used and not self._is_ignored(name)]
         if missing or unexpected or misshaped:
-            raise _mismatch(missing, unexpected, misshaped, tensors)
+            raise mismatch(missing, unexpected, misshaped, tensors)
         return tuple(matches)
 
     def _is_ignored(self, name: str) -> bool:
@@ -361,43 +378,3 @@ def _misfit(rule: WeightRule, leaf: Leaf, info: TensorInfo) -> str | None:
 def _kind(dtype: np.dtype) -> str:
     # The ml_dtypes types (bfloat16, float8…) are of NumPy kind "V".
     return {"f": "floating", "V": "floating", "i": "integer", "u": "integer"}.get(dtype.kind, dtype.kind)
-
-
-def _mismatch(
-    missing: Sequence[tuple[str, str]],
-    unexpected: Sequence[str],
-    misshaped: Mapping[str, str],
-    tensors: Mapping[str, TensorInfo],
-) -> WeightMismatchError:
-    lines = [
-        f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(unexpected)} unexpected, "
-        f"{len(misshaped)} of the wrong shape or dtype"
-    ]
-    # A missing tensor is most often one of the unexpected ones under another name.
-    candidates = unexpected or list(tensors)
-    if missing:
-        lines.append("missing:")
-        shown = []
-        for name, path in missing[:SHOWN]:
-            close = nearest(name, candidates)
-            shown.append(f"  {name} (for {path})" + (f"; nearest: {', '.join(close)}" if close else ""))
-        lines += [*shown, *_more(len(missing))]
-    if unexpected:
-        lines.append("unexpected:")
-        names = [name for name, _ in missing]
-        shown = []
-        for name in unexpected[:SHOWN]:
-            close = nearest(name, names)
-            shown.append(f"  {name} {list(tensors[name].shape)}" + (f"; nearest: {', '.join(close)}" if close else ""))
-        lines += [*shown, *_more(len(unexpected))]
-    if misshaped:
-        lines.append("wrong shape or dtype:")
-        lines += [f"  {problem}" for problem in list(misshaped.values())[:SHOWN]]
-        lines += _more(len(misshaped))
-    return WeightMismatchError(
-        "\n".join(lines), missing=[name for name, _ in missing], unexpected=unexpected, misshaped=list(misshaped)
-    )
-
-
-def _more(count: int) -> list[str]:
-    return [f"  … and {count - SHOWN} more"] if count > SHOWN else []

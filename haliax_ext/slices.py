@@ -9,6 +9,9 @@ that follow, without touching data:
 - the *cover*: few large source boxes that hold everything some blocks need, reading through small gaps;
 - the *copies*: how a source box, once read, lands in a block (a reshape, a pick, a transposition), and back.
 
+An axis of the leaf may be a piece of a *wider digit*: in a tensor that holds queries, keys and values of head after
+head, the keys' features are the second third of a digit three times as wide. Sizes and digit boxes are the source's.
+
 A flat range of a source axis is cut into *digit boxes*, ranges that are boxes in the flattened axes too (as 37…412
 is 37…39, 40…99, 100…399, 400…409, 410…412 in decimal digits); every read is a product of those, so that every copy
 is one strided NumPy assignment.
@@ -17,7 +20,7 @@ is one strided NumPy assignment.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -176,6 +179,7 @@ class Layout:
         source_shape: the shape of every source tensor.
         offsets: where in each source axis this leaf's part begins.
         extents: sizes of the leaf's axes as far as the source has them (an axis may be padded beyond).
+        wider: axes that are a piece of a wider digit → the piece's first element there, and the digit's size.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -184,6 +188,12 @@ class Layout:
     source_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     extents: tuple[int, ...]
+    wider: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        """For each axis of the leaf, where in its digit it begins."""
+        return tuple(self.wider[name][0] if name in self.wider else 0 for name, _ in self.axes)
 
     @cached_property
     def _position(self) -> Mapping[str, int]:
@@ -201,12 +211,14 @@ class Layout:
 
     @cached_property
     def group_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes, in the source, of the axes flattened into each source axis."""
-        return tuple(tuple(self.extents[p] for p in positions) for positions in self.group_positions)
+        """Sizes of the digits of each source axis."""
+        named = zip((name for name, _ in self.axes), self.extents, strict=True)
+        wide = [self.wider[name][1] if name in self.wider else size for name, size in named]
+        return tuple(tuple(wide[p] for p in positions) for positions in self.group_positions)
 
     @cached_property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of this leaf's part of each source tensor."""
+        """The shape of this leaf's part of each source tensor, whole where it has wider digits."""
         return tuple(math.prod(sizes) for sizes in self.group_sizes)
 
     @property
@@ -228,8 +240,9 @@ class Layout:
         return itertools.product(*(range(*box[p]) for p in self.stack_positions))
 
     def groups_of(self, box: Box) -> tuple[Box, ...]:
-        """A box's spans, gathered by source axis."""
-        return tuple(tuple(box[p] for p in positions) for positions in self.group_positions)
+        """A box's spans, gathered by source axis, in its digits."""
+        there = [(start + first, stop + first) for (start, stop), first in zip(box, self._firsts, strict=True)]
+        return tuple(tuple(there[p] for p in positions) for positions in self.group_positions)
 
     def source_boxes(self, box: Box) -> Iterator[Box]:
         """The exact boxes of each source tensor that a (clipped) box of the leaf needs, in order."""
@@ -258,13 +271,14 @@ class Layout:
         flat, pick, axis_of = [], [], []
         for positions, group in zip(self.group_positions, digits, strict=True):
             for position, (start, stop) in zip(positions, group, strict=True):
-                low, high = max(start, box[position][0]), min(stop, box[position][1])
+                begin, end = (at + self._firsts[position] for at in box[position])
+                low, high = max(start, begin), min(stop, end)
                 if low >= high:
                     return None
                 flat.append(stop - start)
                 pick.append((low - start, high - start))
                 axis_of.append(position)
-                place[position] = slice(low - box[position][0], high - box[position][0])
+                place[position] = slice(low - begin, high - begin)
         order = tuple(sorted(range(len(axis_of)), key=axis_of.__getitem__))
         return Copy(digits=tuple(flat), pick=tuple(pick), order=order, place=tuple(place))
 
@@ -272,6 +286,7 @@ class Layout:
         """Spans of each source axis whose product holds what (clipped) boxes need of one source tensor.
 
         Gaps of up to `gap_bytes` in the row-major file order are read through, where what lies inside them is whole.
+        What lies between the pieces of wider digits is other leaves', who read it themselves: no such gap is.
 
         Args:
             boxes: at least one; their stacked axes are not looked at.
@@ -289,10 +304,12 @@ class Layout:
             size = self.part_shape[axis]
             if inside_whole:
                 array = np.asarray(spans[axis], dtype=np.int64)
-                found = merge_spans(array[:, 0], array[:, 1], gap_bytes // step)
+                pieces = any(name in self.wider for name in self.groups[axis])
+                gap = 0 if pieces else gap_bytes
+                found = merge_spans(array[:, 0], array[:, 1], gap // step)
                 around = found[0][0] + size - found[-1][1]
                 several_outside = any(sum(b - a for a, b in outer) > 1 for outer in spans[:axis])
-                if len(found) == 1 and several_outside and around * step <= gap_bytes:
+                if len(found) == 1 and several_outside and around * step <= gap:
                     found = [(0, size)]
                 spans[axis] = found
                 inside_whole = found == [(0, size)]

@@ -29,9 +29,10 @@ _TRANSFORMS = (
     "custom_jvp",
     "custom_vjp",
 )
+# The body of a loop is a `closed_call` to jax 0.10 and an `eval_jaxpr` to jax 0.12.
 _CONTROL = frozenset(
-    ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "remat", "remat2", "scan",
-     "core_call", "shard_map", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "pjit", "jit",
+    ("while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "remat", "remat2",
+     "scan", "core_call", "shard_map", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "pjit", "jit",
      "branch_0_fun", "branch_1_fun", "pallas_call", "body_pred", "cond_pred")
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 It does put two finders among Python's own, for scripts of earlier generations. The project's modules do not know the
 names such scripts use; where a name is not here, and only then, `levanter.main.legacy_imports` is asked for it, which
-holds the table of those names and tells of each, once, where it is now.
+looks it up in a table and tells of each, once, where it is now.
 """
 
 import sys
@@ -14,10 +14,30 @@ from typing import Any
 
 _EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.checkpoint": (),
+    "levanter.checkpoint.checkpointer": ("Checkpointer",),
+    "levanter.compat.hf.converter": ("HFCheckpointConverter",),
+    "levanter.compat.hf.tokenizer": ("FastTokenizer",),
+    "levanter.config": (),
     "levanter.data": (),
+    "levanter.data.config": ("LmDataConfig",),
+    "levanter.data.loader": (),
+    "levanter.data.mixture": (),
+    "levanter.data.packing": (),
     "levanter.eval": (),
+    "levanter.layers": (),
     "levanter.layers.attention": (),
     "levanter.layers.rotary": (),
+    "levanter.main.eval_harness": (),
+    "levanter.main.export_hf_to_lm": (),
+    "levanter.main.inference_repl": (),
+    "levanter.main.lora_dpo": (),
+    "levanter.main.lora_lm": (),
+    "levanter.main.perplexity_gap": (),
+    "levanter.main.sample_lm": (),
+    "levanter.main.sft": (),
+    "levanter.main.sft_mixture": (),
+    "levanter.main.train_asr": (),
+    "levanter.main.train_dpo": (),
     "levanter.mesh.config": ("MeshConfig",),
     "levanter.models.base": ("LmHeadModel",),
     "levanter.models.gemma": (),
@@ -26,15 +46,26 @@ _EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.models.mistral": (),
     "levanter.models.mixtral": (),
     "levanter.models.olmo": (),
+    "levanter.models.precision": ("PolicyText",),
     "levanter.models.qwen": (),
     "levanter.models.registry": ("LmConfig",),
     "levanter.optim": (),
+    "levanter.optim.config": ("OptimizerConfig",),
     "levanter.optim.muon": (),
     "levanter.tracker": (),
+    "levanter.tracker.trackio": (),
+    "levanter.tracker.wandb": (),
     "levanter.trainer": (),
     "levanter.trainer.config": ("TrainerConfig",),
+    "levanter.trainer.parts": ("CheckpointerConfig",),
 }
 """Modules that are here and had other names in them, and their classes that had other members."""
+
+
+_EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "levanter.models.registry": {"LmConfig": ("from_hf_config",)}
+}
+"""Of those classes, members that are asked of the class itself."""
 
 
 _EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
@@ -71,8 +102,21 @@ class _EarlierNamesIn(SourceFileLoader):
         for cls in _EARLIER_NAMES.get(name, ()):
             at = f"{name}:{cls}"
             vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
+        for cls, members in _EARLIER_CLASS_MEMBERS.get(name, {}).items():
+            for member in members:
+                setattr(vars(module)[cls], member, _OfClass(f"{name}:{cls}", member))
         for cls in _EARLIER_KEYWORDS.get(name, ()):
             _accept_earlier_keywords(vars(module)[cls])
+
+
+class _OfClass:
+    """A member that a class had, such as `LlamaConfig.from_hf_config`."""
+
+    def __init__(self, at: str, name: str):
+        self.at, self.name = at, name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return _earlier(self.at, self.name, owner)
 
 
 class _ModulesWithEarlierNames:

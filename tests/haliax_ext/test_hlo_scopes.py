@@ -11,6 +11,7 @@ BACKWARD = "jit(step)/transpose(jvp(scan(layers)))/while/body/closed_call/checkp
     ("op_name", "expected"),
     [
         ("jit(step)/jvp(scan(layers))/while/body/closed_call/mlp/down_proj/add", Scope("layers.mlp.down_proj")),
+        ("jit(step)/jvp(scan(layers))/while/body/eval_jaxpr/mlp/down_proj/add", Scope("layers.mlp.down_proj")),
         (f"{BACKWARD}/rematted_computation/self_attn/rope/mul", Scope("layers.self_attn.rope", "remat")),
         (f"{BACKWARD}/input_layernorm/reduce_sum", Scope("layers.input_layernorm", "backward")),
         ("jit(step)/transpose(jvp(lm_head))/scan(chunks)/while/body/exp", Scope("lm_head.chunks", "backward")),

@@ -2,9 +2,16 @@
 
 import numpy as np
 import pytest
+from helpers.memory_source import MemorySource
 from helpers.tiny_llama import SIZES, assembled, leaf, tiny_leaves, tiny_rules, tiny_tensors
 
+from haliax_ext.abstract import Leaf
+from haliax_ext.loading import load, plan_loading
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import plan_sharding
 from haliax_ext.rules import Part, WeightMismatchError, WeightRule, WeightRuleError, WeightRules
+from haliax_ext.saving import plan_saving, tensors_of
 from haliax_ext.slices import to_slices
 from haliax_ext.sources import TensorInfo
 
@@ -122,6 +129,114 @@ def test_parts_of_a_fused_tensor_go_out_and_come_back():
             piece = next(p for p in pieces if p.target == match.leaf.path)
             piece.write(leaves_values[piece.target][to_slices(piece.box)], tensor)
             np.testing.assert_array_equal(tensor[:, i * n : (i + 1) * n], fused[name][:, i * n : (i + 1) * n])
+
+
+def interleaved_rules() -> WeightRules:
+    """Queries, keys and values of one head after the other, as in GPT-NeoX; `q` has two heads for each of the keys'."""
+    g, h = SIZES["q_heads_per_group"], SIZES["head_size"]
+    parts = {"q": (0, g), "k": (g, 1), "v": (g + 1, 1)}
+    rules = []
+    for name, (start, heads) in parts.items():
+        inner = ("q_heads_per_group", "head_size") if name == "q" else ("head_size",)
+        part = Part(axis=0, start=start * h, size=heads * h, of=(g + 2) * h, each=("kv_head",))
+        for kind, others in (("weight", (("embed",),)), ("bias", ())):
+            axes = (("kv_head", *inner), *others)
+            rules.append(WeightRule(target=f"{name}.{kind}", source=f"h.{{layers}}.qkv.{kind}", axes=axes, part=part))
+    return WeightRules(rules=tuple(rules))
+
+
+def interleaved_leaves() -> list[Leaf]:
+    found = []
+    for name in "qkv":
+        heads = ("kv_head", "q_heads_per_group", "head_size") if name == "q" else ("kv_head", "head_size")
+        found += [leaf(f"{name}.weight", "layers", *heads, "embed"), leaf(f"{name}.bias", "layers", *heads)]
+    return found
+
+
+def interleaved_tensors() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The fused tensors, and the leaves as NumPy takes them out of these."""
+    kv, g, h, embed, layers = (SIZES[n] for n in ("kv_head", "q_heads_per_group", "head_size", "embed", "layers"))
+    rng = np.random.default_rng(1)
+    fused = {}
+    for layer in range(layers):
+        fused[f"h.{layer}.qkv.weight"] = rng.normal(size=(kv * (g + 2) * h, embed)).astype(np.float32)
+        fused[f"h.{layer}.qkv.bias"] = rng.normal(size=kv * (g + 2) * h).astype(np.float32)
+    taken = {}
+    for kind in ("weight", "bias"):
+        whole = np.stack([fused[f"h.{n}.qkv.{kind}"] for n in range(layers)])
+        by_head = whole.reshape(layers, kv, g + 2, h, *whole.shape[2:])
+        taken |= {f"q.{kind}": by_head[:, :, :g], f"k.{kind}": by_head[:, :, g], f"v.{kind}": by_head[:, :, g + 1]}
+    return fused, taken
+
+
+def test_pieces_that_come_again_go_out_and_come_back(devices):
+    fused, taken = interleaved_tensors()
+    mesh = MeshSpec.of(data=4, model=2)
+    for mapping in ({}, {"kv_head": "data", "embed": "model"}, {"head_size": "data", "q_heads_per_group": "model"}):
+        source = MemorySource(fused)
+        sharding = plan_sharding(interleaved_leaves(), Mappings(params=AxisMapping(mapping)), mesh).check()
+        plan = plan_loading(sharding, interleaved_rules(), source)
+        found = load(plan, sharding, source, mesh.build(devices))
+        for path, wanted in taken.items():
+            np.testing.assert_array_equal(np.asarray(found[path]), wanted)
+        assert source.bytes_read == source.nbytes
+        written = tensors_of(plan_saving(interleaved_leaves(), interleaved_rules()), found)
+        out = {tensor.name: array for tensor, array in written}
+        assert set(out) == set(fused)
+        for name, tensor in fused.items():
+            np.testing.assert_array_equal(out[name], tensor)
+
+
+@pytest.mark.parametrize("mapping", [{"kv_head": "data"}, {"embed": "data"}, {"head_size": "data"}, {}])
+def test_hosts_read_each_byte_of_fused_tensors_once(mapping):
+    """Whatever is cut over the 4 hosts; where that is heads, each of them reads its own and nothing is exchanged."""
+    fused, _ = interleaved_tensors()
+    source = MemorySource(fused)
+    mesh = MeshSpec.of(data=4, model=2)
+    sharding = plan_sharding(interleaved_leaves(), Mappings(params=AxisMapping(mapping)), mesh).check()
+    plan = plan_loading(sharding, interleaved_rules(), source, hosts=np.repeat(np.arange(4), 2).reshape(4, 2))
+    assert plan.source_bytes == source.nbytes == sum(plan.bytes_by_host)
+    owner = np.full(source.nbytes, -1)
+    for host in range(4):
+        for piece in plan.byte_ranges(source, host):
+            assert (owner[piece.start : piece.stop] == -1).all()
+            owner[piece.start : piece.stop] = host
+    assert (owner >= 0).all()
+    if mapping != {"kv_head": "data"}:
+        return
+    assert {each.strategy for each in plan.loads} == {"direct"}
+    at = 0
+    for tensor in fused.values():
+        assert (owner[at : at + tensor.nbytes] == np.repeat(np.arange(4), tensor.nbytes // 4)).all()
+        at += tensor.nbytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"each": ("head_size",)}, "is in each of ('head_size',); source axis ('kv_head', 'head_size') must begin"),
+        (
+            {"each": ("kv_head", "head_size"), "size": 1},
+            "('kv_head', 'head_size') must begin with them and go on",
+        ),
+        ({"size": 3}, "the part is 3 long, but head_size is 4"),
+        ({"each": (), "size": 3}, "the part is 3 long, but kv_head × head_size is 16"),
+    ],
+)
+def test_a_piece_that_does_not_fit_is_refused(changes, message):
+    part = Part(**{**dict(axis=0, start=4, size=4, of=12, each=("kv_head",)), **changes})
+    rules = WeightRules(rules=(WeightRule(target="k", source="qkv", axes=(("kv_head", "head_size"),), part=part),))
+    with pytest.raises(WeightRuleError) as caught:
+        rules.check([leaf("k", "kv_head", "head_size")])
+    assert message in str(caught.value)
+
+
+def test_a_piece_begins_where_a_head_begins():
+    axes = (("kv_head", "q_heads_per_group", "head_size"),)
+    part = Part(axis=0, start=2, size=8, of=16, each=("kv_head",))
+    rules = WeightRules(rules=(WeightRule(target="q", source="qkv", axes=axes, part=part),))
+    with pytest.raises(WeightRuleError, match="begins at 2 of 16, which are no multiples of 4"):
+        rules.check([leaf("q", "kv_head", "q_heads_per_group", "head_size")])
 
 
 def test_a_whole_checkpoint_comes_back_from_its_leaves():

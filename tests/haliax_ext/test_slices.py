@@ -102,7 +102,7 @@ NAMES = "abcdef"
 
 @st.composite
 def layouts(draw):
-    """A layout with any stack, flattening, transposition, part and padding, and the arrays it stands for."""
+    """A layout with any stack, flattening, transposition, part, wider digits and padding."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     names = NAMES[: len(sizes)]
     shuffled = draw(st.permutations(names))
@@ -114,7 +114,13 @@ def layouts(draw):
     extents = dict(zip(names, sizes, strict=True))
     padded = draw(st.sampled_from([None, *names]))
     axes = tuple((n, s + (2 if n == padded else 0)) for n, s in extents.items())
-    part = tuple(math.prod(extents[n] for n in group) for group in groups)
+    wider = {}
+    for name in itertools.chain(*groups):
+        if name != padded and draw(st.integers(0, 3)) == 0:
+            first = draw(st.integers(0, 3))
+            wider[name] = (first, first + extents[name] + draw(st.integers(0, 2)))
+    digits = extents | {name: of for name, (_, of) in wider.items()}
+    part = tuple(math.prod(digits[n] for n in group) for group in groups)
     offsets = tuple(draw(st.integers(0, 3)) for _ in groups)
     shape = tuple(p + o + draw(st.integers(0, 2)) for p, o in zip(part, offsets, strict=True))
     return Layout(
@@ -124,6 +130,7 @@ def layouts(draw):
         source_shape=shape,
         offsets=offsets,
         extents=tuple(extents.values()),
+        wider=wider,
     )
 
 
@@ -134,7 +141,10 @@ def brute_force(layout, rng):
     sources = rng.integers(1, 10_000, (*stack_shape, *layout.source_shape))
     part = tuple(slice(o, o + p) for o, p in zip(layout.offsets, layout.part_shape, strict=True))
     flat_names = [*layout.stacked, *itertools.chain(*layout.groups)]
-    unflattened = sources[(*[slice(None)] * len(stack_shape), *part)].reshape([extents[n] for n in flat_names])
+    digits = {name: layout.wider.get(name, (0, extent)) for name, extent in extents.items()}
+    unflattened = sources[(*[slice(None)] * len(stack_shape), *part)].reshape([digits[n][1] for n in flat_names])
+    firsts = [(digits[n][0], extents[n]) for n in flat_names]
+    unflattened = unflattened[tuple(slice(first, first + extent) for first, extent in firsts)]
     whole = unflattened.transpose([flat_names.index(n) for n, _ in layout.axes])
     target = np.zeros([s for _, s in layout.axes], whole.dtype)
     target[tuple(slice(0, e) for e in whole.shape)] = whole
@@ -195,9 +205,15 @@ def test_gather_is_the_inverse_of_scatter(layout, seed):
     digits = [tuple((0, s) for s in sizes) for sizes in layout.group_sizes]
     for stack in layout.stack_indices(layout.whole):
         wanted = sources[(*stack, *to_slices(layout.source_box(digits)))]
-        buffer = np.zeros(wanted.shape, target.dtype)
+        # What lies between the pieces of wider digits is not touched.
+        untouched = np.full(layout.source_shape, -1)
+        mine = np.zeros(untouched.shape, bool)
+        for box in layout.source_boxes(layout.whole):
+            mine[to_slices(box)] = True
+        there = to_slices(layout.source_box(digits))
+        buffer = np.ascontiguousarray(np.where(mine, 0, untouched)[there])
         layout.copy(stack, digits, whole).gather(target, buffer)
-        np.testing.assert_array_equal(buffer, wanted)
+        np.testing.assert_array_equal(buffer, np.where(mine[there], wanted, -1))
 
 
 def test_the_cover_reads_through_small_gaps_only():

@@ -32,6 +32,15 @@ CONTEXT = 16
 """Original context of the RoPE scalings, and less than the sequences."""
 WINDOW = 9
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=8.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=CONTEXT,
+)
 LONG = dict(
     rope_type="longrope",
     rope_theta=1e4,
@@ -50,7 +59,6 @@ class Variant:
         sizes: what is common to most.
         offset: whether norm weights are differences from 1.
         by_length: whether the rotary embeddings depend on the length of the whole sequence.
-        grouped: whether query heads share keys and values, so that their groups can be cut.
         runs: how its layers are scanned: places in a period, and periods, of each run.
     """
 
@@ -60,7 +68,14 @@ class Variant:
     offset: bool = False
     by_length: bool = False
     runs: tuple[tuple[int, int], ...] = ((1, 3),)
-    grouped: bool = True
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """How many heads of keys and values there are, and how many query heads share one."""
+        given = {**self.sizes, **self.changes}
+        heads = given.get("num_attention_heads", given.get("n_head"))
+        kv_heads = given.get("num_key_value_heads", heads)
+        return kv_heads, heads // kv_heads
 
 
 _GEMMA2 = dict(head_dim=16, sliding_window=WINDOW, num_hidden_layers=5, query_pre_attn_scalar=24)
@@ -75,12 +90,14 @@ _GPT2 = dict(
     embd_pdrop=0.0,
     resid_pdrop=0.0,
 )
+_NEOX = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 _EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 _ROPES = dict(
     full_attention=dict(rope_type="linear", rope_theta=1e4, factor=8.0),
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
 VARIANTS: Mapping[str, Variant] = {
+    "llama": Variant(hf="Llama"),
     "mistral": Variant(hf="Mistral", changes=dict(sliding_window=WINDOW)),
     "qwen2": Variant(hf="Qwen2"),
     "qwen3": Variant(hf="Qwen3", changes=dict(head_dim=16)),
@@ -96,14 +113,61 @@ VARIANTS: Mapping[str, Variant] = {
     "olmo3": Variant(hf="Olmo3", changes=dict(sliding_window=WINDOW, num_hidden_layers=9), runs=((4, 2), (1, 1))),
     "phi3": Variant(hf="Phi3"),
     "smollm3": Variant(hf="SmolLM3", changes=dict(num_hidden_layers=8), runs=((4, 2),)),
-    "gpt2": Variant(hf="GPT2", sizes=_GPT2, grouped=False),
+    "gpt2": Variant(hf="GPT2", sizes=_GPT2),
+    # Of the 8 features of a head, 4 are rotated.
+    "gpt_neox": Variant(
+        hf="GPTNeoX", sizes=_NEOX, changes=dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
+    ),
     "mixtral": Variant(hf="Mixtral", changes=_EXPERTS),
     "qwen3_moe": Variant(
         hf="Qwen3Moe", changes=dict(_EXPERTS, head_dim=16, moe_intermediate_size=32, norm_topk_prob=True)
     ),
     # Variants.
+    "llama_llama3": Variant(hf="Llama", changes=dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
+    "mistral_yarn": Variant(hf="Mistral", changes=dict(sliding_window=WINDOW, rope_parameters=YARN)),
+    "mixtral_linear": Variant(hf="Mixtral", changes=dict(_EXPERTS, rope_parameters=LINEAR)),
+    "qwen3_window_yarn": Variant(
+        hf="Qwen3",
+        changes=dict(
+            rope_parameters=YARN,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+        ),
+        runs=((1, 1), (1, 2)),
+    ),
+    "qwen3_dynamic": Variant(
+        hf="Qwen3",
+        changes=dict(
+            rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=CONTEXT
+        ),
+        by_length=True,
+    ),
+    "qwen3_moe_yarn": Variant(
+        hf="Qwen3Moe", changes=dict(_EXPERTS, moe_intermediate_size=32, norm_topk_prob=True, rope_parameters=YARN)
+    ),
+    "gemma_linear": Variant(hf="Gemma", changes=dict(head_dim=16, rope_parameters=LINEAR), offset=True),
+    "gemma2_yarn": Variant(
+        hf="Gemma2", changes=dict(_GEMMA2, rope_parameters=YARN), offset=True, runs=((2, 2), (1, 1))
+    ),
+    "olmo2_llama3": Variant(hf="Olmo2", changes=dict(rope_parameters=LLAMA3)),
+    "smollm3_yarn": Variant(hf="SmolLM3", changes=dict(num_hidden_layers=8, rope_parameters=YARN), runs=((4, 2),)),
+    "gpt_neox_in_turn": Variant(
+        hf="GPTNeoX",
+        sizes=_NEOX,
+        changes=dict(
+            use_parallel_residual=False,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            hidden_act="gelu_fast",
+            rope_parameters=dict(LINEAR, partial_rotary_factor=1.0),
+        ),
+    ),
+    "gpt_neox_yarn": Variant(
+        hf="GPTNeoX", sizes=_NEOX, changes=dict(rope_parameters=dict(YARN, partial_rotary_factor=0.75), hidden_size=128)
+    ),
     "gpt2_scaled": Variant(
-        hf="GPT2", sizes=_GPT2, changes=dict(scale_attn_by_inverse_layer_idx=True), grouped=False, runs=((1, 1),) * 3
+        hf="GPT2", sizes=_GPT2, changes=dict(scale_attn_by_inverse_layer_idx=True), runs=((1, 1),) * 3
     ),
     "mixtral_window": Variant(hf="Mixtral", changes=dict(_EXPERTS, sliding_window=WINDOW, tie_word_embeddings=True)),
     "qwen3_moe_biases": Variant(
@@ -155,7 +219,6 @@ VARIANTS: Mapping[str, Variant] = {
             num_attention_heads=8,
             hidden_size=128,
         ),
-        grouped=False,
     ),
     "phi3_long": Variant(
         hf="Phi3",
@@ -173,34 +236,68 @@ VARIANTS: Mapping[str, Variant] = {
 }
 ESSENTIAL = (
     *("gpt2", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"),
-    *("olmo2", "olmo3", "phi3", "smollm3"),
+    *("olmo2", "olmo3", "phi3", "smollm3", "llama", "gpt_neox"),
 )
 """One of each family."""
 
+_FOUR = ["model", "group"]
+
+
+def _cut(kv_heads: str | list[str] | None, queries: str | list[str] | None) -> dict[str, Any]:
+    """Eight devices of which four share a sequence, in two mesh axes, and how heads are cut over them."""
+    return {
+        "axes": {"data": 2, "model": 2, "group": 2},
+        "shared_mapping": {
+            "vocab": _FOUR,
+            "mlp": _FOUR,
+            "kv_head": kv_heads,
+            "q_heads_per_group": queries,
+            "heads": None,
+        },
+    }
+
+
 MESHES: Mapping[str, Mapping[str, Any]] = {
-    "2x4": {"axes": {"data": 2, "model": 4}, "shared_mapping": {"vocab": "model"}},
-    "group": {
-        "axes": {"data": 2, "model": 2, "group": 2},
-        "shared_mapping": {
-            "vocab": ["model", "group"],
-            "mlp": ["model", "group"],
-            "kv_head": "model",
-            "q_heads_per_group": "group",
-            "heads": None,
-        },
-    },
     "one": {"axes": {"data": 8}},
-    # Where every query head has keys and values of its own.
-    "heads": {
-        "axes": {"data": 2, "model": 2, "group": 2},
-        "shared_mapping": {
-            "vocab": ["model", "group"],
-            "mlp": ["model", "group"],
-            "kv_head": ["model", "group"],
-            "heads": None,
-        },
+    "2x4": {"axes": {"data": 2, "model": 4}, "shared_mapping": {"vocab": "model"}},
+    # Fewer heads of keys and values than `model` cuts: query heads are cut instead.
+    "2x4 by queries": {
+        "axes": {"data": 2, "model": 4},
+        "shared_mapping": {"vocab": "model", "kv_head": None, "q_heads_per_group": "model", "heads": None},
     },
+    "group": _cut("model", "group"),
+    # Every query head has keys and values of its own.
+    "group by heads": _cut(_FOUR, None),
+    # All query heads share them.
+    "group by queries": _cut(None, _FOUR),
 }
+ALL_MESHES = ("one", "2x4", "group")
+"""What every variant runs on; how its heads are cut there depends on how many there are."""
+
+
+def layout(name: str, mesh: str) -> str:
+    """The one of `MESHES` on which a variant runs for one of `ALL_MESHES`."""
+    kv_heads, queries = VARIANTS[name].heads
+    if mesh == "2x4" and kv_heads % 4:
+        return "2x4 by queries"
+    if mesh == "group" and queries % 2:
+        return "group by heads"
+    if mesh == "group" and kv_heads % 2:
+        return "group by queries"
+    return mesh
+
+
+def transformers_config(name: str) -> Any:
+    """What `transformers` makes of a variant's fields."""
+    import transformers
+
+    variant = VARIANTS[name]
+    prefix = f"{variant.hf}Text" if variant.hf == "Gemma3" else variant.hf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers warns of unusual RoPE values
+        return getattr(transformers, f"{prefix}Config")(
+            **{**variant.sizes, **PAD, **variant.changes}, attn_implementation="eager"
+        )
 
 
 def make_checkpoint(name: str, folder: Path) -> Any:
@@ -209,13 +306,9 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     import transformers
 
     variant = VARIANTS[name]
-    prefix = f"{variant.hf}Text" if variant.hf == "Gemma3" else variant.hf
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers warns of unusual RoPE values
-        config = getattr(transformers, f"{prefix}Config")(
-            **{**variant.sizes, **PAD, **variant.changes}, attn_implementation="eager"
-        )
-        model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(name)).eval().float()
     rng = np.random.default_rng(sorted(VARIANTS).index(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():

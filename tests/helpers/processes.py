@@ -159,6 +159,15 @@ class Run:
         return [n for n, process in enumerate(self._running) if process is not None and process.poll() is None]
 
 
+def check_named(ended: Sequence[Ended], victim: int) -> None:
+    """Everybody but the victim ended with code 5, and named it and what it was doing itself."""
+    for number, each in enumerate(ended):
+        if number != victim:
+            assert each.code == 5, (number, each.code, each.output[-4000:])
+            said = f"process {victim} of {len(ended)} is missing; process {number} noticed "
+            assert said in each.output, each.output[-4000:]
+
+
 def _cached(folder: Path) -> dict[str, str]:
     """What makes JAX keep every compiled program, however small, in a folder."""
     return {

@@ -12,6 +12,28 @@ _GEMMA3_27B = dict(
 )  # fmt: skip
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "GPT-2 XL": dict(
+        model_type="gpt2", architectures=["GPT2LMHeadModel"], activation_function="gelu_new", attn_pdrop=0.1,
+        bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, initializer_range=0.02, layer_norm_epsilon=1e-5,
+        n_ctx=1024, n_embd=1600, n_head=25, n_layer=48, n_positions=1024, output_past=True, resid_pdrop=0.1,
+        summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index",
+        summary_use_proj=True, task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+        vocab_size=50257,
+    ),
+    "GPT-NeoX 20B": dict(
+        model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"], attention_probs_dropout_prob=0, bos_token_id=0,
+        eos_token_id=0, hidden_act="gelu_fast", hidden_dropout_prob=0, hidden_size=6144, initializer_range=0.02,
+        intermediate_size=24576, layer_norm_eps=1e-5, max_position_embeddings=2048, num_attention_heads=64,
+        num_hidden_layers=44, rotary_emb_base=10000, rotary_pct=0.25, tie_word_embeddings=False,
+        torch_dtype="float16", use_cache=True, vocab_size=50432,
+    ),
+    "Pythia 12B": dict(
+        model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0,
+        hidden_act="gelu", hidden_size=5120, initializer_range=0.02, intermediate_size=20480, layer_norm_eps=1e-5,
+        max_position_embeddings=2048, num_attention_heads=40, num_hidden_layers=36, rotary_emb_base=10000,
+        rotary_pct=0.25, tie_word_embeddings=False, torch_dtype="float16", use_cache=True,
+        use_parallel_residual=True, vocab_size=50688,
+    ),
     "Mistral 7B v0.1": dict(
         model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -90,6 +112,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 """By name."""
 
 PARAMETERS: Mapping[str, int] = {
+    "GPT-NeoX 20B": 20_554_567_680,
+    "Pythia 12B": 11_846_072_320,
     "Mistral 7B v0.1": 7_241_732_096,
     "Qwen2.5 72B": 72_706_203_648,
     "Qwen3 8B": 8_190_735_360,

@@ -33,7 +33,9 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_checkpoint(base: Path, tokenizer: Path, *, config: LlamaConfig | None = None, rows: int = ROWS) -> Path:
+def write_checkpoint(
+    base: Path, tokenizer: Path, *, config: LlamaConfig | None = None, rows: int = ROWS, chunk_bytes: int = 4096
+) -> Path:
     """Saves random parameters from a mesh of data 4 × model 2, and some optimizer statistics; returns the base."""
     config = config or config_of()
     values = random_arrays(config, vocab=rows)
@@ -51,7 +53,7 @@ def write_checkpoint(base: Path, tokenizer: Path, *, config: LlamaConfig | None 
         keep=[(1, None)],
         save_interval_seconds=None,
         used={f"model.{path}": shape for path, shape in used.items()},
-        chunk_bytes=4096,
+        chunk_bytes=chunk_bytes,
     ) as checkpointer:
         checkpointer.save(7, arrays, {"run_id": "tiny", **model_metadata(config, tokenizer=str(tokenizer))})
     return base

@@ -56,6 +56,38 @@ class Inputs:
             {},
         )
 
+    def eval_sliding_lm(self, folder: Path) -> list[str]:
+        """The command of an evaluation of prepared rows that writes into `folder/out`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"input_ids": [n % 90 + 3 + i % 7 for i in range(12 + n % 5)], "sources_len": 6} for n in range(21)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return self._command(
+            folder,
+            "eval_sliding_lm",
+            {
+                "hf_checkpoint": str(self.model),
+                "data": {"validation_urls": [str(folder / "rows.jsonl")], "format": {"type": "prebuilt"}},
+                "output_base_path": str(folder / "out"),
+                "eval_batch_size": 8,
+            },
+            {},
+        )
+
+    def viz_logprobs(self, folder: Path) -> list[str]:
+        """The command that writes a page of log-probabilities, `folder/page.html`."""
+        return self._command(
+            folder,
+            "viz_logprobs",
+            {
+                "hf_checkpoint": str(self.model),
+                "max_eval_length": 48,
+                "num_docs": 12,
+                "path": str(folder / "page.html"),
+                "data": {"components": {"docs": _documents(self.documents)}},
+            },
+            {"per_device_eval_parallelism": 1},
+        )
+
     def train_lm(self, folder: Path, *, steps: int, **more: Any) -> list[str]:
         """The command of a training run whose checkpoints and numbers are in `folder`."""
         text = " ".join(str(n * n % 61) for n in range(1200))
@@ -89,6 +121,16 @@ class Inputs:
             },
             trainer,
         )
+
+    def stored_text(self, folder: Path, files: Path) -> dict[str, Any]:
+        """A `data:` block that tokenizes numbers in files into a store in `folder/tokens`."""
+        return {
+            "tokenizer": "passthrough",
+            "vocab_size": 61,
+            "cache_dir": str(folder / "tokens"),
+            "shuffle": True,
+            "components": {"numbers": {"source": {"train_urls": [f"{files}/*.jsonl"]}}},
+        }
 
     def _command(self, folder: Path, name: str, document: dict[str, Any], trainer: dict[str, Any]) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from helpers.processes import Run, run_together
+from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS, TIMEOUTS
 
 from levanter.main.entry import run_entry_point
@@ -60,14 +60,6 @@ def test_who_never_starts_is_named(tmp_path, inputs):
     assert "Traceback" not in ended.output
 
 
-def check_named(ended, victim, count):
-    """Everybody else ended with code 5 and named the victim."""
-    for number, each in enumerate(ended):
-        if number != victim:
-            assert each.code == 5, (number, each.code, each.output[-3000:])
-            assert f"process {victim} of {count} is missing; process {number} noticed " in each.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
@@ -81,11 +73,38 @@ def test_killed_at_any_moment(tmp_path, inputs, alone, count, seed):
         killed = run.kill(victim)
         ended = run.wait()
     if ended[victim].code == -9:
-        check_named(ended, victim, count)
+        check_named(ended, victim)
         assert max(each.at for each in ended) - killed < SECONDS + 5
     # The same command again, with nothing to clear away.
     run_together(tmp_path / "second", count, command, devices=8 // count, cache=inputs.cache)
     assert losses(tmp_path) == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_while_they_come_together(tmp_path, inputs, count, seed):
+    """Before the roll call, in it, while JAX's own service starts, while the mesh is built."""
+    draw = random.Random(900 * count + seed)
+    victim, roll = draw.randrange(count), 40
+    command = inputs.eval_lm(tmp_path, distributed={**TIMEOUTS, "init_timeout": f"{roll}s"})
+    with Run(tmp_path, count, command, devices=8 // count, cache=inputs.cache) as run:
+        if seed:
+            run.wait_for(0, "known from the environment" if seed == 1 else "on each device", seconds=120)
+        time.sleep(draw.random() * (6 if seed == 0 else 0.5))
+        killed = run.kill(victim)
+        ended = run.wait()
+    assert max(each.at for each in ended) - killed < 2 * roll + SECONDS
+    for number, each in enumerate(ended):
+        if number != victim:
+            assert each.code == 5, each.output[-4000:]
+            assert re.search(
+                rf"process {victim} of {count} is missing; process {number} noticed"
+                rf"|{count - 1} of {count} processes are here after {roll} s; missing: {victim};"
+                + ("|process 0 does not answer at localhost" if victim == 0 else ""),
+                each.output,
+            ), each.output[-4000:]
+    assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.slow
@@ -99,7 +118,7 @@ def test_a_process_that_hangs_is_noticed(tmp_path, inputs):
             time.sleep(0.1)
         run.kill(2)
         ended = run.wait()
-    check_named(ended, 2, 4)
+    check_named(ended, 2)
     assert "no sign of life for 4 s" in ended[0].output
 
 

@@ -7,12 +7,29 @@ unequal lengths with padding behind them, and the vocabulary does not divide by 
 import copy
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
-from helpers.family_models import ESSENTIAL, VARIANTS, describe_folder, make_checkpoint, score, torch_logprobs
+from helpers.family_models import (
+    ALL_MESHES,
+    ESSENTIAL,
+    VARIANTS,
+    describe_folder,
+    layout,
+    make_checkpoint,
+    score,
+    torch_logprobs,
+    transformers_config,
+)
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from haliax_ext.abstract import with_arrays
+from levanter.compat.hf.config_bridge import read_config
 from levanter.compat.hf.export import export
+from levanter.compat.hf.families import FAMILIES
+from levanter.layers.rotary import DefaultRotaryConfig
+from levanter.main.pretrained import load_pretrained
 
 LENGTH, BATCH = 48, 8
 ENDS = 2 * ([30, 43], [48], [11, 40], [5, 16, 48])
@@ -40,8 +57,7 @@ def folders(tmp_path_factory):
 
 def check(folders, name: str, mesh: str):
     folder, _, tokens, segments, expected = folders(name)
-    mesh = "heads" if mesh == "group" and not VARIANTS[name].grouped else mesh
-    described = describe_folder(folder, mesh=mesh, positions=LENGTH)
+    described = describe_folder(folder, mesh=layout(name, mesh), positions=LENGTH)
     assert not described.origin.checkpoint.findings, [str(finding) for finding in described.origin.checkpoint.findings]
     runs = tuple((len(run.places), run.periods) for run in described.config.runs)
     assert runs == VARIANTS[name].runs
@@ -70,7 +86,10 @@ def check_export(folders, name: str, described, loaded, where):
         assert torch.equal(theirs.eval()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("name", ESSENTIAL)
+IN_ANY_TEST_RUN = [name for name in ESSENTIAL if name != "llama"]  # which test_llama_parity.py has in plenty
+
+
+@pytest.mark.parametrize("name", IN_ANY_TEST_RUN)
 def test_equals_transformers_in_and_out(name, folders, tmp_path):
     mesh = "2x4" if ESSENTIAL.index(name) % 2 else "group"
     check_export(folders, name, *check(folders, name, mesh), tmp_path)
@@ -95,17 +114,61 @@ def test_bfloat16_is_as_near_to_float32_as_in_torch(name, folders):
     assert distance(found) < 1.5 * distance(theirs)
 
 
-CUTS = {"2x4": 4, "group": 2, "one": 1}
-"""What each mesh cuts key/value heads in."""
-EVERYWHERE = [
-    (name, mesh)
-    for name, variant in VARIANTS.items()
-    for mesh in CUTS
-    if variant.changes.get("num_key_value_heads", 4) % CUTS[mesh] == 0
-]
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ALL_MESHES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_equals_transformers_on_every_mesh(name, mesh, folders, tmp_path):
+    check_export(folders, name, *check(folders, name, mesh), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), EVERYWHERE)
-def test_every_variant_equals_transformers_on_every_mesh(name, mesh, folders, tmp_path):
-    check_export(folders, name, *check(folders, name, mesh), tmp_path)
+@pytest.mark.parametrize("name", ESSENTIAL)
+def test_bfloat16_files_come_back_byte_for_byte(name, folders, tmp_path):
+    import torch
+
+    model = copy.deepcopy(folders(name)[1]).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "in")
+    described = describe_folder(tmp_path / "in", mesh=layout(name, "2x4"), mp="bfloat16", positions=LENGTH)
+    mesh = described.resolved.spec.build(jax.devices()[:8])
+    loaded = with_arrays(described.abstract, load_pretrained(described, mesh, show=False).arrays)
+    written = export(loaded, described.config, tmp_path / "out")
+    with (
+        safe_open(written / "model.safetensors", "pt") as mine,
+        safe_open(tmp_path / "in" / "model.safetensors", "pt") as original,
+    ):
+        assert set(mine.keys()) == set(original.keys())
+        for key in sorted(original.keys()):
+            found, expected = mine.get_tensor(key), original.get_tensor(key)
+            assert found.dtype == expected.dtype == torch.bfloat16
+            assert (found.view(torch.int16) == expected.view(torch.int16)).all(), key
+
+
+def hard_inputs(name: str) -> set[str]:
+    """Which of the inputs that this file is about are such for a variant."""
+    config = read_config({k: v for k, v in transformers_config(name).to_dict().items() if v is not None}).config
+    found = set()
+    if any(window is not None and window < LENGTH for window in map(config.window, range(config.num_layers))):
+        found.add("longer than the window")
+    for rope in config.ropes.values():
+        original = getattr(rope, "original_max_position_embeddings", config.max_seq_len / rope.factor)
+        if not isinstance(rope, DefaultRotaryConfig) and original < LENGTH:
+            found.add("longer than the original context")
+    if not VARIANTS[name].by_length:
+        found.add("packed, padded, of unequal lengths")
+    if config.vocab_size % 4:
+        found.add("a vocabulary that the mesh does not divide")
+    return found
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "gemma3"])
+def test_every_family_meets_every_hard_input(model_type):
+    """But those that its kind of model cannot have: `transformers` has no field for it."""
+    fields = pytest.importorskip("transformers").CONFIG_MAPPING[model_type]().to_dict()
+    expected = {"packed, padded, of unequal lengths", "a vocabulary that the mesh does not divide"}
+    if "sliding_window" in fields:
+        expected.add("longer than the window")
+    if "rope_parameters" in fields:
+        expected.add("longer than the original context")
+    own = [name for name in VARIANTS if transformers_config(name).model_type == model_type]
+    assert any(name in ESSENTIAL for name in own)
+    assert set().union(*map(hard_inputs, own)) == expected

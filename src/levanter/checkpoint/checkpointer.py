@@ -38,7 +38,7 @@ from levanter.checkpoint.refs import (
 from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
 from levanter.checkpoint.targets import saved_leaf
 from levanter.checkpoint.watching import Watch
-from levanter.io.paths import filesystem, is_remote, join
+from levanter.io.paths import check_writable, filesystem, is_remote
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20
@@ -316,12 +316,8 @@ def _check_metadata(ref: CheckpointRef) -> None:
 
 
 def _check_writable(base: str) -> None:
-    """Writes and deletes a small file, so that an unwritable place is known before the first step."""
-    probe = join(base, f".probe-{secrets.token_hex(4)}")
-    fs, name = filesystem(probe)
+    """An unwritable place is known before the first step."""
     try:
-        fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-        fs.pipe_file(name, b"levanter")
-        fs.rm_file(name)
+        check_writable(base)
     except OSError as error:
         raise CheckpointSaveError(f"{base}: checkpoints cannot be written here ({error.strerror or error})") from error

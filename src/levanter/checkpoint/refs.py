@@ -59,6 +59,10 @@ class SavedLeaf:
         return f"{self.dtype}{list(self.meant)}{padded}"
 
 
+OCDBT = "manifest.ocdbt"
+"""What a folder of TensorStore's holds; ours are one level below."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRef:
     """One complete checkpoint.
@@ -126,6 +130,8 @@ def checkpoint_at(path: str) -> CheckpointRef:
     if not exists(path):
         raise MissingCheckpointError(f"{path}: no such folder; a checkpoint (step-<N>) or its parent is expected")
     names = [name for name, _ in entries_in(path)]
+    if OCDBT in names:
+        raise UnreadableCheckpointError(_upstreams(path))
     if any(name.startswith(ARRAYS_PREFIX) for name in names):
         raise MissingCheckpointError(f"{path}: a checkpoint whose saving did not end; it has no {METADATA}")
     half = [name for name in names if _STEP.match(name)]
@@ -198,6 +204,8 @@ def read_ref(path: str) -> CheckpointRef | None:
     except ValueError as error:
         raise UnreadableCheckpointError(f"{where}: damaged ({error}); move {path} away to go on without it") from error
     found = content.get("format") if isinstance(content, dict) else None
+    if found is None and isinstance(content, dict) and {"step", "timestamp"} <= content.keys():
+        raise UnreadableCheckpointError(_upstreams(path))
     if found != FORMAT:
         raise UnreadableCheckpointError(
             f"{where}: not one of our checkpoints (format {found!r}, expected {FORMAT!r}); "
@@ -226,6 +234,15 @@ def read_ref(path: str) -> CheckpointRef | None:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnreadableCheckpointError(f"{where}: damaged ({error!r}); move {path} away to go on") from error
+
+
+def _upstreams(path: str) -> str:
+    """What is said of a checkpoint that upstream's Levanter wrote."""
+    return (
+        f"{path}: a checkpoint of upstream's Levanter (TensorStore), which is not read here; where upstream is "
+        f"installed, export it (python -m levanter.main.export_lm_to_hf --checkpoint_path {path} --output_dir FOLDER) "
+        "and give that folder: hf_checkpoint evaluates it, initialize_from_hf trains on from it"
+    )
 
 
 def delete(path: str) -> None:

@@ -6,7 +6,7 @@ one pass finds all of them: unknown keys, missing keys, wrong types, and what th
 """
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -88,7 +88,9 @@ class Decoder:
 
     # --- mappings -----------------------------------------------------------------------------------------------
 
-    def _dataclass(self, node: Node, cls: type, path: Keys, skip: Keys = ()) -> Any:
+    def _dataclass(
+        self, node: Node, cls: type, path: Keys, skip: Keys = (), choices: Mapping[str, type] | None = None
+    ) -> Any:
         node = _unfolded(node)
         if not isinstance(node, MapNode):
             hint = "; write {} for the defaults" if isinstance(node, Scalar) and node.value is None else ""
@@ -103,7 +105,7 @@ class Decoder:
             if entry.key in known:
                 arguments[entry.key] = self.decode(entry.node, known[entry.key].type, (*path, entry.key))
             elif entry.key not in skip:
-                self._unknown_key(entry, tuple(known), path)
+                self._unknown_key(entry, tuple(known), path, choices or {})
         for name, one in known.items():
             if one.required and name not in arguments:
                 self.wrong(f"required key is missing ({describe(one.type)})", node.mark, (*path, name))
@@ -116,9 +118,11 @@ class Decoder:
         remember_written(made, arguments)
         return made
 
-    def _unknown_key(self, entry: Entry, known: Keys, path: Keys) -> None:
+    def _unknown_key(self, entry: Entry, known: Keys, path: Keys, choices: Mapping[str, type]) -> None:
+        others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
-        hint = did_you_mean(entry.key, vocabulary)
+        hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
+        hint = hint or did_you_mean(entry.key, vocabulary)
         elsewhere = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
         if not hint and elsewhere:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
@@ -150,7 +154,7 @@ class Decoder:
             assert given is not None, f"{base.__name__} has a default choice {name!r} that is not registered"
             message = f"unknown {TYPE_KEY} `{name}`{did_you_mean(name, choices)} (known: {names})"
             return self.wrong(message, given.node.mark, (*path, TYPE_KEY))
-        return self._dataclass(node, choices[name], path, skip=(TYPE_KEY,))
+        return self._dataclass(node, choices[name], path, skip=(TYPE_KEY,), choices=choices)
 
     def _literal_type(self, node: MapNode, own: str, path: Keys) -> None:
         given = node.get(TYPE_KEY)

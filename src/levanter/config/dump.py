@@ -34,7 +34,7 @@ def dump(config: Any) -> str:
 def plain(value: Any) -> Any:
     """A configuration as dicts, lists, strings, numbers and None, ready for YAML or JSON."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
-        return value
+        return str(value) if isinstance(value, str) else value
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, timedelta):

@@ -31,15 +31,16 @@ WIDTH = 110
 _ENTRY = re.compile(r"^(\w[\w, ]*?)(?: \([^)]*\))?:\s+(.*)$")
 
 
-def explain(cls: type, prefix: str = "", chosen: Mapping[str, str] | None = None) -> str:
+def explain(cls: type, prefix: str = "", chosen: Mapping[str, str] | None = None, *, program: str | None = None) -> str:
     """The help text of a configuration class.
 
     Args:
         cls: the configuration class.
         prefix: only keys below this dotted path (all for "").
         chosen: for choices, by dotted path: the type whose keys are shown.
+        program: what a user types before the keys; default the module that the class is in.
     """
-    lines = [f"usage: python -m {_module(cls)} --config_path FILE [--key value …]", ""]
+    lines = [f"usage: {program or _program(cls)} --config_path FILE [--key value …]", ""]
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
     if summary and not summary.startswith(cls.__name__ + "("):
         lines += [*textwrap.wrap(summary, WIDTH), ""]
@@ -88,12 +89,12 @@ class _Keys:
             yield from self.of(annotation, path, seen)
 
 
-def _module(cls: type) -> str:
-    """The module to run, also where that is what is running."""
+def _program(cls: type) -> str:
+    """What runs the module of a class, also where that is what is running, as a module or as a file."""
     if cls.__module__ != "__main__":
-        return cls.__module__
+        return f"python -m {cls.__module__}"
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else "levanter.main.…"
+    return f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"
 
 
 def _line(path: tuple[str, ...], one: ConfigField, meaning: str) -> str:

@@ -8,10 +8,11 @@ Each step collects what is wrong and goes on where it can, so that one `ConfigEr
 import functools
 import inspect
 import logging
+import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from levanter.config.command_line import overrides_document, parse_argv
@@ -21,7 +22,7 @@ from levanter.config.explain import explain
 from levanter.config.files import EXTENDS, read_documents
 from levanter.config.legacy import Change, old_keys, translate
 from levanter.config.nodes import Entry, MapNode, Node, compose, from_plain, merged
-from levanter.config.schema import TYPE_KEY
+from levanter.config.schema import TYPE_KEY, config_fields
 
 
 class HelpRequested(Exception):
@@ -52,13 +53,13 @@ class Loaded(Generic[C]):
     document: MapNode
 
 
-def load(config_class: type[C], argv: Sequence[str] | None = None) -> C:
+def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> C:
     """Loads the configuration a command line asks for; each translated key is logged as one warning.
-
 
     Args:
         config_class: the entry point's dataclass.
         argv: the words after the program's name; `sys.argv[1:]` where None.
+        program: what a user types before those words; default the module that the class is in.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -67,7 +68,7 @@ def load(config_class: type[C], argv: Sequence[str] | None = None) -> C:
     asked = parse_argv(sys.argv[1:] if argv is None else argv)
     if asked.help is not None:
         chosen = {key.removesuffix(TYPE_SUFFIX): name for key, name in asked.overrides if key.endswith(TYPE_SUFFIX)}
-        raise HelpRequested(explain(config_class, asked.help, chosen))
+        raise HelpRequested(explain(config_class, asked.help, chosen, program=program))
     loaded = read(config_class, paths=asked.paths, overrides=asked.overrides)
     for change in loaded.changes:
         logger.warning("%s", change)
@@ -142,7 +143,7 @@ def _overrides(pairs: Any) -> MapNode:
 def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> Loaded[C]:
     changes: tuple[Change, ...] = ()
     if isinstance(document, MapNode):
-        translation = translate(document)
+        translation = translate(document, config_fields(config_class) if is_dataclass(config_class) else ())
         document, changes = translation.document, translation.changes
         problems += translation.problems
     decoder = Decoder(config_class, old_keys)
@@ -172,7 +173,12 @@ def main(
         try:
             config = load(config_class, args)
         except HelpRequested as help_text:
-            sys.stdout.write(str(help_text))
+            try:
+                sys.stdout.write(str(help_text))
+                sys.stdout.flush()
+            except BrokenPipeError:
+                # `… --help | head`: nobody reads the rest; Python's own last flush goes nowhere then.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")

@@ -66,6 +66,9 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
     problems, absent, sets, without = [], [], [], []
     for name, component in config.components.items():
         where = f"data.components.{name}"
+        if in_training and isinstance(component, DatasetComponent) and component.source is None:
+            without.append(name)  # a token store that was built elsewhere: to train on, not to evaluate
+            continue
         try:
             parts = component_parts(where, component, split)
         except (DataError, MissingFileError) as error:

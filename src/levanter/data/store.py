@@ -22,12 +22,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from levanter.data.chunks import Chunks, span_places
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.manifest import Manifest, StoreError, shard_folder
 from levanter.io.paths import filesystem, is_remote, join, local_path
 
 CACHE_BYTES = 256 << 20
 """Decoded chunks that are kept for the next reads."""
+INDEX_BYTES = 32 << 20
+"""Likewise of what says where chunks lie in their files."""
 _STORES = ("gs", "s3")
 
 
@@ -75,13 +78,6 @@ class MemoryTokens:
         return self.ids[places], None if self.weights is None else self.weights[places]
 
 
-def span_places(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64: every place within the spans, one span after the other."""
-    counts = np.asarray(counts, np.int64)
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(np.asarray(begins, np.int64) - (ends - counts), counts)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTokens:
     """A finished store, open for reading.
@@ -107,42 +103,23 @@ class StoredTokens:
     def largest_id(self) -> int:
         return self.manifest.largest_id
 
-    @cached_property
-    def _shard_starts(self) -> np.ndarray:
-        return np.cumsum([0] + [shard.tokens for shard in self.manifest.shards or ()], dtype=np.int64)
-
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        pieces = [piece for span in zip(begins, counts, strict=True) for piece in self._pieces(*map(int, span))]
-        waiting = [self._request(self.ids, piece) for piece in pieces]
-        weights = None if self.weights is None else [self._request(self.weights, piece) for piece in pieces]
-        ids = self._collect(waiting, pieces, "ids", np.int32)
-        return ids, None if weights is None else self._collect(weights, pieces, "weights", np.float32)
+        ids = self._id_chunks.read(begins, counts)
+        return ids, None if self._weight_chunks is None else self._weight_chunks.read(begins, counts)
 
-    def _pieces(self, begin: int, count: int) -> list[tuple[int, int, int]]:
-        """A span as parts of shards: (shard, start, stop) within the shard."""
-        assert begin >= 0 and begin + count <= self.starts[-1], (begin, count)
-        number = int(np.searchsorted(self._shard_starts, begin, side="right")) - 1
-        found = []
-        while count > 0:
-            start = begin - int(self._shard_starts[number])
-            stop = min(start + count, int(self._shard_starts[number + 1] - self._shard_starts[number]))
-            if stop > start:
-                found.append((number, start, stop))
-            begin, count, number = begin + stop - start, count - (stop - start), number + 1
-        return found
+    @cached_property
+    def _id_chunks(self) -> Chunks:
+        return self._chunks(self.ids, "ids", np.int32)
 
-    def _request(self, arrays: Sequence[Any], piece: tuple[int, int, int]) -> Any:
-        number, start, stop = piece
-        return arrays[number][start:stop].read()
+    @cached_property
+    def _weight_chunks(self) -> Chunks | None:
+        return None if self.weights is None else self._chunks(self.weights, "weights", np.float32)
 
-    def _collect(self, waiting: Sequence[Any], pieces: Sequence[tuple[int, int, int]], name: str, dtype: Any):
-        found = []
-        for future, (number, start, stop) in zip(waiting, pieces, strict=True):
-            try:
-                found.append(future.result())
-            except (ValueError, OSError) as error:
-                raise _damaged(join(shard_folder(self.folder, number), name), start, stop, error) from error
-        return np.concatenate(found) if found else np.zeros(0, dtype)
+    def _chunks(self, arrays: Sequence[Any], name: str, dtype: type) -> Chunks:
+        def damaged(number: int, start: int, stop: int, error: Exception) -> StoreError:
+            return _damaged(join(shard_folder(self.folder, number), name), start, stop, error)
+
+        return Chunks(arrays, dtype=dtype, cache_bytes=CACHE_BYTES, damaged=damaged)
 
 
 def _damaged(array: str, start: int, stop: int, error: Exception) -> StoreError:
@@ -158,7 +135,8 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
     """
     assert manifest.shards is not None, folder
     raise_problems_of(folder, manifest)
-    context = tensorstore_context()
+    # Decoded chunks are kept by `Chunks`; here only what says where they lie.
+    context = tensorstore_context(INDEX_BYTES)
     arrays: dict[str, list[Any]] = {"ids": [], "weights": [], "offsets": []}
     waiting = []
     for number in range(len(manifest.shards)):
@@ -205,11 +183,11 @@ def raise_problems_of(folder: str, manifest: Manifest) -> None:
             raise StoreError(f"{folder}: this token store is damaged; delete it to build it again\n{error}") from error
 
 
-def tensorstore_context() -> Any:
-    """What the arrays of one store share: the pool of decoded chunks."""
+def tensorstore_context(cache_bytes: int = CACHE_BYTES) -> Any:
+    """What the arrays of one store share: the pool of what was read or is to be written."""
     import tensorstore as ts
 
-    return ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
 
 
 def kvstore(path: str) -> Any:

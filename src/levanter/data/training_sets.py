@@ -33,8 +33,9 @@ from levanter.data.formats import (
 from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
 from levanter.data.readers import read_documents, read_records
 from levanter.data.sources import PythonDocsSource
-from levanter.io.paths import MissingFileError, file_size, is_remote, join
+from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
 
+UPSTREAMS_LEDGER = "shard_ledger.json"
 TRAINING_FORMATS: Formats = (
     TextLmDatasetFormat,
     ChatLmDatasetFormat,
@@ -238,13 +239,15 @@ def _training_set(config: LmDataConfig, where: str, name: str, component: Datase
     format, pack = _format_and_pack(where, component)
     built = None if folder is None else _manifest(where, folder)
     finished = built is not None and built.shards is not None
-    note = ""
+    note = other = "" if built is not None else _other_cache(folder)
     parts: tuple[Documents, ...] | None
     if isinstance(component, DatasetComponent) and component.source is None:
         if folder is None:
             raise DataError(f"{where}: has neither a source nor a cache_dir")
         if not finished:
-            raise MissingFileError(f"{where}: has no source, and there is no finished token store in {folder}")
+            raise MissingFileError(
+                f"{where}: has no source, and there is no finished token store in {folder}{other and '; ' + other}"
+            )
         parts = None
     else:
         try:
@@ -270,6 +273,13 @@ def _training_set(config: LmDataConfig, where: str, name: str, component: Datase
         built=built,
         note=note,
     )
+
+
+def _other_cache(folder: str | None) -> str:
+    """What is said of a token cache that upstream's Levanter wrote where our store goes."""
+    if folder is None or not exists(join(folder, UPSTREAMS_LEDGER)):
+        return ""
+    return "the token cache of upstream's in this folder is not read; text is tokenized anew, beside it"
 
 
 def _with_template(component: DatasetComponentBase, template: str | None) -> DatasetComponentBase:

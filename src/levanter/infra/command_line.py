@@ -56,6 +56,7 @@ class Parser(argparse.ArgumentParser):
                 )
             elif not before.startswith("-"):
                 problems.append(f"{word!r} is no flag; the run's own command comes after `--`")
+                break
         raise UsageError("\n".join([*problems, f"{self.prog} --help lists the flags"]))
 
 

@@ -34,6 +34,7 @@ from levanter.infra.remote import ENVIRONMENT, SOURCE, Remote
 from levanter.infra.slurm import SlurmJob
 from levanter.infra.source import pack
 from levanter.infra.tpu_vm import HINTS, Patience, TpuVmLauncher
+from levanter.io import output_is_lost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def shell(run: Callable[[], int]) -> int:
     """Calls `run`, and turns what happens into an exit code; errors of the user are shown without a traceback."""
     try:
-        return run()
+        code = run()
+        return INTERNAL_ERROR if output_is_lost() else code
     except LaunchError as error:
         if os.environ.get("LEVANTER_TRACEBACK"):
             traceback.print_exception(error)
@@ -53,10 +55,12 @@ def shell(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         return INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        output_is_lost(error)
         return INTERNAL_ERROR
     except SystemExit as ended:
         # argparse, after --help.
+        output_is_lost()
         return ended.code if isinstance(ended.code, int) else OK
 
 

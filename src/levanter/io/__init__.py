@@ -2,6 +2,7 @@
 
 from levanter.io.atomic import atomic_write as atomic_write
 from levanter.io.logs import setup_logging as setup_logging
+from levanter.io.output import output_is_lost as output_is_lost
 from levanter.io.paths import MissingFileError as MissingFileError
 from levanter.io.paths import UnreadableFileError as UnreadableFileError
 from levanter.io.paths import exists as exists

@@ -8,6 +8,7 @@ A path is a local path, or a URL of anything fsspec knows: `gs://`, `s3://`, `hf
 import itertools
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import IO, Any
@@ -72,7 +73,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         scheme = path.split(":", 1)[0]
         package = _PACKAGES.get(scheme)
         hint = f": pip install {package} (or 'levanter[remote]')" if package else f" ({error})"
-        raise ValueError(f"{path}: reading {scheme}:// needs one more package{hint}") from error
+        raise ValueError(f"{path}: {scheme}:// needs one more package{hint}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -100,6 +101,18 @@ def file_size(path: str) -> int:
         return int(fs.size(name) or 0)
     except FileNotFoundError as error:
         raise missing_file(path) from error
+
+
+def check_writable(folder: str) -> None:
+    """Writes and deletes a small file, so that a folder that cannot be written is known before there is much to write.
+
+    Raises:
+        OSError: it cannot.
+    """
+    fs, name = filesystem(join(folder, f".probe-{secrets.token_hex(4)}"))
+    fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(name, b"levanter")
+    fs.rm_file(name)
 
 
 def open_read(path: str) -> IO[bytes]:

@@ -26,6 +26,10 @@ def _quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def _gelu_10(x: jax.Array) -> jax.Array:
+    return jnp.clip(jax.nn.gelu(x, approximate=False), -10, 10)
+
+
 @jax.custom_jvp
 def _silu_of(x: jax.Array) -> jax.Array:
     """`x · sigmoid(x)`, whose derivative ends in a division.
@@ -46,15 +50,22 @@ def _silu_slope(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[
 
 
 _silu = _elementwise(_silu_of)
+_gelu = _elementwise(functools.partial(jax.nn.gelu, approximate=False))
 _gelu_tanh = _elementwise(functools.partial(jax.nn.gelu, approximate=True))
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "silu": _silu,
         "swish": _silu,
-        "gelu": _elementwise(functools.partial(jax.nn.gelu, approximate=False)),
+        "gelu": _gelu,
+        "gelu_python": _gelu,
+        "gelu_10": _elementwise(_gelu_10),
+        # The same function, by several ways to compute it.
         "gelu_new": _gelu_tanh,
+        "gelu_fast": _gelu_tanh,
+        "gelu_accurate": _gelu_tanh,
         "gelu_pytorch_tanh": _gelu_tanh,
+        "gelu_python_tanh": _gelu_tanh,
         "quick_gelu": _elementwise(_quick_gelu),
         "relu": _elementwise(jax.nn.relu),
         "tanh": _elementwise(jnp.tanh),

@@ -100,7 +100,7 @@ def run_absent(name: str, argv: Sequence[str] | None = None) -> int:
 
     def refuse() -> int:
         setup_logging()
-        load(row.config, sys.argv[1:] if argv is None else argv)
+        load(row.config, sys.argv[1:] if argv is None else argv, program=f"python -m levanter.main.{name}")
         raise AbsentEntryPointError(
             f"levanter.main.{name} is not here yet ({row.what}); the configuration was read and is sound\n"
             f"today: {row.instead}"

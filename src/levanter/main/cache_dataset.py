@@ -5,8 +5,12 @@
 Takes a training configuration as it is (or a file with nothing but `data:`), tokenizes what its training sets need and
 has not been tokenized yet, and says what each store holds. A run that is stopped goes on where it was, file by file. No
 accelerator is used. `--verify true` reads every store once more against its checksums.
+
+As several processes, the first one builds while the others wait; these then find the stores, or build their own where
+`cache_dir` is a disk of each host's.
 """
 
+import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +23,12 @@ from levanter.io import Progress
 from levanter.io.progress import amount, duration
 from levanter.main.entry import run_entry_point
 from levanter.main.origin import find_tokenizer
+from levanter.main.processes import join_processes
 from levanter.main.train_lm import TrainLmConfig
+from levanter.main.train_run import DATA_SECONDS
+from levanter.mesh.barrier import is_process_0, process_0_first
+
+logger = logging.getLogger(__name__)
 
 VERIFIED_AT_ONCE = 1 << 22
 """Tokens of one read."""
@@ -38,6 +47,14 @@ class CacheDatasetConfig(TrainLmConfig):
 
 def main(config: CacheDatasetConfig) -> int:
     """Builds what is missing and prints what there is."""
+    join_processes(config.trainer.distributed)
+    with process_0_first("preparing data", seconds=DATA_SECONDS):
+        _build(config, show=is_process_0())
+    return 0
+
+
+def _build(config: CacheDatasetConfig, *, show: bool) -> None:
+    say = print if show else logger.debug
     resolved = resolve_training(config.data)
     size = config.model.vocab_size if config.data.vocab_size is None else config.data.vocab_size
     tokenizer, check = find_tokenizer(config.data.tokenizer, origin=None, size=size)
@@ -46,15 +63,15 @@ def main(config: CacheDatasetConfig) -> int:
         raise check.error
     stored = [one for one in resolved.sets if one.folder is not None]
     for line in (*resolved.describe(), *resolved.notes):
-        print(line)
+        say(line)
     without = [one.name for one in resolved.sets if one.folder is None]
     if without:
-        print(f"{', '.join(without)}: tokenized when a run begins (data.cache_dir is null, or the text is in memory)")
+        say(f"{', '.join(without)}: tokenized when a run begins (data.cache_dir is null, or the text is in memory)")
     if not stored:
-        return 0
-    print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
+        return
+    say(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
     began = time.perf_counter()
-    with Progress("tokenizing", total=None, unit="tokens") as progress:
+    with Progress("tokenizing", total=None, unit="tokens", show=show) as progress:
 
         def tell(step: BuildProgress) -> None:
             # How many tokens there will be is known at the end; until then it is what the files' bytes suggest.
@@ -67,15 +84,14 @@ def main(config: CacheDatasetConfig) -> int:
     seconds = time.perf_counter() - began
     for one, its in zip(stored, tokens, strict=True):
         assert isinstance(its, StoredTokens)
-        print(f"  {store_line(one, its)}")
+        say(f"  {store_line(one, its)}")
     if made:
-        print(f"{made:,.0f} tokens in {duration(seconds)}, {made / seconds:,.0f} tokens/s")
+        say(f"{made:,.0f} tokens in {duration(seconds)}, {made / seconds:,.0f} tokens/s")
     else:
-        print("nothing was missing")
+        say("nothing was missing")
     if config.verify:
-        _verify([its for its in tokens if isinstance(its, StoredTokens)])
-        print("verified: every token was read against its checksum")
-    return 0
+        _verify([its for its in tokens if isinstance(its, StoredTokens)], show=show)
+        say("verified: every token was read against its checksum")
 
 
 def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
@@ -90,9 +106,10 @@ def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
     )
 
 
-def _verify(stores: list[StoredTokens]) -> None:
+def _verify(stores: list[StoredTokens], *, show: bool) -> None:
     """Reads every token; raises a `StoreError` where a checksum is wrong."""
-    with Progress("verifying", total=sum(int(each.starts[-1]) for each in stores), unit="tokens") as progress:
+    everything = sum(int(each.starts[-1]) for each in stores)
+    with Progress("verifying", total=everything, unit="tokens", show=show) as progress:
         for each in stores:
             total = int(each.starts[-1])
             for begin in range(0, total, VERIFIED_AT_ONCE):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from levanter.config import HelpRequested, load
-from levanter.io import setup_logging
+from levanter.io import output_is_lost, setup_logging
 from levanter.main.interrupts import interrupts_kept
 from levanter.main.processes import end_alone, end_together, end_with_traceback, is_said_already
 from levanter.mesh.barrier import current_peers
@@ -19,6 +19,7 @@ from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
 
 C = TypeVar("C")
 OUR_PACKAGES = ("levanter", "haliax_ext")
+NOT_READ = "what it printed was not read"
 
 
 def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv: Sequence[str] | None = None) -> int:
@@ -40,21 +41,31 @@ def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv
 def shell(run: Callable[[], int | None]) -> int:
     """Calls `run` and turns what happens into an exit code; errors of the user are shown without a traceback.
 
-    A process of several ends together with the others where all went well, and tells them where it failed.
+    A process of several ends together with the others where all went well, and tells them where it failed. Where
+    nobody reads what is printed any more (`… | head`), it ends without a word.
     """
     try:
         with interrupts_kept():
             code = run()
+        if output_is_lost():
+            return end_alone(INTERNAL_ERROR, NOT_READ)
         return end_together(code or OK)
     except HelpRequested as help_text:
-        print(help_text)
+        try:
+            print(help_text)
+        except BrokenPipeError as error:
+            output_is_lost(error)
+        output_is_lost()
         return OK
+    except SystemExit:
+        output_is_lost()
+        raise
     except KeyboardInterrupt as stop:
         print(f"\ninterrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
         return end_alone(INTERRUPTED, "interrupted")
-    except BrokenPipeError:
-        return end_alone(INTERNAL_ERROR, "what it printed was not read")
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and output_is_lost(error):
+            return end_alone(INTERNAL_ERROR, NOT_READ)
         if not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
             if current_peers() is None:
                 raise

@@ -45,6 +45,7 @@ from levanter.main.entry import run_entry_point
 from levanter.main.local import configure_jax, local_target, output_checks, run_id
 from levanter.main.not_carried import not_carried
 from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
+from levanter.main.sameness import require_same_config, require_same_text
 from levanter.main.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
 from levanter.mesh import local_devices, mesh_report, require_accelerator
 from levanter.mesh.barrier import barrier
@@ -285,6 +286,7 @@ def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
     show = jax.process_index() == 0
     # Text first: whatever is wrong with it is said before a weight is read.
     sequences = work.sequences or tokenize(work, show=show)
+    require_same_text(sequences)
     batches = _batches(work, sequences)
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
@@ -371,6 +373,7 @@ def main(config: EvalLmConfig) -> int:
         print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
         print(plan.report())
     plan.check()
+    require_same_config(config)
     id_ = run_id(config.trainer)
     tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())
     try:

@@ -10,7 +10,6 @@ read again. `transformers`, `eval_lm` and everything else that reads Hugging Fac
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -25,13 +24,14 @@ from haliax_ext.rules import WeightMismatchError
 from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import same_names
-from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.io import Progress, is_remote, local_path
 from levanter.main.entry import run_entry_point
 from levanter.main.local import output_checks
 from levanter.main.origin import find_tokenizer
+from levanter.main.processes import left_to_process_0
 from levanter.main.saved_model import SavedModel, find_saved
 from levanter.models.registry import LmConfig
 from levanter.run import OK, Check, PlanOptions, RunPlan, Target
@@ -46,8 +46,9 @@ class ConvertLmConfig:
 
     Attributes:
         checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
-        output_dir: the folder that is written; it must not exist.
-        overwrite: whether an existing folder is replaced, once the new one is whole.
+        output_dir: the folder or URL that is written; it must not exist.
+        overwrite: whether an existing folder is replaced: on a disk, once the new one is whole; behind a URL, file by
+            file.
         dtype: of the weights; default as in the checkpoint.
         max_shard_bytes: of one file of weights.
         save_tokenizer: whether the tokenizer is laid beside the weights.
@@ -88,8 +89,6 @@ class ConvertLmConfig:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.tokenizer is not None and not self.save_tokenizer:
             problems.append("tokenizer: is not written with save_tokenizer: false; leave one of them out")
-        if is_remote(self.output_dir):
-            problems.append(f"output_dir: {self.output_dir}: exports go to a local path; copy the folder afterwards")
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -194,13 +193,15 @@ def _dtype(name: str) -> np.dtype:
 
 
 def _output(config: ConvertLmConfig) -> list[Check]:
-    folder = local_path(config.output_dir)
     if not config.overwrite:
         try:
-            refuse_taken(folder)
-        except CheckpointError as error:
+            refuse_taken(config.output_dir)
+        except ExportPathError as error:
             return [Check(name="output", status="error", message=str(error), error=error)]
-    return output_checks("output_dir", folder)
+        except ValueError as error:
+            # Another machine may have the package that it lacks.
+            return [Check(name="output", status="unchecked", message=str(error), error=error)]
+    return output_checks("output_dir", config.output_dir)
 
 
 class _Leaves(Mapping[str, Readable]):
@@ -228,13 +229,13 @@ class _LeafInFile:
         return self.source.read(self.path, index)
 
 
-def execute(plan: RunPlan) -> Path:
+def execute(plan: RunPlan) -> str:
     """Writes the folder.
 
     Raises:
-        UnreadableCheckpointError: files of the checkpoint are missing or damaged; nothing is there under the
-            folder's name.
-        OSError: not writable, or the disk is full; what was there before stays.
+        UnreadableCheckpointError: files of the checkpoint are missing or damaged; nothing is there that counts as an
+            export.
+        OSError: not writable, or the disk is full; what was there before on a disk stays.
     """
     work: ConvertWork = plan.work
     assert work.saved is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
@@ -243,7 +244,7 @@ def execute(plan: RunPlan) -> Path:
         return write_export(
             work.files,
             _Leaves(work.saved.source),
-            local_path(config.output_dir),
+            config.output_dir if is_remote(config.output_dir) else local_path(config.output_dir),
             beside=Beside(
                 tokenizer=work.tokenizer,
                 eos_ids=tuple(config.generation_eos_token_ids or ()),
@@ -255,7 +256,9 @@ def execute(plan: RunPlan) -> Path:
 
 
 def main(config: ConvertLmConfig) -> int:
-    """Exports a checkpoint."""
+    """Exports a checkpoint; where several processes are started, the first of them does."""
+    if left_to_process_0(config.trainer.distributed):
+        return OK
     plan = describe(config, Target(name="local", platform="cpu", kind="host", devices=1))
     for check in plan.checks:
         print(f"{check.status:>9}  {check.name}: {check.message}")

@@ -1,23 +1,40 @@
-"""Ctrl-C that cannot be lost.
+"""Ctrl-C that cannot be lost, and that says so where it has to wait.
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. Inside of a callback that may not raise (one
-of the garbage collector's, which JAX has, or a destructor) it is dropped with a note, and the program goes on.
+of the garbage collector's, which JAX has, or a destructor) it is dropped with a note, and the program goes on: then it
+is raised once more. While the main thread is inside of a library (a compiler takes minutes) or waits for a checkpoint
+to be written, it is not raised at all before that returns: then a second thread, which the signal reaches at once, says
+what is waited for, and ends the process when Ctrl-C is pressed again. What is half-written then counts for nothing.
 """
 
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 AGAIN = 0.05
 """Seconds until a dropped interrupt is raised anew."""
+PATIENCE = 1.0
+"""Seconds that an interrupt may take to end the program before something is said."""
+INTERRUPTED = 130
+WAITING = (
+    "interrupted: ending as soon as what is under way returns (the compiler, or a checkpoint that is being written); "
+    "Ctrl-C again ends at once"
+)
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Raises an interrupt that was dropped once more in the main thread, a moment later."""
+def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """Raises an interrupt that was dropped once more in the main thread, and ends the process at the second Ctrl-C.
+
+    Args:
+        patience: seconds until something is said of an interrupt that waits.
+        end: ends the process with an exit code, without cleaning up.
+    """
+    own = _Count()
     before = sys.unraisablehook
 
     def hook(found: Any) -> None:
@@ -27,13 +44,74 @@ def interrupts_kept() -> Iterator[None]:
         # Not from here: what is raised inside of this hook is dropped as well.
         main = threading.main_thread().ident
         assert main is not None
-        timer = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))
+
+        def raise_again() -> None:
+            own.add()
+            signal.pthread_kill(main, signal.SIGINT)
+
+        timer = threading.Timer(AGAIN, raise_again)
         timer.daemon = True
         timer.start()
 
     sys.unraisablehook = hook
     try:
-        yield
+        with _watched(own, patience, end):
+            yield
     finally:
         if sys.unraisablehook is hook:
             sys.unraisablehook = before
+
+
+class _Count:
+    """Interrupts that come from here, and not from a user."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def add(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def take(self) -> bool:
+        with self._lock:
+            self._count -= 1 if (found := self._count > 0) else 0
+            return found
+
+
+@contextmanager
+def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iterator[None]:
+    """Has a thread read the signals of the process, which the system writes into a pipe as they come."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    over = threading.Event()
+
+    def say() -> None:
+        if not over.wait(patience):
+            print(f"\n{WAITING}", file=sys.stderr, flush=True)
+
+    def watch() -> None:
+        presses = 0
+        while number := os.read(reading, 1):
+            if number[0] != signal.SIGINT or own.take():
+                continue
+            presses += 1
+            if presses == 1:
+                threading.Thread(target=say, daemon=True, name="interrupted").start()
+            else:
+                end(INTERRUPTED)
+        os.close(reading)
+
+    thread = threading.Thread(target=watch, daemon=True, name="interrupts")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        # The end of the pipe is the end of the thread.
+        os.close(writing)
+        thread.join()

@@ -4,6 +4,7 @@ Finished jobs are left alone, unfinished ones go on where they were. A job's res
 are scored; the marker that says so comes last, so a run that is killed at any moment is continued by the same command.
 """
 
+import hashlib
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +22,14 @@ from levanter.io import Progress, is_remote, join
 from levanter.main.local import configure_jax, local_target, run_id
 from levanter.main.memorization_plan import Job, MemorizationWork, Opened
 from levanter.main.pretrained import PretrainedModel, load_pretrained
+from levanter.main.sameness import require_same_config
 from levanter.memorization.books import flat, weights_digest
 from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY, write_outputs
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import BookResult, Scores
 from levanter.memorization.runner import BatchShape, agreed, score_and_store, score_batches
 from levanter.mesh import local_devices, mesh_report, require_accelerator
-from levanter.mesh.barrier import barrier
+from levanter.mesh.barrier import barrier, require_same
 from levanter.run import RunPlan, Target
 from levanter.tracker import Tracker, start_trackers
 
@@ -72,6 +74,9 @@ def execute_jobs(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...
     if not todo:
         return tuple(done)
     tokenizer = work.pretrained.tokenizer
+    digest = hashlib.sha256(repr([(job.title, job.identity) for job, _, _ in work.jobs]).encode()).hexdigest()
+    advice = "the same files must be on all hosts"
+    require_same("what is scored", f"{len(work.jobs)} sets of windows, sha256 {digest[:16]}…", advice=advice)
     # Every book and every folder come before the weights: what is wrong with them is said now.
     for n in todo:
         work.jobs[n][0].check(tokenizer)
@@ -264,6 +269,7 @@ def run_memorization(config: Any, describe: Callable[[Any, Target], RunPlan]) ->
         print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
         print(plan.report())
     plan.check()
+    require_same_config(config)
     tracker = start_trackers(config.trainer.trackers, run_id=run_id(config.trainer), process_index=jax.process_index())
     try:
         tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})

@@ -21,10 +21,14 @@ from levanter.config import ConfigError, parse_text
 from levanter.config.errors import Problem
 from levanter.config.files import read_documents
 from levanter.config.legacy import Change, translate
+from levanter.config.legacy.changes import PlainDumper
+from levanter.config.legacy.model import MODEL, ROW_LENGTH
 from levanter.config.nodes import to_plain
+from levanter.config.schema import config_fields
 from levanter.io import atomic_write, exists, setup_logging
 from levanter.main.absent import ABSENT
 from levanter.main.entry import shell
+from levanter.main.model_defaults import differing
 from levanter.main.plan import ENTRY_POINTS
 
 CLASSES = {
@@ -45,33 +49,48 @@ class Migrated:
     Attributes:
         text: the document.
         changes: what was translated.
+        notes: what it leaves out and what then means another thing here.
     """
 
     text: str
     changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def annotated(self) -> str:
-        """The document with its changes as comments above it."""
-        comments = "".join(f"# {line}\n" for change in self.changes for line in str(change).splitlines())
+        """The document with its changes and notes as comments above it."""
+        said = [*map(str, self.changes), *(f"note: {note}" for note in self.notes)]
+        comments = "".join(f"# {line}\n" for each in said for line in each.splitlines())
         return comments + ("\n" if comments else "") + self.text
 
 
-def migrate(path: str) -> Migrated:
+def migrate(path: str, entry_point: str | None = None) -> Migrated:
     """Reads a document and writes it anew.
+
+    Args:
+        path: the document.
+        entry_point: what reads it; None where that is not said.
 
     Raises:
         ConfigError: it cannot be read, or contradicts itself.
     """
     problems: list[Problem] = []
     document = read_documents([path], problems)
-    translation = translate(document)
+    translation = translate(document, () if entry_point is None else config_fields(config_class(entry_point)))
     problems += translation.problems
     if problems:
         raise ConfigError(problems)
     plain = to_plain(translation.document)
-    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
-    return Migrated(text=text, changes=translation.changes)
+    text = yaml.dump(plain, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+    model = plain.get("model")
+    notes = [*differing(str(model.get("type")), model)] if isinstance(model, dict) else []
+    old = document.at((*MODEL, "seq_len"))
+    if old is not None and entry_point is None and ROW_LENGTH not in document:
+        length = to_plain(old.node)
+        notes.append(
+            f"for eval_lm and viz_logprobs it also means {ROW_LENGTH}: {length} (--entry_point eval_lm writes it)"
+        )
+    return Migrated(text=text, changes=translation.changes, notes=tuple(notes))
 
 
 def config_class(entry_point: str) -> type:
@@ -95,11 +114,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("document", help="the YAML file")
     parser.add_argument("--output", help="where the new document is written; it must not exist")
-    parser.add_argument("--entry_point", help="read the new document as this entry point would")
+    parser.add_argument("--entry_point", help="what reads it: the document is checked as it would")
     asked = parser.parse_args(argv)
     if asked.output is not None and exists(asked.output):
         raise MigrateUsageError(f"{asked.output} exists already; name another file")
-    done = migrate(asked.document)
+    done = migrate(asked.document, asked.entry_point)
     if asked.entry_point is not None:
         parse_text(config_class(asked.entry_point), done.text, source=f"{asked.document}, migrated")
     if asked.output is None:
@@ -109,6 +128,8 @@ def main(argv: Sequence[str]) -> int:
         file.write(done.annotated.encode())
     for change in done.changes:
         print(change)
+    for note in done.notes:
+        print(f"note: {note}")
     print(f"{len(done.changes)} changes; the new document is {asked.output}")
     return 0
 

@@ -6,9 +6,12 @@ The document holds each between `<!-- table: name -->` and `<!-- end -->`; `fill
 import re
 from collections.abc import Iterable, Mapping
 
+from levanter.config import plain
 from levanter.config.legacy import TABLE
 from levanter.main.absent import ABSENT
-from levanter.main.legacy_imports import GONE, NAMES
+from levanter.main.legacy_gone import GONE_IN, GONE_MODULES
+from levanter.main.legacy_names import NAMES
+from levanter.main.model_defaults import UPSTREAM, shown
 from levanter.models.absent import AbsentModelConfig
 from levanter.models.registry import LmConfig
 from levanter.optim.absent import AbsentOptimizerConfig
@@ -42,6 +45,17 @@ def families() -> str:
     return f"- `model.type`: {_listed(models)}\n- `optimizer.type`: {_listed(optimizers)}\n"
 
 
+def defaults() -> str:
+    """Keys of `model:` whose default is another one."""
+    rows = []
+    for kind, keys in UPSTREAM.items():
+        ours = plain(LmConfig.get_choice_class(kind)())
+        rows += [
+            (f"`{kind}`", f"`{key}`", f"`{shown(theirs)}`", f"`{shown(ours[key])}`") for key, theirs in keys.items()
+        ]
+    return _table(("model.type", "key", "upstream, where it is left out", "here"), rows)
+
+
 def imports() -> str:
     """Names in scripts, and where they are now."""
     rows = []
@@ -56,11 +70,24 @@ def imports() -> str:
 
 
 def gone() -> str:
-    """Names in scripts that are not carried over."""
-    return _table(("old name", "instead"), [(f"`{old}`", why) for old, why in GONE.items()])
+    """Names and modules in scripts that are not carried over."""
+    rows = [
+        (f"`{at.replace(':', '.')}`", _listed(names.split(), sort=False), why)
+        for at, reasons in GONE_IN.items()
+        for names, why in reasons.items()
+    ]
+    rows += [(f"`{module}`", "all of it", why) for module, why in GONE_MODULES.items()]
+    return _table(("old module or class", "names", "instead"), rows)
 
 
-TABLES = {"keys": keys, "entry-points": entry_points, "families": families, "imports": imports, "gone": gone}
+TABLES = {
+    "keys": keys,
+    "defaults": defaults,
+    "entry-points": entry_points,
+    "families": families,
+    "imports": imports,
+    "gone": gone,
+}
 
 
 def filled(document: str) -> str:

@@ -25,6 +25,7 @@ from levanter.data import Tokenizer
 from levanter.hardware import compiler_options
 from levanter.io import Progress
 from levanter.main.origin import OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
+from levanter.main.sameness import require_same_weights
 from levanter.main.saved_model import find_saved
 from levanter.mesh import ModelAxes, ResolvedMesh, resolve
 from levanter.mesh.barrier import barrier
@@ -233,6 +234,7 @@ def vocabulary_rows(vocab: int, resolved: ResolvedMesh) -> int:
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded:
     """Streams the weights into their final shards on `mesh`, with progress over the whole job."""
     assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
+    require_same_weights(model.checkpoint.source)
     barrier("loading weights")
     total = model.load_plan.bytes_by_host[jax.process_index() if model.load_plan.num_hosts > 1 else 0]
     with Progress("loading weights", total=total, unit="bytes", show=show) as progress:

@@ -42,6 +42,7 @@ class _Kept:
     """What must live as long as the process."""
 
     abort_action: Any = None
+    final: int | None = None
     ending: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -70,6 +71,16 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
         logger.info("%d processes, known from %s; process 0 is %s", place.processes, place.found, peers.roster[0])
 
 
+def left_to_process_0(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process has nothing to do: work that needs no device is process 0's, however many are started.
+
+    Raises:
+        PlaceError: this process's place is not known.
+    """
+    place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
+    return place is not None and place.process != 0
+
+
 def end_together(code: int) -> int:
     """Ends a run that is done: waits for the others, so that nobody's service goes away under them.
 
@@ -80,6 +91,9 @@ def end_together(code: int) -> int:
     if peers is None:
         return code
     barrier("the end")
+    # From here on some are faster than others, which is no loss.
+    _kept.final = code
+    peers.part()
     jax.distributed.shutdown()
     peers.leave(OK if code == PREEMPTED else code)
     return code
@@ -146,6 +160,8 @@ def _catch_aborts(peers: Peers) -> None:
 
     def action(number: int) -> None:
         # Called in the thread that aborts, which is one of JAX's service.
+        if _kept.final is not None:
+            _exit(_kept.final)
         if peers.wait_lost(SUSPECT_SECONDS):
             # `on_lost` ends the process, or its own error does.
             time.sleep(60)

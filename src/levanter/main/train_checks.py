@@ -77,7 +77,7 @@ def _checkpoint_problems(config: "TrainLmConfig", model: LmConfig, plan: StatePl
     if named is not None:
         places = Places.of(config, named)
         resumed = attempted(problems, lambda: find_resume(config, places))
-        attempted(problems, lambda: refuse_taken_exports(config, places, resumed))
+        attempted(problems, lambda: refuse_taken_exports(places, resumed))
     if resumed is not None:
         attempted(problems, lambda: check_leaves(resumed, _wanted(model, plan)))
     elif not problems:

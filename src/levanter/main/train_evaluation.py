@@ -19,6 +19,7 @@ from haliax_ext.program import Input, Program, spec_of
 from levanter.data import (
     AbsentTextError,
     DataError,
+    DatasetComponent,
     EvalBatches,
     EvalRows,
     EvalSequences,
@@ -49,20 +50,30 @@ FETCH_BEHIND = 1
 
 
 def find_validation(config: LmDataConfig) -> tuple[EvaluationData | None, list[Check]]:
-    """The validation sets of a run, where it has any."""
+    """The validation sets of a run, where it has any.
+
+    Where their text is not here there is an evaluation, though with nothing in it yet: its Program is planned, and a
+    run does not begin.
+    """
     if not config.components:
         return None, []
     try:
         found = resolve_evaluation(config, in_training=True)
     except AbsentTextError as error:
-        return None, [Check(name="validation", status="unchecked", message=str(error), error=error)]
+        absent = EvaluationData(sets=(), notes=())
+        return absent, [Check(name="validation", status="unchecked", message=str(error), error=error)]
     except DataError as error:
         return None, [Check(name="validation", status="error", message=str(error), error=error)]
+    notes = [
+        Check(name="validation", status="note", message=f"data.components.{name}: has no source; nothing is evaluated")
+        for name, component in config.components.items()
+        if isinstance(component, DatasetComponent) and component.source is None
+    ]
     if not found.sets and not config.num_validation_sequences:
-        return None, []
+        return None, notes
     held_out = [f"{name}: {count} rows held out" for name, count in (config.num_validation_sequences or {}).items()]
     message = "; ".join([*map(str, found.sets), *held_out])
-    return found, [Check(name="validation", status="ok", message=message)]
+    return found, [Check(name="validation", status="ok", message=message), *notes]
 
 
 def evaluate_program(

@@ -25,12 +25,15 @@ from levanter.data import EvaluationData, LmDataConfig, Tokenizer
 from levanter.hardware import compiler_options
 from levanter.main.entry import run_entry_point
 from levanter.main.local import configure_jax, local_target, run_id
+from levanter.main.model_defaults import default_notes
 from levanter.main.not_carried import not_carried
-from levanter.main.origin import Origin, find_origin, find_tokenizer, vocabulary
+from levanter.main.origin import Origin, find_tokenizer, vocabulary
 from levanter.main.pretrained import vocabulary_rows
+from levanter.main.sameness import require_same_config
 from levanter.main.train_checks import attempted, data_checks, place_checks, refuse_all
 from levanter.main.train_evaluation import evaluate_program, find_validation
 from levanter.main.train_instruments import run_facts
+from levanter.main.train_origin import beginning, completed
 from levanter.main.train_places import what_is_left
 from levanter.main.train_run import Trained, execute
 from levanter.main.workloads import WATCHED, distinct, program_name, training_workloads
@@ -71,6 +74,7 @@ class TrainLmConfig:
         train_seq_len: tokens in a row; default `model.max_seq_len`.
         initialize_from_hf: a Hugging Face checkpoint to begin from; true for the model's reference checkpoint.
         use_hf_model_config: whether that checkpoint's architecture replaces `model`.
+        hf_checkpoint: both in one word: a Hugging Face checkpoint to begin from, with its architecture and tokenizer.
         initialize_from_checkpoint_path: a checkpoint of ours to begin from: parameters and optimizer statistics.
         initialize_model_from_checkpoint_path: a checkpoint of ours to begin from: parameters only.
         z_loss_weight: weight of the squared log-normalizer in the loss.
@@ -90,6 +94,7 @@ class TrainLmConfig:
     train_seq_len: int | None = None
     initialize_from_hf: bool | str = False
     use_hf_model_config: bool = False
+    hf_checkpoint: str | None = None
     initialize_from_checkpoint_path: str | None = None
     initialize_model_from_checkpoint_path: str | None = None
     z_loss_weight: float = 0.0
@@ -115,6 +120,7 @@ class TrainLmConfig:
     def __post_init__(self) -> None:
         problems = []
         begins = {
+            "hf_checkpoint": self.hf_checkpoint,
             "initialize_from_hf": self.initialize_from_hf,
             "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
             "initialize_model_from_checkpoint_path": self.initialize_model_from_checkpoint_path,
@@ -123,7 +129,7 @@ class TrainLmConfig:
         given = [name for name, value in begins.items() if value]
         if len(given) > 1:
             problems.append(f"{' and '.join(given)}: {len(given)} of them begin the run; keep one")
-        if self.use_hf_model_config and not self.initialize_from_hf:
+        if self.use_hf_model_config and not (self.initialize_from_hf or self.hf_checkpoint):
             problems.append("use_hf_model_config: needs initialize_from_hf, which names the checkpoint")
         if self.initialize_from_hf is True and self.model.reference_checkpoint is None:
             problems.append("initialize_from_hf: true stands for model.reference_checkpoint, which is null; name one")
@@ -135,8 +141,13 @@ class TrainLmConfig:
     @property
     def reference(self) -> str | None:
         """The Hugging Face checkpoint that the run begins from."""
-        named = self.initialize_from_hf
+        named = self.hf_checkpoint or self.initialize_from_hf
         return self.model.reference_checkpoint if named is True else named or None
+
+    @property
+    def takes_architecture(self) -> bool:
+        """Whether the checkpoint's architecture replaces `model`."""
+        return self.use_hf_model_config or self.hf_checkpoint is not None
 
     @property
     def positions(self) -> int:
@@ -184,10 +195,12 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
         ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
             plan.
     """
+    origin = beginning(config)
+    config = completed(config, origin)
     trainer, positions = config.trainer, config.positions
     precision = Precision.parse(trainer.mp)
-    origin = _origin(config)
     checks = [*(() if origin is None else origin.checks), *not_carried(config)]
+    checks += [] if config.takes_architecture else default_notes(config.model)
     architecture = config.model if origin is None else origin.architecture
     model, reasons = architecture.for_platform(target.platform, compute_dtype=precision.compute, length=positions)
     checks += [Check(name="kernels", status="ok", message=reason) for reason in reasons]
@@ -203,6 +216,10 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     transformation = attempted(problems, lambda: config.optimizer.build(trainer.num_train_steps))
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
+    checks += [
+        Check(name="schedule", status="note", message=line)
+        for line in config.optimizer.adjusted(trainer.num_train_steps)
+    ]
     Vocab = hax.Axis("vocab", vocabulary_rows(vocab, resolved))
     model = replace(model, vocab_size=vocab)
     checks += vocab_checks
@@ -347,14 +364,6 @@ def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage,
     )
 
 
-def _origin(config: TrainLmConfig) -> Origin | None:
-    """The checkpoint that the run begins from, as far as it can be reached; None where weights are made."""
-    if config.reference is None:
-        return None
-    replaces = config.use_hf_model_config
-    return find_origin(config.reference, config.model, block_is_whole=not replaces, block_yields=replaces)
-
-
 def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
     """How many ids there are, the tokenizer where it is here, and what was looked at to know it."""
     name = config.data.tokenizer
@@ -395,6 +404,7 @@ def train(config: TrainLmConfig) -> Trained:
         print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=plan.work.bytes_by_group))
         print(plan.report())
     plan.check()
+    require_same_config(config)
     if show:
         print(f"run {id_}: trainer.id={id_} goes on behind its last checkpoint", flush=True)
     tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())

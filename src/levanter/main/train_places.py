@@ -4,14 +4,14 @@ All of it is looked at before text is read or anything is computed.
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from levanter.checkpoint import CheckpointRef, Watch, checkpoint_at, find_checkpoints
-from levanter.compat.hf.export import INCOMPLETE, ExportPathError
-from levanter.io import is_remote, join, local_path
-from levanter.io.paths import base_name
+from levanter.compat.hf.export import ExportPathError
+from levanter.compat.hf.export_place import exports_in, is_whole
+from levanter.io import is_remote, join
+from levanter.io.paths import base_name, check_writable, filesystem
 from levanter.trainer.parts import CheckpointDebugConfig
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Places:
 
     def lacks_export(self, taken: int) -> bool:
         """Whether there is no export after so many steps."""
-        return not _names_in(self.export(taken))
+        return not is_whole(self.export(taken))
 
 
 def find_resume(config: "TrainLmConfig", places: Places) -> CheckpointRef | None:
@@ -107,7 +107,7 @@ def find_resume(config: "TrainLmConfig", places: Places) -> CheckpointRef | None
     return None
 
 
-def refuse_taken_exports(config: "TrainLmConfig", places: Places, resumed: CheckpointRef | None) -> None:
+def refuse_taken_exports(places: Places, resumed: CheckpointRef | None) -> None:
     """Looks at where exports will go, before anything is computed.
 
     A run that goes on behind a checkpoint of its own replaces what its earlier attempt exported. Where there is an
@@ -115,14 +115,12 @@ def refuse_taken_exports(config: "TrainLmConfig", places: Places, resumed: Check
 
     Raises:
         ExportPathError: a run that begins would write where something is.
-        ValueError: the path is not on a disk of this machine.
+        ValueError: no installed package knows the URL's scheme.
     """
     if places.exports is None:
         return
-    if is_remote(places.exports):
-        raise ValueError(f"hf_save_path: {config.hf_save_path}: exports go to a local path; copy the folder afterwards")
     begins = resumed is None or not places.own(resumed)
-    if begins and any(not name.endswith(INCOMPLETE) for name in _names_in(places.exports)):
+    if begins and exports_in(places.exports):
         raise ExportPathError(
             places.exports,
             "there are exports of another run here",
@@ -130,12 +128,19 @@ def refuse_taken_exports(config: "TrainLmConfig", places: Places, resumed: Check
         )
 
 
-def _names_in(folder: str) -> list[str]:
-    """What a local folder holds, or itself where it is a file; nothing where there is none."""
-    path = local_path(folder)
-    if os.path.isdir(path):
-        return sorted(os.listdir(path))
-    return [os.path.basename(path)] if os.path.exists(path) else []
+def check_exports_writable(places: Places) -> None:
+    """Writes and deletes a small file where exports will go, if that is elsewhere; one process does.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+    if places.exports is None or not is_remote(places.exports):
+        return
+    try:
+        filesystem(places.exports)
+        check_writable(places.exports)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"hf_save_path: {places.exports}: cannot be written ({error})") from error
 
 
 def what_is_left(config: "TrainLmConfig", run_id: str) -> str:

@@ -25,13 +25,20 @@ from levanter.config import plain
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.eval.perplexity import EvalResult
 from levanter.io import Progress
+from levanter.main.sameness import require_same_weights
 from levanter.main.saved_model import model_metadata
 from levanter.main.train_evaluation import PROGRAM, Evaluate, validation_rows
 from levanter.main.train_first import begun_from, restored
 from levanter.main.train_instruments import guard_of, instruments
-from levanter.main.train_places import Places, checkpoint_watch, find_resume, refuse_taken_exports
+from levanter.main.train_places import (
+    Places,
+    check_exports_writable,
+    checkpoint_watch,
+    find_resume,
+    refuse_taken_exports,
+)
 from levanter.main.workloads import stage_program
-from levanter.mesh.barrier import agreed_stop, barrier, process_0_first, require_same
+from levanter.mesh.barrier import agreed, agreed_stop, barrier, process_0_first, require_same
 from levanter.run import RunPlan
 from levanter.tracker import Tracker
 from levanter.trainer.batches import placed_batches
@@ -114,9 +121,18 @@ def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trai
         advice="trainer.checkpointer.base_path must be storage that all hosts see",
     )
     first = 0 if resumed is None else resumed.step
-    refuse_taken_exports(config, places, resumed)
+    refuse_taken_exports(places, resumed)
+    if show:
+        check_exports_writable(places)
     with process_0_first("preparing data", seconds=DATA_SECONDS):
         data = _data(work, show=show)
+    require_same(
+        "the training data",
+        f"{len(data.sets)} sets, sha256 {data.fingerprint[:16]}…",
+        advice="the files and the tokenizer must be the same on all hosts, and so must the token stores",
+        # Hosts with disks of their own tokenize behind process 0.
+        seconds=DATA_SECONDS,
+    )
     stop = last_step(config, data)
     for line in (*data.describe(stop), *data.notes):
         logger.info("data: %s", line)
@@ -151,8 +167,9 @@ def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trai
         if places.exports is not None:
             exports = Every(steps=config.hf_save_steps, action=save_and_export, until=stop)
             pauses.append(exports)
-            if first and exports.due(first) and places.lacks_export(first):
-                # The attempt before was killed behind the checkpoint and before its export was whole.
+            # The attempt before may have been killed behind the checkpoint and before its export was whole. Process 0
+            # writes exports, perhaps onto a disk of its own: it says whether one is missing.
+            if first and exports.due(first) and agreed("its export", str(places.lacks_export(first))) == "True":
                 export_now(first, state)
         evaluate = _evaluation(plan, mesh, data, tracker=tracker, last=stop, show=show)
         if evaluate is not None:
@@ -233,6 +250,8 @@ def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, sho
     key = jax.random.PRNGKey(config.trainer.seed)
     if config.reference is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
+        require_same_weights(work.origin.checkpoint.source)
+        barrier("loading weights")
         total = plan.load.bytes_by_host[jax.process_index() if plan.load.num_hosts > 1 else 0]
         with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
             loaded = load(

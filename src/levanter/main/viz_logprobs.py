@@ -23,7 +23,9 @@ from levanter.main.entry import run_entry_point
 from levanter.main.eval_lm import EvalLmConfig, EvalWork
 from levanter.main.local import configure_jax, local_target
 from levanter.main.pretrained import load_pretrained
+from levanter.main.sameness import require_same_config, require_same_text
 from levanter.mesh import local_devices, require_accelerator
+from levanter.mesh.barrier import barrier
 from levanter.models.registry import LmConfig
 from levanter.run import OK, PlanOptions, RunPlan, Target
 from levanter.trainer.config import TrainerConfig
@@ -109,10 +111,12 @@ def execute(plan: RunPlan, mesh: Mesh, config: VizLmConfig) -> list[ScoredText]:
     work: EvalWork = plan.work
     show = jax.process_index() == 0
     sequences = work.sequences or eval_lm.tokenize(work, show=show)
+    require_same_text(sequences)
     chosen = chosen_rows(sequences, count=config.num_docs, seed=config.data_seed)
     model = with_arrays(work.pretrained.abstract, load_pretrained(work.pretrained, mesh, show=show).arrays)
     program = plan.program("score")
     score = program.jit(mesh)
+    barrier("scoring")
     found: list[ScoredText] = []
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
         for first in range(0, len(chosen), work.batch_rows):
@@ -163,6 +167,7 @@ def main(config: VizLmConfig) -> int:
     if show:
         print(plan.report())
     plan.check()
+    require_same_config(config)
     texts = execute(plan, plan.mesh.build(found.devices), config)
     pretrained = plan.work.pretrained
     if show:

@@ -2,16 +2,20 @@
 
     barrier("loading")                        everybody is here, or an error that lists who is missing
     id_ = agreed("run id", random_id())       what process 0 has
-    require_same("the configuration", text)   everybody has the same, or an error that lists who differs
+    require_same("the text", digest)          everybody has the same, or an error that lists who differs
 
 With one process they return at once. All processes must pass the same barriers in the same order.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from levanter.mesh.peers import Peers, PeersDifferError
+
+_SHOWN_VALUES = 3
 
 
 @dataclass
@@ -30,6 +34,11 @@ def set_peers(peers: Peers | None) -> None:
 def current_peers() -> Peers | None:
     """The peers of this process; None where it is alone."""
     return _current.peers
+
+
+def is_process_0() -> bool:
+    """Whether this process is the first of its run, or alone: the one that prints."""
+    return _current.peers is None or _current.peers.process == 0
 
 
 def barrier(name: str, *, seconds: float | None = None) -> None:
@@ -55,13 +64,14 @@ def agreed(name: str, value: str) -> str:
     return value if _current.peers is None else _current.peers.meet(name, value=value)[0]
 
 
-def require_same(name: str, value: str, *, advice: str) -> None:
+def require_same(name: str, value: str, *, advice: str, seconds: float | None = None) -> None:
     """Refuses a run whose processes have different values.
 
     Args:
         name: what it is.
         value: this process's, short enough to be shown.
         advice: what to do where they differ.
+        seconds: how long to wait for the others; None for the run's `barrier_timeout`.
 
     Raises:
         PeersDifferError: on every process; lists who differs.
@@ -69,7 +79,7 @@ def require_same(name: str, value: str, *, advice: str) -> None:
     """
     if _current.peers is None:
         return
-    first, others = _current.peers.meet(name, value=value)
+    first, others = _current.peers.meet(name, value=value, seconds=seconds)
     if others:
         lines = [f"  {_current.peers.roster[n]}: {text}" for n, text in others.items()]
         more = [f"  and {len(lines) - 4} more"] if len(lines) > 4 else []
@@ -84,6 +94,35 @@ def require_same(name: str, value: str, *, advice: str) -> None:
                 ]
             )
         )
+
+
+def require_same_values(name: str, values: Mapping[str, str], *, advice: str) -> None:
+    """Refuses a run whose processes have different values of many; says which differ, and where.
+
+    Args:
+        name: what they are.
+        values: this process's.
+        advice: what to do where they differ.
+
+    Raises:
+        PeersDifferError: on every process; lists who differs, and in what.
+        PeerLostError: somebody did not come.
+    """
+    if _current.peers is None:
+        return
+    text = json.dumps(values, sort_keys=True)
+    _, others = _current.peers.meet(name, value=hashlib.sha256(text.encode()).hexdigest())
+    if not others:
+        return
+    wanted = json.loads(agreed(name, text))
+    wrong = [
+        f"{key} {values.get(key, 'is not there')} (process 0: {wanted.get(key, 'not there')})"
+        for key in sorted({*values, *wanted})
+        if values.get(key) != wanted.get(key)
+    ]
+    more = f", and {len(wrong) - _SHOWN_VALUES} more" if len(wrong) > _SHOWN_VALUES else ""
+    mine = "; ".join(wrong[:_SHOWN_VALUES]) + more
+    require_same(name, mine or f"{len(values)} values", advice=advice)
 
 
 def agreed_stop(told: Callable[[], bool]) -> Callable[[], bool]:

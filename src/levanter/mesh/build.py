@@ -10,7 +10,9 @@ import jax
 from haliax_ext.errors import gib
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import Device, MeshSpec, granules
+from haliax_ext.placement import show_axes
 from levanter.mesh.config import MeshConfig
+from levanter.mesh.heads import KV_HEAD, Q_PER_GROUP
 
 
 class DeviceFacts(Protocol):
@@ -81,12 +83,12 @@ def mesh_report(
     mappings: Mappings | None = None,
     bytes_per_device: Mapping[str, int] | None = None,
 ) -> str:
-    """What is printed at start: chips, hosts, granules, the mesh, bytes on each device, and what crosses DCN.
+    """What is printed at start: chips, hosts, granules, the mesh, bytes on each device, what is cut, what crosses DCN.
 
     Args:
         spec: the mesh.
         found: the devices it is for.
-        mappings: for the warning about parameters that are cut across granules.
+        mappings: for what cuts attention, and the warning about parameters that are cut across granules.
         bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
     """
     what = "chip" if found.platform == "tpu" else "device"
@@ -100,8 +102,20 @@ def mesh_report(
         parts = ", ".join(f"{name} {gib(size)}" for name, size in bytes_per_device.items())
         of = "" if found.hbm_bytes is None else f" of {gib(found.hbm_bytes)} ({total / found.hbm_bytes:.1%})"
         lines.append(f"on each device: {parts}; together {gib(total)}{of}")
+    lines += _heads(spec, mappings)
     lines += _crossing(spec, mappings)
     return "\n".join(lines)
+
+
+def _heads(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
+    """Which projections of attention are cut, for in other projects `heads` reaches o only."""
+    reached = {KV_HEAD: "q, k, v and o", Q_PER_GROUP: "q and o"}
+    cut = []
+    for name, projections in reached.items():
+        axes = () if mappings is None else mappings.params.mesh_axes(name)
+        if (ways := spec.ways(axes)) > 1:
+            cut.append(f"{name} → {show_axes(axes)} cuts {projections} {ways} ways")
+    return ["; ".join(cut)] if cut else []
 
 
 def _crossing(spec: MeshSpec, mappings: Mappings | None) -> list[str]:

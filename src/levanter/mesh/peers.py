@@ -116,7 +116,7 @@ class Peers:
         self._decided: dict[str, str] = {}
         self._where = "at the start"
         self._departed: list[Departure] = []
-        self._leaving = False
+        self._leaving = self._left = False
         self._stop = False
 
     @property
@@ -268,12 +268,16 @@ class Peers:
             self._changed.wait_for(lambda: bool(found()), seconds)
             return found()[0] if found() else None
 
+    def part(self) -> None:
+        """Everything is done, here and elsewhere: whoever goes away now is missed by nobody."""
+        self._leaving = True
+
     def leave(self, code: int, said: str = "") -> None:
         """Says goodbye: this process will end now, and why. Nobody is called any more."""
         with self._changed:
-            if self._leaving:
+            if self._left:
                 return
-            self._leaving = True
+            self._leaving = self._left = True
         self._wire.send("bye", code=code, said=said[:4000])
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 from levanter.models.absent import register_absent
 from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from levanter.models.gpt2 import Gpt2Config
+from levanter.models.gpt_neox import GptNeoxConfig
 from levanter.models.llama import LlamaConfig
 from levanter.models.mistral import MistralConfig
 from levanter.models.mixtral import MixtralConfig, Qwen3MoeConfig
@@ -17,6 +18,7 @@ __all__ = [
     "Gemma3Config",
     "GemmaConfig",
     "Gpt2Config",
+    "GptNeoxConfig",
     "LlamaConfig",
     "LmConfig",
     "MistralConfig",

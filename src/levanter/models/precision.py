@@ -8,7 +8,7 @@ compute asks for `highest`, so that f32 means f32 on every platform.
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,31 @@ class Precision:
     def cast_to_output(self, tree: T) -> T:
         """Floating-point arrays of `tree` in the output dtype."""
         return cast_floating(tree, self.output)
+
+
+class PolicyText(str):
+    """A policy as it is written, such as `p=f32,c=bf16`: what `TrainerConfig.mp` holds."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, policy: Any) -> "PolicyText":
+        """The text of a policy: of text, a `Precision`, or a policy of `jmp`."""
+        if isinstance(policy, str | Precision):
+            return cls(policy)
+        parts = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
+        if missing := [name for name in parts.values() if not hasattr(policy, name)]:
+            raise TypeError(f"{policy!r} is no precision policy: it has no {', '.join(missing)}")
+        return cls(",".join(f"{key}={jnp.dtype(getattr(policy, name)).name}" for key, name in parts.items()))
+
+    @property
+    def precision(self) -> Precision:
+        """What it means.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        return Precision.parse(self)
 
 
 def cast_floating(tree: T, dtype: np.dtype) -> T:

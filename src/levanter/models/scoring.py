@@ -312,7 +312,8 @@ def _bounded(products: NamedArray, *, vocab_size: int | None, soft_cap: float | 
 
 def _is_target(target: NamedArray, logits: NamedArray) -> NamedArray:
     Vocab = logits.resolve_axis("vocab")
-    return target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
+    found: Any = target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
+    return found
 
 
 def _chunk_scores(x: NamedArray, weight: NamedArray, target: NamedArray, how: _How) -> tuple[NamedArray, ...]:

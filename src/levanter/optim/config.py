@@ -18,7 +18,8 @@ from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.outliers import SkipStepConfig, carry_recent
 from levanter.optim.parameters import Parameter, decay_mask, map_parameters
-from levanter.optim.schedules import LrSchedule, Schedule, build_schedule, cycle_ends, shape_of
+from levanter.optim.schedules import Cycle, LrSchedule, Schedule, build_schedule, cycle_ends, divide, shape_of
+from levanter.optim.update_clipping import ClipUpdateNormConfig, clip_by_recent_norms, clip_rms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,12 @@ class OptimizerConfig(draccus.ChoiceRegistry):
             value = getattr(self, name)
             if value is not None and value < 0:
                 yield f"{name}: must not be negative, got {value}"
+        if self.min_lr_ratio > 1:
+            yield f"min_lr_ratio: decay ends at this part of the peak, at most 1, got {self.min_lr_ratio}"
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name, 0.0)
+            if not 0 <= value < 1:
+                yield f"{name}: must be from 0 to below 1, got {value}"
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             yield f"max_grad_norm: must be positive, or null for no limit, got {self.max_grad_norm}"
         if self.cooldown is not None:
@@ -100,14 +107,23 @@ class OptimizerConfig(draccus.ChoiceRegistry):
         """The learning rate at each step of a run.
 
         Raises:
-            ValueError: phases or cycles do not fit in the run.
+            ValueError: cycles do not fit in the run, or an amount is neither a fraction nor whole steps.
         """
-        cycles = self.haps if self.cycles is None else self.cycles
         return build_schedule(
             peak=self.learning_rate,
             min_ratio=self.min_lr_ratio,
-            total=num_train_steps,
             shape=shape_of(self.lr_schedule),
+            cycles=self._cycles(num_train_steps),
+        )
+
+    def adjusted(self, num_train_steps: int) -> tuple[str, ...]:
+        """What of warmup and decay does not fit in a run, and what is done instead."""
+        return tuple(line for cycle in self._cycles(num_train_steps) for line in cycle.adjusted)
+
+    def _cycles(self, num_train_steps: int) -> tuple[Cycle, ...]:
+        cycles = self.haps if self.cycles is None else self.cycles
+        return divide(
+            total=num_train_steps,
             warmup=self.warmup,
             decay=self.decay,
             rewarmup=self.rewarmup,
@@ -116,16 +132,21 @@ class OptimizerConfig(draccus.ChoiceRegistry):
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         """The whole transformation, from gradients to what is added to the parameters."""
-        chain = [*self.stages(), optax.scale_by_learning_rate(self.schedule(num_train_steps))]  # pyright: ignore
+        schedule = self.schedule(num_train_steps)
+        chain = [*self.stages(schedule), optax.scale_by_learning_rate(schedule)]  # pyright: ignore
         if self.outliers is not None:
             chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))
 
-    def stages(self) -> list[optax.GradientTransformation]:
-        """What comes before the learning rate: clipping, the optimizer proper, weight decay.
+    def stages(self, schedule: Schedule) -> list[optax.GradientTransformation]:
+        """What comes before the learning rate: clipping, the optimizer proper, weight decay and what follows it.
 
         Always three, so that the paths of their states, and with them checkpoints, do not depend on what is off.
+
+        Args:
+            schedule: the learning rate, for what follows it.
         """
+        del schedule
         return [self.clipping(), self.scaling(), self.decaying(self.weight_decay)]
 
     def clipping(self) -> optax.GradientTransformation:
@@ -164,7 +185,11 @@ class AdamConfig(OptimizerConfig):
         nesterov: whether the first moment looks one step ahead.
         skip_bad_steps: whether steps are left out whose loss or gradient is far above the last ones'; a number says
             how many of them are remembered.
-        update_rms_clipping, clip_update_norm, adamc_weight_decay: not supported yet.
+        update_rms_clipping: largest root mean square of one matrix's update, before the learning rate; null for no
+            limit.
+        clip_update_norm: the update's norm is clipped where it is far above the last ones'; null for never.
+        adamc_weight_decay: whether weight decay falls with the learning rate once more, by its part of the peak
+            (Defazio, arXiv:2506.02285).
     """
 
     beta1: float = 0.9
@@ -172,14 +197,17 @@ class AdamConfig(OptimizerConfig):
     epsilon: float = 1e-8
     nesterov: bool = False
     update_rms_clipping: float | None = None
-    clip_update_norm: dict[str, Any] | None = None
+    clip_update_norm: ClipUpdateNormConfig | None = None
     skip_bad_steps: bool | int | SkipStepConfig = False
     adamc_weight_decay: bool = False
 
     def _unsupported(self) -> Iterable[str]:
-        for name in ("update_rms_clipping", "clip_update_norm", "adamc_weight_decay"):
-            if getattr(self, name):
-                yield f"{name}: not supported yet; leave it out"
+        if self.update_rms_clipping is not None and self.update_rms_clipping <= 0:
+            yield f"update_rms_clipping: must be positive, or null for no limit, got {self.update_rms_clipping}"
+        if self.update_rms_clipping is not None and self.clip_update_norm is not None:
+            yield "update_rms_clipping and clip_update_norm: both limit the update; keep one"
+        if self.adamc_weight_decay and self.learning_rate == 0:
+            yield "adamc_weight_decay: weight decay is scaled by the part of learning_rate, which must be positive"
         if not isinstance(self.skip_bad_steps, bool | SkipStepConfig) and self.skip_bad_steps < 2:
             yield f"skip_bad_steps: at least 2 steps are remembered, got {self.skip_bad_steps}"
 
@@ -194,6 +222,17 @@ class AdamConfig(OptimizerConfig):
 
     def scaling(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)
+
+    def stages(self, schedule: Schedule) -> list[optax.GradientTransformation]:
+        clip, scale, decay = super().stages(schedule)
+        if self.adamc_weight_decay and self.weight_decay > 0:
+            part = self.weight_decay / self.learning_rate
+            decay = optax.add_decayed_weights(lambda step: part * schedule(step), self._decay_mask())  # pyright: ignore
+        if self.update_rms_clipping is not None:
+            decay = optax.chain(decay, clip_rms(self.update_rms_clipping))
+        if self.clip_update_norm is not None:
+            decay = optax.chain(decay, clip_by_recent_norms(self.clip_update_norm))
+        return [clip, scale, decay]
 
 
 @OptimizerConfig.register_subclass("adafactor")
@@ -318,8 +357,6 @@ class MuonConfig(OptimizerConfig):
             yield "learning_rate: must be positive; adam_lr is scaled from it"
         if self.backend_steps < 1:
             yield f"backend_steps: must be at least 1, got {self.backend_steps}"
-        if not 0 <= self.momentum < 1:
-            yield f"momentum: must be from 0 to below 1, got {self.momentum}"
 
     def scaling(self) -> optax.GradientTransformation:
         return scale_by_muon(
@@ -331,7 +368,8 @@ class MuonConfig(OptimizerConfig):
             kimi=self.use_kimi_scaling,
         )
 
-    def stages(self) -> list[optax.GradientTransformation]:
+    def stages(self, schedule: Schedule) -> list[optax.GradientTransformation]:
+        del schedule
         others = self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
         adam = [
             self.clipping(),

@@ -67,6 +67,9 @@ class CosineLrSchedule(LrSchedule):
 
     exponent: float = 1.0
 
+    def __post_init__(self) -> None:
+        _positive("exponent", self.exponent)
+
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * _progress(phase, since)))
         return phase.floor + (phase.peak - phase.floor) * cosine**self.exponent
@@ -92,6 +95,9 @@ class PolynomialLrSchedule(LrSchedule):
 
     power: float = 2.0
 
+    def __post_init__(self) -> None:
+        _positive("power", self.power)
+
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         return phase.floor + (phase.peak - phase.floor) * (1 - _progress(phase, since)) ** self.power
 
@@ -107,6 +113,9 @@ class InvSqrtLrSchedule(LrSchedule):
 
     timescale: float = 10_000.0
 
+    def __post_init__(self) -> None:
+        _positive("timescale", self.timescale)
+
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         step = jnp.maximum(since + phase.warmup_steps, 1)
         return jnp.maximum(phase.peak * jnp.minimum(1, jnp.sqrt(self.timescale / step)), phase.floor)
@@ -121,6 +130,63 @@ class InvLrSchedule(LrSchedule):
         if phase.floor <= 0:
             raise ValueError("optimizer.lr_schedule inv ends at the floor: min_lr_ratio must be positive")
         return phase.peak / (1 + (phase.peak / phase.floor - 1) * _progress(phase, since))
+
+
+@LrSchedule.register_subclass("inv_sqrt_decay")
+@dataclass(frozen=True, kw_only=True)
+class InvSqrtDecayLrSchedule(LrSchedule):
+    """`peak / √(1 + c·progress)`, at least the floor: its end does not depend on how long the run is.
+
+    Attributes:
+        decay_constant: `c`; at the end of the phase the peak is divided by `√(1 + c)`.
+    """
+
+    decay_constant: float = 28.6
+
+    def __post_init__(self) -> None:
+        _positive("decay_constant", self.decay_constant)
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        divisor = jnp.sqrt(1 + self.decay_constant * since / max(phase.steps, 1))
+        return jnp.maximum(phase.peak / divisor, phase.floor)
+
+
+@LrSchedule.register_subclass("power")
+@dataclass(frozen=True, kw_only=True)
+class PowerLrSchedule(LrSchedule):
+    """`a · batch size · tokens^b`, at most the peak, where `tokens` counts from the phase's beginning.
+
+    The shape of the power scheduler (Shen et al., arXiv:2408.13359), which does not know how long the run is. There
+    is no floor.
+
+    Attributes:
+        batch_size: sequences a step.
+        seq_length: tokens in a sequence.
+        a: its amplitude.
+        b: its exponent, negative.
+    """
+
+    batch_size: int
+    seq_length: int
+    a: float = 4.6
+    b: float = -0.51
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seq_length", "a"):
+            _positive(name, getattr(self, name))
+        if self.b >= 0:
+            raise ValueError(f"b: must be negative, got {self.b}")
+
+    def at(self, phase: Phase, since: jax.Array) -> jax.Array:
+        tokens = jnp.maximum(since, 0) * float(self.batch_size * self.seq_length)
+        # Nothing to the power of a negative number is infinite, and the peak less.
+        rate = self.a * self.batch_size * jnp.where(tokens > 0, tokens, 1.0) ** self.b
+        return jnp.where(tokens > 0, jnp.minimum(phase.peak, rate), phase.peak)
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}: must be positive, got {value}")
 
 
 def _progress(phase: Phase, since: jax.Array) -> jax.Array:
@@ -173,14 +239,16 @@ def cycle_ends(
     key = "optimizer.cycles" if cycle_length is None else "optimizer.cycle_length"
     if isinstance(cycle_length, int | float):
         length = steps_of(cycle_length, total, key=key)
-        if length < 1:
-            raise ValueError(f"{key} {cycle_length}: a cycle of a run of {total} steps has at least one step")
+        if not 1 <= length <= total:
+            raise ValueError(
+                f"{key} {cycle_length}: a cycle of a run of {total} steps has from 1 to {total} steps, not {length}"
+            )
         ends = list(range(length, total, length))
     elif cycle_length is not None:
         ends = [sum(cycle_length[: n + 1]) for n in range(len(cycle_length))]
     elif isinstance(cycles, int):
-        if cycles < 1:
-            raise ValueError(f"{key} {cycles}: there is at least one cycle")
+        if not 1 <= cycles <= total:
+            raise ValueError(f"{key} {cycles}: a run of {total} steps has from 1 to {total} cycles")
         ends = [total * (n + 1) // cycles for n in range(cycles)]
     elif cycles is not None:
         ends = list(cycles)
@@ -197,53 +265,86 @@ class _Segment:
     rate: Callable[[jax.Array], jax.Array]
 
 
-def build_schedule(
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """How one cycle is divided; its stable phase is what lies between.
+
+    Attributes:
+        start: its first step.
+        end: the step behind its last.
+        rising: steps of warmup.
+        falling: steps of decay.
+        adjusted: what was asked for and does not fit, in words; empty where everything does.
+    """
+
+    start: int
+    end: int
+    rising: int
+    falling: int
+    adjusted: tuple[str, ...] = ()
+
+
+def divide(
     *,
-    peak: float,
-    min_ratio: float,
     total: int,
-    shape: LrSchedule,
     warmup: int | float,
     decay: int | float | None,
     rewarmup: int | float = 0,
     ends: Sequence[int] | None = None,
-) -> Schedule:
-    """The schedule of a run.
+) -> tuple[Cycle, ...]:
+    """The phases of a run. A warmup that is longer than its cycle takes all of it, a decay what the warmup leaves.
 
     Args:
-        peak: the learning rate after warmup.
-        min_ratio: the floor, as a part of `peak`.
         total: steps of the run.
-        shape: of the decay.
         warmup: of the first cycle, a fraction of it or steps.
         decay: of each cycle, likewise; None takes all that the warmup leaves.
         rewarmup: warmup of every cycle but the first.
         ends: from `cycle_ends`; one cycle if None.
 
     Raises:
-        ValueError: warmup and decay are longer than their cycle.
+        ValueError: a negative amount, or a fraction above 1.
     """
-    segments: list[_Segment] = []
-    start, reached, floor = 0, 0.0, peak * min_ratio
+    found, start = [], 0
     for number, end in enumerate(ends or (total,)):
         steps = end - start
         key, given = ("warmup", warmup) if number == 0 else ("rewarmup", rewarmup)
-        rising = steps_of(given, steps, key=f"optimizer.{key}")
-        falling = steps - rising if decay is None else steps_of(decay, steps, key="optimizer.decay")
-        if rising + falling > steps:
-            raise ValueError(
-                f"optimizer.{key} {given} ({rising} steps) and optimizer.decay {decay} ({falling} steps) do not fit "
-                f"in {steps} steps; shorten one of them by {rising + falling - steps}"
-            )
+        asked = steps_of(given, steps, key=f"optimizer.{key}")
+        rising = min(asked, steps)
+        wanted = steps - rising if decay is None else steps_of(decay, steps, key="optimizer.decay")
+        falling = min(wanted, steps - rising)
+        whole = f"the run has {total} steps" if steps == total else f"the cycle from step {start} has {steps} steps"
+        adjusted = []
+        if rising < asked:
+            adjusted.append(f"{key} {given} is cut: {whole}, and ends before its peak is reached")
+        if falling < wanted:
+            left = f", of which {key} takes {rising}" if rising else ""
+            adjusted.append(f"decay {decay} is cut to {falling} steps: {whole}{left}")
+        found.append(Cycle(start=start, end=end, rising=rising, falling=falling, adjusted=tuple(adjusted)))
+        start = end
+    return tuple(found)
+
+
+def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: Sequence[Cycle]) -> Schedule:
+    """The schedule of a run.
+
+    Args:
+        peak: the learning rate after warmup.
+        min_ratio: the floor, as a part of `peak`.
+        shape: of the decay.
+        cycles: from `divide`.
+    """
+    segments: list[_Segment] = []
+    reached, floor = 0.0, peak * min_ratio
+    for cycle in cycles:
+        rising, falling = cycle.rising, cycle.falling
         if rising:
-            segments.append(_Segment(start=start, rate=_line(reached, peak, rising)))
-        if steps - rising - falling:
-            segments.append(_Segment(start=start + rising, rate=_line(peak, peak, 1)))
+            segments.append(_Segment(start=cycle.start, rate=_line(reached, peak, rising)))
+        if cycle.end - cycle.start - rising - falling:
+            segments.append(_Segment(start=cycle.start + rising, rate=_line(peak, peak, 1)))
         phase = Phase(peak=peak, floor=floor, steps=falling, warmup_steps=rising)
-        segments.append(_Segment(start=end - falling, rate=_decay(shape, phase)))
+        segments.append(_Segment(start=cycle.end - falling, rate=_decay(shape, phase)))
         with jax.ensure_compile_time_eval():
             reached = float(shape.at(phase, jnp.float32(falling)))
-        start = end
 
     def schedule(step: jax.Array) -> jax.Array:
         rate = segments[0].rate(step.astype(jnp.float32))

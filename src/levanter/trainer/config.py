@@ -11,6 +11,7 @@ from pathlib import Path
 
 from levanter.mesh.config import MeshConfig
 from levanter.mesh.distributed import DistributedConfig
+from levanter.models.precision import PolicyText
 from levanter.tracker import TrackerConfig, WandbConfig
 from levanter.trainer.parts import (
     BatchSizeStage,
@@ -107,6 +108,7 @@ class TrainerConfig:
     shutdown_at_exit: bool | float = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mp", PolicyText.of(self.mp))
         refuse(self._problems())
 
     def _problems(self) -> Iterable[str]:
@@ -114,6 +116,11 @@ class TrainerConfig:
             yield f"seed: must not be negative, got {self.seed}"
         if not self.mp.strip():
             yield "mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing"
+        else:
+            try:
+                PolicyText.of(self.mp).precision  # noqa: B018 — reads it
+            except ValueError as error:
+                yield f"mp: {error}"
         for name in ("per_device_parallelism", "per_device_eval_parallelism"):
             value = getattr(self, name)
             if value != -1 and value < 1:

@@ -214,6 +214,9 @@ def test_damaged_and_foreign_metadata_are_errors_not_silence(tmp_path):
     with pytest.raises(UnreadableCheckpointError, match=r"step-7/metadata.json: damaged"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text('{"step": 7, "timestamp": "2024-01-01", "is_temporary": false}')
+    with pytest.raises(UnreadableCheckpointError, match=r"step-7: a checkpoint of upstream's Levanter \(TensorStore\)"):
+        latest(str(tmp_path))
+    (folder / "metadata.json").write_text('{"step": 7}')
     with pytest.raises(UnreadableCheckpointError, match=r"not one of our checkpoints \(format None"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text(json.dumps({"format": "levanter-checkpoint", "version": 99}))

@@ -241,6 +241,10 @@ def test_draccus_decodes_the_dump_of_a_registry_config_alike():
             "schedule: {type: cosin}",
             "run.yaml:1: schedule.type: unknown type `cosin`; did you mean `cosine`? (known: cosine)",
         ),
+        (
+            "model: {type: tiny, layers: 3}",
+            "run.yaml:1: model.layers: unknown key; it is a key of type: huge",
+        ),
         ("ref: x@", 'run.yaml:1: ref: expected text or a mapping or null, got "x@"'),
         (
             "model:\n  type: huge\n  heads: 3\n  layers: 1",

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
-from levanter.config import parse_text
+from levanter.config import ConfigError, parse_text
 from levanter.config.errors import Problem
 from levanter.config.legacy import translate, translate_plain
 from levanter.config.nodes import MapNode, compose
 from levanter.data.config import LmDataConfig
+from levanter.main.cache_dataset import CacheDatasetConfig
+from levanter.tracker import NoopConfig
 
 
 def data(**keys: Any) -> dict[str, Any]:
@@ -194,3 +196,40 @@ def test_sequence_length_is_renamed():
     document, translation = translate_plain({"model": {"type": "gpt2", "seq_len": 1024, "hidden_dim": 8}})
     assert document == {"model": {"type": "gpt2", "hidden_dim": 8, "max_seq_len": 1024}}
     assert [c.key for c in translation.changes] == ["model.seq_len"]
+
+
+def test_misspelt_keys_of_an_old_source_are_its_own_problem():
+    _, problems = lines(
+        "data:\n  configs:\n    web: {train_url: [a], stream: true}\n    b: {id: x, weight: 3, pack: true}\n"
+    )
+    assert problems == [
+        "old.yaml:3: data.configs.web.train_url: unknown key; did you mean `train_urls`?",
+        "old.yaml:4: data.configs.b.weight: unknown key; the keys here are train_urls, validation_urls, id, name, "
+        "stream, splits, tags, format, cache_dir",
+    ]
+
+
+@pytest.mark.parametrize("source", ["train_urls: [a.jsonl]", "id: acme/books"])
+def test_a_document_that_is_a_data_set(source: str):
+    """`cache_dataset` of 2025: the data set's keys at the top, with its tracker's and Ray's beside them."""
+    text = f"{source}\ntokenizer: passthrough\nvocab_size: 8\ncache_dir: c\ntracker: {{type: noop}}\n"
+    ray = "address: ray://head\nauto_start_cluster: true\nray: {start_workers: false}\n"
+    config = parse_text(CacheDatasetConfig, text + ray)
+    assert config.trainer.tracker == NoopConfig() and list(config.data.components) == ["train"]
+    said, problems = lines(text + ray)
+    assert not problems
+    assert "old.yaml:5: tracker: {type: noop} → trainer.tracker: {type: noop} (cache_dataset used to take" in said[3]
+    assert [line.split()[1:4] for line in said[:3]] == [
+        [k, "is", "ignored:"] for k in ("ray", "address", "auto_start_cluster")
+    ]
+
+
+def test_a_stray_key_does_not_make_a_document_a_data_set():
+    with pytest.raises(ConfigError, match=r"id: unknown key; it belongs at `trainer.id`"):
+        parse_text(CacheDatasetConfig, "id: mine\n")
+
+
+def test_a_source_of_nothing_is_a_cache_alone():
+    assert data(configs={"web": {"cache_dir": "gs://c", "tags": ["a"]}})["components"] == {
+        "web": {"cache_dir": "gs://c", "tags": ["a"]}
+    }

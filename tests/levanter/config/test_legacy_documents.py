@@ -14,12 +14,14 @@ from helpers.legacy_documents import CASES, FOLDER, PHYSICAL, Case, Resolved, ju
 from helpers.legacy_documents import written as written_document
 
 from levanter.config import ConfigError, parse, parse_text, plain, read
-from levanter.config.legacy.changes import inline
 from levanter.main.migrate import config_class, migrate
-from levanter.mesh import ModelAxes, ResolvedMesh, resolve
+from levanter.main.model_defaults import UPSTREAM, default_notes
+from levanter.main.train_lm import describe
+from levanter.mesh import ModelAxes, ResolvedMesh, mesh_report, resolve
 from levanter.models.absent import AbsentModelConfig
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.registry import LmConfig
+from levanter.run import Target
 
 VOCAB = 32_000
 ASKING_TOO_MUCH = "model.scale_attn_by_inverse_layer_idx"
@@ -114,6 +116,20 @@ def differences(case: Case, config: Any, *, devices: int, slices: int) -> list[s
     return found
 
 
+def assert_printed(differences: list[str], new: ResolvedMesh, *, devices: int, slices: int) -> None:
+    """Each difference is in what a run prints: its notes, or the lines about the mesh at its start."""
+    target = Target(name="somewhere", platform="tpu", kind="TPU v4", devices=devices, granules=slices, hosts=slices)
+    said = [*new.notes, *mesh_report(new.spec, target, mappings=new.mappings).splitlines()]
+    for line in differences:
+        if " is factored into " in line:
+            word = "was factored into"
+        elif line.endswith("(vocab)"):
+            word = "vocab → "
+        else:
+            word = "cuts q"
+        assert any(word in each for each in said), f"{line} is not printed:\n" + "\n".join(said)
+
+
 def shown(cut: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in cut.items()) or "whole"
 
@@ -163,9 +179,9 @@ def described(case: Case) -> str:
             lines += ["", f"on {devices} devices in {slices} slice{'s' * (slices > 1)}: {new.spec}"]
             lines += [f"  parameters: {new.mappings.params}", f"  compute: {new.mappings.compute}"]
             lines += [f"  note: {note}" for note in new.notes]
-            lines += [
-                f"  unlike upstream: {line}" for line in differences(case, config, devices=devices, slices=slices)
-            ]
+            found = differences(case, config, devices=devices, slices=slices)
+            assert_printed(found, new, devices=devices, slices=slices)
+            lines += [f"  unlike upstream: {line}" for line in found]
         lines += ["", "model:", *(f"  {line}" for line in model_text(case, config.model).splitlines()), ""]
     return "\n".join(lines)
 
@@ -177,9 +193,9 @@ def test_a_document_means_what_it_meant(case: Case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_migrated_document_is_new_and_means_the_same(case: Case):
-    done = migrate(str(case.path))
-    assert bool(done.changes) == (case.name not in ("26_new_lora_dpo_tp4", "28_new_fsdp_over_slices"))
     for entry_point in case.entry_points:
+        done = migrate(str(case.path), entry_point)
+        assert bool(done.changes) == (case.name not in ("26_new_lora_dpo_tp4", "28_new_fsdp_over_slices"))
         cls = config_class(entry_point)
         try:
             expected = parse(cls, paths=[str(case.path)])
@@ -202,16 +218,64 @@ def test_migrating_twice_changes_nothing(case: Case, tmp_path):
 
 
 def test_a_model_block_that_says_nothing_means_what_it_meant():
-    """But for a few families: there the defaults are the published model's, where upstream's are another model's."""
-    lines = []
+    """But for a few families: there the defaults are the published model's, and the table of them is complete."""
+    differing = {}
     for kind, theirs in june_2026()["models"].items():
         ours = plain(LmConfig.get_known_choices()[kind]())
         assert set(theirs) - set(ours) == set(), kind
-        for key, default in theirs.items():
-            if not same(default, ours[key]) and key not in WITHOUT_MEANING:
-                lines.append(f"{kind}.{key}: upstream {inline(default)}, here {inline(ours[key])}")
-    assert "llama." not in "".join(lines) and "gpt2." not in "".join(lines)
-    assert_golden("legacy/model_defaults.txt", "\n".join(lines))
+        keys = {k: v for k, v in theirs.items() if not same(v, ours[k]) and k not in WITHOUT_MEANING}
+        if keys:
+            differing[kind] = keys
+    assert differing == UPSTREAM
+
+
+@pytest.mark.parametrize("kind", sorted(UPSTREAM))
+def test_what_a_document_relies_on_is_said(kind: str, tmp_path):
+    """A line for each key it leaves out, by `train_lm` and `plan`, and by `migrate`; none for what it writes."""
+    path = tmp_path / "old.yaml"
+    path.write_text(f"model: {{type: {kind}, seq_len: 64}}\n")
+    expected = [key for key in UPSTREAM[kind] if key != "max_seq_len"]
+    notes = migrate(str(path), "train_lm").notes
+    assert [note.split()[0] for note in notes] == [f"model.{key}" for key in expected]
+    checks = default_notes(parse(config_class("train_lm"), paths=[str(path)]).model)
+    assert [check.message for check in checks] == list(notes) and {check.status for check in checks} == {"note"}
+    written_down = yaml.safe_dump({"model": {"type": kind, **UPSTREAM[kind]}})
+    assert default_notes(parse_text(config_class("train_lm"), written_down).model) == []
+
+
+@pytest.mark.parametrize("entry_point", ["eval_lm", "viz_logprobs"])
+def test_an_evaluation_reads_rows_of_the_length_it_read(entry_point: str, tmp_path):
+    """In 2025 that was the model's; a document that says it otherwise, or is new, is left alone."""
+    path = tmp_path / "old.yaml"
+    path.write_text("checkpoint_path: a\nmodel: {type: llama, seq_len: 96}\n")
+    cls = config_class(entry_point)
+    loaded = read(cls, paths=[str(path)])
+    assert (loaded.config.max_eval_length, loaded.config.model.max_seq_len) == (96, 96)
+    assert str(loaded.changes[0]) == (
+        f"{path}:2: model.seq_len: 96 → max_eval_length: 96 "
+        "(an evaluation of that generation read rows of the model's length)"
+    )
+    assert parse_text(cls, migrate(str(path), entry_point).text) == loaded.config
+    assert "it also means max_eval_length: 96" in migrate(str(path)).notes[0]
+    default = cls(checkpoint_path="a").max_eval_length
+    for text, expected in (
+        ("max_eval_length: 32\nmodel: {type: llama, seq_len: 96}", 32),
+        ("model: {type: llama, max_seq_len: 96}", default),
+    ):
+        assert parse_text(cls, f"checkpoint_path: a\n{text}").max_eval_length == expected
+
+
+def test_a_plan_says_what_it_takes_where_upstream_took_another_thing():
+    small = "hidden_dim: 32, intermediate_dim: 48, num_heads: 4, head_dim: 8, max_seq_len: 64, vocab_size: 64"
+    text = f"model: {{type: gemma2, {small}, num_layers: 2}}\ndata: {{tokenizer: passthrough, vocab_size: 64}}\n"
+    target = Target(name="local", platform="cpu", kind="cpu", devices=8)
+    plan = describe(parse_text(config_class("train_lm"), text + "trainer: {train_batch_size: 8}\n"), target)
+    said = [line.strip() for line in plan.report().splitlines() if " is left out: " in line]
+    assert len(said) == 2, plan.report()
+    assert (
+        "model.num_kv_heads is left out: 4 here (gemma2 as published), 1 upstream; write it to have either" in said[0]
+    )
+    assert "model.sliding_window is left out: 4096 here (gemma2 as published), null upstream" in said[1]
 
 
 @pytest.mark.parametrize("one", june_2026()["meshes"], ids=lambda one: f"{one['devices']}-{one['slices']}")
@@ -228,3 +292,40 @@ def test_meshes_resolve_as_in_june_2026(one: Mapping[str, Any]):
         expected = {a: (m,) if isinstance(m, str) else tuple(m or ()) for a, m in theirs.items() if a != "heads"}
         assert {axis: ours.mesh_axes(axis) for axis in expected} == expected
         assert {axis for axis in ours if ours.mesh_axes(axis)} == {axis for axis, to in expected.items() if to}
+
+
+MISTAKES = """
+data:
+  configs:
+    web: {train_url: [a.jsonl], cache_dir: x}
+    pile: {id: acme/pile, splitz: [train]}
+  train_weight: {web: 1}
+  tokeniser: gpt2
+model: {type: lama, seq_len: 128}
+trainer:
+  model_axis_size: "four"
+  tensor_parallel_axes: mlp, heads
+  num_train_steps: 10k
+  checkpointer: {save_interval: 10x, keep: {every: 1000}}
+  ray: {adress: foo}
+optimizer: {type: adamw}
+"""
+
+
+def test_a_document_of_2025_is_told_all_its_mistakes_at_once():
+    with pytest.raises(ConfigError) as caught:
+        parse_text(config_class("train_lm"), MISTAKES, source="old.yaml")
+    said = {line.partition("old.yaml:")[2] for line in str(caught.value).splitlines()[1:]}
+    assert {line.split(" (known")[0] for line in said} == {
+        "4: data.configs.web.train_url: unknown key; did you mean `train_urls`?",
+        "5: data.configs.pile.splitz: unknown key; did you mean `splits`?",
+        "6: data.train_weight: unknown key; did you mean `train_weights`?",
+        "7: data.tokeniser: unknown key; did you mean `tokenizer`?",
+        "8: model.type: unknown type `lama`; did you mean `llama`?",
+        "10: trainer.model_axis_size: expected an integer, got four",
+        "11: trainer.tensor_parallel_axes: is one word of text, 'mlp, heads'; write a list: [mlp, heads]",
+        '12: trainer.num_train_steps: expected an integer, got "10k"',
+        '13: trainer.checkpointer.save_interval: expected a duration such as 15m or null, got "10x"',
+        "13: trainer.checkpointer.keep: expected a list of a mapping, got a mapping",
+        "15: optimizer.type: unknown type `adamw`; did you mean `adam` or `adamH`?",
+    }

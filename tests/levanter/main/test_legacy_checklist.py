@@ -1,4 +1,4 @@
-"""What a project that takes over upstream's users must do, point by point; each test says where the rest of it is."""
+"""What a project that takes over upstream's users must do, point by point: `POINTS` says which tests show each."""
 
 import ast
 import json
@@ -7,15 +7,89 @@ import subprocess
 import sys
 from pathlib import Path
 
+import haliax as hax
+import jax
 import numpy as np
 import pytest
 from helpers import hf_folder
 
 from levanter.config import ConfigError, load, parse_text
-from levanter.main import train_lm
+from levanter.main import cache_dataset, eval_careless_lm, eval_lm, export_lm_to_hf, train_lm
+from levanter.main.cache_dataset import CacheDatasetConfig
+from levanter.main.entry import run_entry_point
+from levanter.main.eval_careless_lm import EvalCarelessLmConfig
+from levanter.main.eval_lm import EvalLmConfig
+from levanter.main.export_lm_to_hf import ConvertLmConfig
 from levanter.main.legacy_imports import find_spec
 from levanter.main.train_lm import TrainLmConfig, describe
-from levanter.run import RunRefused, Target
+from levanter.run import RunPlan, RunRefused, Target
+
+HERE = "tests/levanter/main/test_legacy_checklist.py"
+LEGACY = "tests/levanter/config/test_legacy"
+POINTS = {
+    "1 both trainer styles in one document, a line for each key, contradictions refused": (
+        f"{HERE}::test_an_old_document_trains_from_scratch_without_a_network",
+        f"{HERE}::test_contradictory_mixtures_are_refused_with_both_keys",
+        f"{HERE}::test_one_document_may_have_both_styles",
+        f"{LEGACY}_keys.py::test_every_key_is_known",
+        f"{LEGACY}_keys.py::test_no_row_of_the_table_is_silent",
+        f"{LEGACY}_documents.py::test_a_document_means_what_it_meant",
+        "tests/levanter/main/test_not_carried.py::test_every_key_is_read_somewhere_or_listed",
+    ),
+    "2 both data styles, seq_len and max_seq_len, members by both names": (
+        f"{LEGACY}_data.py",
+        f"{HERE}::test_a_set_that_was_tokenized_before_needs_no_text",
+        f"{HERE}::test_members_have_the_names_of_both_generations",
+    ),
+    "3 module paths of both generations": (
+        f"{HERE}::test_module_paths_of_both_versions_are_importable",
+        "tests/levanter/main/test_legacy_imports.py::test_every_name_is_there_and_told_once",
+        "tests/levanter/main/test_legacy_imports.py::test_a_script_of_all_the_rest",
+        "tests/levanter/main/test_legacy_imports.py::test_an_evaluation_of_2025_in_a_script",
+    ),
+    "4 both ways of entering a mesh, and none": (
+        f"{HERE}::test_a_mesh_is_entered_both_ways_or_not_at_all",
+        f"{HERE}::test_only_set_mesh_enters_a_mesh_inside_the_project",
+        "tests/levanter/main/test_legacy_imports.py::test_a_script_loads_a_llama_and_computes_its_loss",
+    ),
+    "5 the loader places by the target's sharding, streams, names tensors, reports unused ones": (
+        f"{HERE}::test_the_loader_names_every_tensor_that_is_wrong",
+        "tests/levanter/compat/hf/test_converter.py::test_weights_arrive_whole_without_a_mesh_and_in_shards_on_one",
+        "tests/haliax_ext/test_loading.py",
+    ),
+    "6 [mlp, heads] shards q, k and v, or says what is at stake": (
+        f"{HERE}::test_tensor_parallel_heads_reach_q_k_and_v",
+        f"{HERE}::test_unknown_axes_and_large_whole_arrays_are_refused_before_a_run",
+        "tests/levanter/mesh/test_build.py::test_report_of_attention_that_is_cut",
+    ),
+    "7 no padding row in a result": (
+        f"{HERE}::test_no_padding_row_is_in_a_result",
+        "tests/levanter/main/test_eval_careless_lm.py::test_no_row_comes_from_filling_up_the_last_batch",
+        "tests/levanter/memorization/test_runner.py",
+    ),
+    "8 mesh, mappings and bytes are printed before anything is fetched": (
+        f"{HERE}::test_an_old_document_trains_from_scratch_without_a_network",
+        f"{HERE}::test_the_mesh_is_printed_before_a_weight_is_read",
+    ),
+    "9 optional packages are optional": (
+        f"{HERE}::test_optional_packages_are_optional",
+        f"{HERE}::test_an_old_document_trains_from_scratch_without_a_network",
+    ),
+    "and checkpoints of upstream's trainer are refused by name": (
+        f"{HERE}::test_checkpoints_of_upstream_are_refused_by_name",
+    ),
+}
+"""Each point of the checklist → the tests of it: a file, or one test in it."""
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_every_point_has_its_tests(point: str):
+    root = Path(__file__).parents[3]
+    for where in POINTS[point]:
+        file, _, name = where.partition("::")
+        tests = [node.name for node in ast.parse((root / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert name in tests if name else any(test.startswith("test_") for test in tests), where
+
 
 OLD_RUN = """
 data:
@@ -74,9 +148,8 @@ def test_an_old_document_trains_from_scratch_without_a_network(tmp_path, no_netw
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     path = tmp_path / "old.yaml"
     path.write_text(OLD_RUN.format(folder=tmp_path, tokenizer=tokenizer))
-    config = load(TrainLmConfig, ["--config_path", str(path)])
-    done = train_lm.train(config)
-    assert done.taken == 2 and done.loss is not None and np.isfinite(done.loss)
+    assert run_entry_point(TrainLmConfig, train_lm.main, ["--config_path", str(path)]) == 0
+    assert [path.name for path in tmp_path.glob("checkpoints/*/step-*")] == ["step-2"]
     assert no_network == []
     said = capsys.readouterr().out
     mesh = "mesh data 4 × replica 1 × model 2 × replica_dcn 1 (DCN) × data_dcn 1 (DCN)"
@@ -98,6 +171,205 @@ def test_contradictory_mixtures_are_refused_with_both_keys():
     with pytest.raises(ConfigError) as caught:
         parse_text(TrainLmConfig, "trainer:\n  mesh: {axes: {model: 8}}\n  model_axis_size: 4\n")
     assert "trainer.model_axis_size: contradicts `trainer.mesh.axes.model`" in str(caught.value)
+
+
+def test_one_document_may_have_both_styles():
+    """Point 1: a new mesh with an old model key and an old data block."""
+    text = (
+        "trainer: {mesh: {axes: {model: 2}}, wandb: {project: p}}\nmodel: {type: llama, seq_len: 64}\n"
+        "data: {tokenizer: passthrough, vocab_size: 8, configs: {a: {train_urls: [a.jsonl]}}, train_weights: {a: 1}}\n"
+    )
+    config = parse_text(TrainLmConfig, text)
+    assert (config.trainer.mesh.axes, config.model.max_seq_len, list(config.data.components)) == (
+        {"model": 2},
+        64,
+        ["a"],
+    )
+
+
+def test_a_set_that_was_tokenized_before_needs_no_text(tmp_path, capsys):
+    """Point 2: `cache_dataset` of 2025, then a mixture that names the cache alone; upstream's own cache is refused."""
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"1 2 3 {n} 5 6 7"}) + "\n" for n in range(60)))
+    keys = "tokenizer: passthrough\nvocab_size: 61\n"
+    path = tmp_path / "cache.yaml"
+    path.write_text(
+        f"train_urls: [{tmp_path}/text.jsonl]\n{keys}cache_dir: {tmp_path}/cache\ntracker: {{type: noop}}\n"
+    )
+    assert run_entry_point(CacheDatasetConfig, cache_dataset.main, ["--config_path", str(path)]) == 0
+    assert "tracker: {type: noop} → trainer.tracker: {type: noop}" in capsys.readouterr().err
+
+    small = "hidden_dim: 16, intermediate_dim: 32, num_layers: 1, num_heads: 2, num_kv_heads: 2"
+    checkpoints = f"checkpointer: {{base_path: {tmp_path}/checkpoints}}"
+
+    def plan_of(folder: str) -> RunPlan:
+        text = (
+            f"data:\n  configs: {{web: {{cache_dir: {tmp_path}/{folder}}}}}\n  train_weights: {{web: 1}}\n"
+            "  tokenizer: passthrough\n  vocab_size: 61\n"
+            f"model: {{type: llama, seq_len: 16, {small}}}\n"
+            f"trainer: {{train_batch_size: 8, log_dir: {tmp_path}/logs, {checkpoints}}}\n"
+        )
+        return describe(parse_text(TrainLmConfig, text), Target(name="local", platform="cpu", kind="cpu", devices=8))
+
+    plan = plan_of("cache")
+    plan.check()
+    said = [check.message for check in plan.checks]
+    assert any(line.startswith("web: token store only; token store ") for line in said)
+    assert "data.components.web: has no source; nothing is evaluated" in said
+    (tmp_path / "old" / "train").mkdir(parents=True)
+    (tmp_path / "old" / "train" / "shard_ledger.json").write_text('{"total_num_rows": 3, "is_finished": true}')
+    with pytest.raises(
+        ValueError, match=r"has no source, .*; the token cache of upstream's in this folder is not read"
+    ):
+        plan_of("old").check()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_members_have_the_names_of_both_generations():
+    """Point 2, in scripts."""
+    from levanter.main.facades.models import LmExample
+    from levanter.models import LlamaConfig
+    from levanter.trainer import TrainerConfig
+
+    config = LlamaConfig(max_seq_len=16)
+    assert config.Pos == config.max_Pos == hax.Axis("position", 16) and config.seq_len == config.max_seq_len == 16
+    tokens = hax.named(np.arange(16), "position")
+    by_weight = LmExample.causal(tokens, loss_weight=hax.ones(hax.Axis("position", 16)))
+    by_mask = LmExample.causal(tokens, loss_mask=hax.ones(hax.Axis("position", 16)))
+    assert (by_weight.loss_mask.array == by_mask.loss_weight.array).all() and by_mask.loss_weight.array.sum() == 15
+    trainer = TrainerConfig(batch_axis="rows")
+    assert trainer.batch_axis == trainer.batch_axis_name == "rows"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_mesh_is_entered_both_ways_or_not_at_all(tmp_path, devices):
+    """Point 4: `with trainer.device_mesh:`, `with trainer.use_device_mesh():`, and `load_pretrained` under each."""
+    from levanter.compat.hf.converter import HFCheckpointConverter
+    from levanter.trainer import TrainerConfig
+
+    trainer = TrainerConfig(tensor_parallel_axes=["mlp", "heads"], model_axis_size=2, fsdp_axis="embed")
+    converter = HFCheckpointConverter.from_hf(str(hf_folder.write_folder(tmp_path / "model")))
+
+    def gate() -> jax.Array:
+        return converter.load_pretrained(axis_mapping=rules).transformer.layers.stacked.mlp.gate_proj.weight.array
+
+    rules: dict[str, object] = {}
+    alone = gate()
+    rules = trainer.parameter_axis_mapping
+    with trainer.device_mesh as mesh:
+        assert jax.sharding.get_mesh() == mesh == trainer.device_mesh and mesh.shape["model"] == 2
+        first = gate()
+    with trainer.use_device_mesh():
+        assert jax.sharding.get_mesh().shape["model"] == 2
+        second = gate()
+    assert jax.sharding.get_mesh().empty
+    assert len(alone.devices()) == 1 and first.sharding == second.sharding and len(first.devices()) == len(devices)
+    assert first.sharding.shard_shape(first.shape) == (2, 24, 8)
+    assert (np.asarray(alone) == np.asarray(first)).all() and (np.asarray(first) == np.asarray(second)).all()
+
+
+def test_the_loader_names_every_tensor_that_is_wrong(tmp_path):
+    """Point 5: missing and unused tensors, or those of another shape, by name, before a weight is read."""
+    from levanter.compat.hf.converter import HFCheckpointConverter
+
+    def refused(folder: str, weights: dict[str, np.ndarray]) -> str:
+        path = hf_folder.write_folder(tmp_path / folder, weights=weights)
+        with pytest.raises(ValueError) as caught:
+            HFCheckpointConverter.from_hf(str(path)).load_pretrained()
+        return str(caught.value)
+
+    missing, unused = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+    weights = hf_folder.tensors()
+    weights[unused] = weights.pop(missing)[:, 0]
+    said = refused("other", weights)
+    assert missing in said and unused in said
+    wrong = "model.layers.0.self_attn.k_proj.weight"
+    weights = hf_folder.tensors()
+    assert wrong in refused("short", {**weights, wrong: weights[wrong][:3]})
+
+
+def test_no_padding_row_is_in_a_result(tmp_path):
+    """Point 7: nine windows in batches of four give nine probabilities, none of them the 1.0 of a row of padding."""
+    folder = hf_folder.write_folder(tmp_path / "model")
+    (tmp_path / "book.txt").write_text("the cat sat on the mat, and the dog did not; " * 3)
+    old = {
+        "hf_checkpoint": str(folder),
+        "txt_path": str(tmp_path / "book.txt"),
+        "output_base_path": str(tmp_path / "out"),
+        "chunk_size": 12,
+        "prompt_tokens": 6,
+        "token_mode": True,
+        "cursor_inc_tokens": 5,
+        "max_examples": 9,
+        "eval_batch_size": 8,
+        "use_dataloader": True,
+        "trainer": {"mp": "f32", "tracker": {"type": "noop"}, "tensor_parallel_axes": ["mlp"], "fsdp_axis": None},
+    }
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    assert run_entry_point(EvalCarelessLmConfig, eval_careless_lm.main, ["--config_path", str(path)]) == 0
+    found = np.load(tmp_path / "out" / "pz_data.npz")
+    assert len(found["pz_values"]) == len(found["span_ranges"]) == 9
+    assert (found["pz_values"] < 0.5).all()
+
+
+def test_the_mesh_is_printed_before_a_weight_is_read(tmp_path, capsys, monkeypatch):
+    """Point 8. What a plan is made of (config.json, headers, the tokenizer) is read before; no weight is."""
+    from levanter.compat.hf.index import SafetensorsSource
+
+    printed: list[str] = []
+    read = SafetensorsSource.read
+
+    def watched(self, *where, **how):
+        printed.append(capsys.readouterr().out)
+        return read(self, *where, **how)
+
+    monkeypatch.setattr(SafetensorsSource, "read", watched)
+    folder = hf_folder.write_folder(tmp_path / "model")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the cat sat on the mat. " * 8}) + "\n")
+    document = {
+        "hf_checkpoint": str(folder),
+        "max_eval_length": 16,
+        "data": {"components": {"a": {"source": {"validation_urls": [str(tmp_path / "text.jsonl")]}}}},
+        "trainer": {"mp": "f32", "tracker": {"type": "noop"}, "tensor_parallel_axes": ["mlp"], "model_axis_size": 2},
+    }
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps(document))
+    assert run_entry_point(EvalLmConfig, eval_lm.main, ["--config_path", str(path)]) == 0
+    assert "mesh data 4 × replica 1 × model 2" in printed[0] and "on each device: " in printed[0]
+    assert "mlp: model" in printed[0] and "embed: " in printed[0]
+
+
+UPSTREAM_FILES = {"manifest.ocdbt": b"\x0c\xdb", "d/5bc3641399f0c24a59827921febbf567": b"\x00"}
+UPSTREAM_METADATA = '{"step": 7, "timestamp": "2026-06-18T10:00:00.000000", "is_temporary": false}'
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["saved", "without metadata"])
+@pytest.mark.parametrize(
+    ("cls", "main", "document"),
+    [
+        (EvalLmConfig, eval_lm.main, "checkpoint_path: {path}"),
+        (TrainLmConfig, train_lm.main, "initialize_from_checkpoint_path: {path}\ndata: {{tokenizer: passthrough}}"),
+        (TrainLmConfig, train_lm.main, "trainer: {{load_checkpoint_path: {path}}}\ndata: {{tokenizer: passthrough}}"),
+        (ConvertLmConfig, export_lm_to_hf.main, "checkpoint_path: {path}\noutput_dir: {path}/hf"),
+    ],
+    ids=["eval_lm", "train_lm", "train_lm-resume", "export_lm_to_hf"],
+)
+def test_checkpoints_of_upstream_are_refused_by_name(cls, main, document: str, *, complete: bool, tmp_path, capsys):
+    """TensorStore's files, as upstream's trainer writes them: what they are, and what to do with them."""
+    step = tmp_path / "run" / "step-7"
+    for name, content in UPSTREAM_FILES.items():
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        (step / name).write_bytes(content)
+    if complete:
+        (step / "metadata.json").write_text(UPSTREAM_METADATA)
+    small = "model: {type: llama, hidden_dim: 16, intermediate_dim: 32, num_layers: 1, num_heads: 2, num_kv_heads: 2, "
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{document.format(path=step)}\n{small}max_seq_len: 16, vocab_size: 64}}\n")
+    asked = ["--config_path", str(path), "--trainer.tracker.type", "noop", "--trainer.train_batch_size", "8"]
+    assert run_entry_point(cls, main, asked) == 2
+    said = capsys.readouterr().err
+    assert f"{step}: a checkpoint of upstream's Levanter (TensorStore), which is not read here" in said
+    assert f"levanter.main.export_lm_to_hf --checkpoint_path {step}" in said and "initialize_from_hf" in said
 
 
 def test_module_paths_of_both_versions_are_importable():

@@ -12,10 +12,14 @@ import textwrap
 
 import pytest
 from helpers import hf_folder
+from helpers.golden import GOLDEN
 
 import levanter
-from levanter.main.legacy_imports import GONE, NAMES, GoneError, find_spec, look_up
+from levanter.main.legacy_gone import GONE, GONE_IN, GONE_MODULES
+from levanter.main.legacy_imports import GoneError, GoneMemberError, look_up
+from levanter.main.legacy_names import CLASS_MEMBERS, NAMES
 
+UPSTREAM_NAMES = GOLDEN / "legacy" / "upstream_names.json"
 ALL = sorted((at, name) for at, names in NAMES.items() for name in names)
 
 
@@ -52,14 +56,38 @@ EVERY_NAME = """
             exec(f"from {module} import {name}")
         mine = [str(w.message) for w in caught if f"{module}.{name} " in str(w.message)]
         told[f"{module}.{name}"] = [len(mine), [w.category.__name__ for w in caught if str(w.message) in mine]]
-    print(json.dumps(told))
+    warnings.simplefilter("ignore")
+    from levanter.main.legacy_imports import GoneError
+    lost, refused = [], {}
+    for generation, modules in json.load(open(sys.argv[2])).items():
+        for module, names in modules.items() if isinstance(modules, dict) else ():
+            try:
+                found = importlib.import_module(module)
+            except GoneError as error:
+                refused[module] = str(error)
+                continue
+            except ImportError:
+                lost.append(f"{generation}: {module}")
+                continue
+            for name in names:
+                try:
+                    exec(f"from {module} import {name}")
+                except GoneError as error:
+                    refused[f"{module}.{name}"] = str(error)
+                except ImportError as error:
+                    lost.append(f"{generation}: {module}.{name}")
+    print(json.dumps([told, lost, refused]))
 """
 
 
 def test_every_name_is_there_and_told_once():
-    done = script(EVERY_NAME, json.dumps(ALL))
+    """The table's names are told once; each name that upstream's modules have is here, or refused with the reason."""
+    done = script(EVERY_NAME, json.dumps(ALL), str(UPSTREAM_NAMES))
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told, lost, refused = json.loads(done.stdout)
+    assert lost == []
+    assert all(" is not carried over: " in why for why in refused.values())
+    assert {"levanter.trainer.Trainer", "levanter.lora", "levanter.inference.engine"} <= set(refused)
     modules = {f"{at}.{name}" for at, name in ALL if ":" not in at}
     whole = {f"{at}.{name}" for at, name in ALL if ":" not in NAMES[at][name]}
     assert set(told) == modules
@@ -68,25 +96,51 @@ def test_every_name_is_there_and_told_once():
     }
 
 
-@pytest.mark.parametrize("old", sorted(GONE))
-def test_what_is_gone_says_what_there_is_instead(old: str):
-    module, _, name = old.rpartition(".")
+def test_what_is_gone_says_what_there_is_instead():
+    for at, rows in GONE_IN.items():
+        for name, why in ((name, why) for names, why in rows.items() for name in names.split()):
+            old = f"{at.replace(':', '.')}.{name}"
+            with pytest.raises(GoneMemberError if ":" in at else GoneError) as caught:
+                look_up(at, name, *([object()] if ":" in at else []))
+            assert str(caught.value) == f"{old} is not carried over: {why} (docs/migrating.md)" == refusal(old)
+            assert name not in NAMES.get(at, {}), old
+    assert len(GONE) == sum(len(names.split()) for rows in GONE_IN.values() for names in rows)
+
+
+def refusal(old: str) -> str:
+    return f"{old} is not carried over: {GONE.get(old) or GONE_MODULES[old]} (docs/migrating.md)"
+
+
+@pytest.mark.parametrize("module", ["levanter.lora", "levanter.inference.engine", "levanter.optim.sophia"])
+def test_a_module_that_is_gone_says_so_however_it_is_imported(module: str):
+    why = next(GONE_MODULES[part] for part in (module, module.rpartition(".")[0]) if part in GONE_MODULES)
     with pytest.raises(GoneError) as caught:
-        look_up(module, name)
-    assert str(caught.value) == f"{old} is not carried over: {GONE[old]} (docs/migrating.md)"
-    assert find_spec(module) is not None or module in sys.modules or __import__(module)
+        importlib.import_module(module)
+    assert why in str(caught.value)
+    assert module not in sys.modules
+
+
+def test_no_module_of_the_project_is_refused():
+    for module in GONE_MODULES:
+        assert not find_spec_of(module), module
+        assert not any(at.partition(":")[0].startswith(f"{module}.") for at in (*NAMES, *GONE_IN)), module
 
 
 def test_modules_that_exist_are_the_ones_that_are_looked_at():
-    """`levanter._EARLIER_NAMES` lists the project's modules of which the table has names, and no others."""
+    """`levanter._EARLIER_NAMES` lists the project's modules of which the tables have names, and no others."""
     listed = levanter._EARLIER_NAMES
-    for at in [*NAMES, *(old.rpartition(".")[0] for old in GONE)]:
+    for at in [*NAMES, *GONE_IN]:
         module, _, cls = at.partition(":")
-        exists = find_spec_of(module)
-        if exists and module != "levanter" and not module.startswith("levanter.main") and NAMES.get(at, {"": ""}):
+        if find_spec_of(module) and module != "levanter":
             assert module in listed, module
         assert not cls or cls in listed[module]
-    assert all(cls in {at.partition(":")[2] for at in NAMES} for names in listed.values() for cls in names)
+    assert all(cls in {at.partition(":")[2] for at in NAMES | GONE_IN} for names in listed.values() for cls in names)
+    members = {
+        f"{module}:{cls}": names
+        for module, row in levanter._EARLIER_CLASS_MEMBERS.items()
+        for cls, names in row.items()
+    }
+    assert members == CLASS_MEMBERS
 
 
 def test_classes_that_take_earlier_keywords_are_there():
@@ -251,6 +305,10 @@ REST = """
         assert dict(trainer.device_mesh.shape)["model"] == 2 and trainer.data_axis_size == 4
         assert trainer.compute_axis_mapping["mlp"] == "model" and "heads" not in trainer.compute_axis_mapping
         assert (trainer.TrainBatch.size, trainer.eval_batch_size, trainer.EvalBatch.name) == (16, 8, "batch")
+        assert (trainer.microbatch_size, trainer.num_devices_per_slice, trainer.num_slices) == (8, 8, 1)
+        assert (trainer.data_ici_axis_size, trainer.data_dcn_axis_size) == (4, 1)
+        assert 0 < float(config.optimizer.lr_scheduler(10)(9)) < config.optimizer.learning_rate
+        assert not hasattr(trainer, "batch_schedule") and not hasattr(config.data, "train_set")
         assert config.data.components == UrlSingleDatasetLMConfig(train_urls=["a.jsonl"]).components
         levanter.tracker.log({"loss": 1.0}, step=0)
         with current_tracker() as tracker:
@@ -281,6 +339,104 @@ REST = """
     assert config.axes == converter.default_config.axes == model.config.axes
     assert converter.hf_config_from_config(config).hidden_size == config.hidden_dim
 """
+
+
+EVALUATION = """
+    import sys
+    import equinox as eqx, haliax as hax, jax, jax.numpy as jnp, numpy as np, transformers
+    import levanter
+    from levanter import callbacks
+    from levanter.compat.hf_checkpoints import HFCheckpointConverter, RepoRef, load_tokenizer
+    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+    from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel, compute_next_token_loss
+    from levanter.trainer import TrainerConfig
+    from levanter.utils.jax_utils import is_inexact_arrayish, key_iterator, local_cpu_mesh, use_cpu_device
+    from levanter.utils.py_utils import non_caching_cycle
+    from levanter.utils.tree_utils import inference_mode
+
+    class Policy:                                              # as of the jmp package
+        param_dtype, compute_dtype, output_dtype = jnp.float32, jnp.bfloat16, jnp.float32
+
+    trainer = TrainerConfig(mp=Policy(), model_axis_size=2, tensor_parallel_axes=["mlp", "heads"],
+                            fsdp_axis="embed", batch_axis="batch", per_device_eval_parallelism=2)
+    assert str(trainer.mp) == "p=float32,c=bfloat16,o=float32"
+    dtypes = trainer.mp.param_dtype, trainer.mp.compute_dtype, trainer.mp.output_dtype
+    assert dtypes == ("float32", "bfloat16", "float32")
+    Batch = hax.Axis(trainer.batch_axis, trainer.eval_batch_size)
+    assert Batch == trainer.EvalBatch and Batch.size == 8 and trainer.replica_axis_size == 1
+
+    ref = RepoRef.from_string(sys.argv[1])
+    assert str(RepoRef("org/name", revision="v1")) == "org/name@v1" and ref.revision is None
+    assert RepoRef("org/name@v1").model_name_or_path == "org/name"
+    tokenizer = load_tokenizer(ref)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=sys.argv[1] + "/tokenizer.json")
+    assert len(tokenizer) == len(theirs) == len(tokenizer.get_vocab())
+    text = "the cat sat on the mat"
+    assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert tokenizer.as_hf_tokenizer()(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+    text_ids = tokenizer.encode(text)
+    assert tokenizer.convert_ids_to_tokens(text_ids) == theirs.convert_ids_to_tokens(text_ids)
+    pad = tokenizer.pad_token_id or tokenizer.eos_token_id
+    assert tokenizer.bos_token_id is None or isinstance(tokenizer.bos_token_id, int)
+
+    converter = HFCheckpointConverter.from_hf(ref).replaced(tokenizer=theirs)
+    assert converter.Vocab.size == len(theirs) and converter.tokenizer.encode(text) == text_ids
+    config = LlamaConfig.from_hf_config(converter.default_hf_config)
+    assert isinstance(config, LlamaConfig) and config.to_hf_config(320).vocab_size == 320
+    assert config.KeyPos.size == config.Pos.size == config.max_Pos.size and config.Embed.size == config.hidden_dim
+    assert config.flops_per_token(320, 16) > 2 * config.total_trainable_params(320) * 0.5
+
+    with trainer.device_mesh, hax.axis_mapping(trainer.parameter_axis_mapping):
+        state = converter.load_state_dict(ref, dtype=jnp.float32)
+        model = converter.load_pretrained(config.model_type, ref=ref, config=config,
+                                          axis_mapping=trainer.parameter_axis_mapping, dtype=trainer.mp.param_dtype)
+        name = "model.layers.0.mlp.gate_proj.weight"
+        mine = model.transformer.layers.stacked.mlp.gate_proj.weight.array[0]
+        assert state[name].dtype == jnp.float32 and (np.asarray(state[name]) == np.asarray(mine)).all()
+        assert len(state[name].sharding.device_set) == 8 and not state[name].sharding.is_fully_replicated
+        assert model.vocab_size == model.Vocab.size and model.Pos == config.max_Pos
+        model = inference_mode(model, True)
+
+        @hax.named_jit(axis_resources=trainer.compute_axis_mapping)
+        def loss_of(model, tokens):
+            model = trainer.mp.cast_to_compute(model)
+            return compute_next_token_loss(model, LmExample.causal(tokens), key=None)
+
+        ids = np.load(sys.argv[2])
+        print(float(loss_of(model, hax.named(jnp.asarray(ids), config.Pos.resize(len(ids))))))
+    with use_cpu_device(), local_cpu_mesh() as mesh:
+        assert mesh.size == 1 and is_inexact_arrayish(jnp.ones(2)) and not is_inexact_arrayish(3)
+    keys = key_iterator(0)
+    assert not (next(keys) == next(keys)).all()
+    assert [item for item, _ in zip(non_caching_cycle([1, 2]), range(3))] == [1, 2, 1]
+    for what in (lambda: model.resize_vocab(400), lambda: converter.with_tokenizer_padded_to_match_model()):
+        try:
+            what()
+        except AttributeError as error:
+            print("refused:", str(error).partition(" is not carried over: ")[0])
+    assert not hasattr(model, "resize_vocab")
+    try:
+        from levanter.data import DataLoader
+    except ImportError as error:
+        print("refused:", str(error).partition(" is not carried over: ")[0])
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_2025_in_a_script(checkpoint, torch_loss):
+    """As the examples and evaluations of that time are written: `mp` with dtypes, tokenizers of transformers."""
+    ids, expected = torch_loss
+    done = script(EVALUATION, str(checkpoint), ids, devices=8)
+    assert done.returncode == 0, done.stderr
+    loss, *refused = done.stdout.splitlines()
+    assert float(loss) == pytest.approx(expected, rel=3e-3)  # bfloat16
+    assert refused == [
+        "refused: levanter.models.base.LmHeadModel.resize_vocab",
+        "refused: levanter.compat.hf.converter.HFCheckpointConverter.with_tokenizer_padded_to_match_model",
+        "refused: levanter.data.DataLoader",
+    ]
+    told = [line for line in done.stderr.splitlines() if "DeprecationWarning: levanter." in line]
+    assert len(told) == len(set(told)) >= 20
 
 
 @pytest.mark.slow

@@ -1,18 +1,22 @@
 """No key is a silent no-op: what is asked for and not carried is refused, or said to have no effect."""
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from helpers import hf_folder
 
 import levanter
 from levanter.config import load, parse
 from levanter.config.schema import config_fields, is_choice, union_members
 from levanter.main.eval_lm import EvalLmConfig
+from levanter.main.migrate import config_class
 from levanter.main.not_carried import REFUSED, WITHOUT_EFFECT, not_carried
+from levanter.main.plan import ENTRY_POINTS
 from levanter.main.train_lm import TrainLmConfig, describe
 from levanter.run import Target
 
@@ -66,6 +70,51 @@ def test_a_run_is_refused_and_names_all_of_them(tmp_path):
         describe(config, CPU).check()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("asked")
+    hf_folder.write_folder(where / "model")
+    (where / "text.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
+    turns = '{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " sat"}'
+    (where / "rows.jsonl").write_text(f'{{"messages": [{turns}]}}\n')
+    (where / "book.txt").write_text("the cat sat on the mat " * 20)
+    return where
+
+
+@pytest.mark.parametrize("name", ["eval_lm", "viz_logprobs", "eval_careless_lm", "eval_sliding_lm"])
+def test_every_entry_point_refuses_what_it_does_not_carry(name: str, folder):
+    texts = {"data": {"components": {"a": {"source": {"validation_urls": [str(folder / "text.jsonl")]}}}}}
+    rows = {
+        "data": {"components": {"a": {"source": {"validation_urls": [str(folder / "rows.jsonl")]}, "format": CHAT}}}
+    }
+    own = {
+        "eval_lm": texts,
+        "viz_logprobs": texts,
+        "eval_careless_lm": {
+            "txt_path": str(folder / "book.txt"),
+            "output_base_path": str(folder / "out"),
+            "chunk_size": 20,
+            "prompt_tokens": 10,
+        },
+        "eval_sliding_lm": {**rows, "output_base_path": str(folder / "out")},
+    }[name]
+    module, cls = importlib.import_module(f"levanter.main.{name}"), config_class(name)
+
+    def said(**trainer: Any) -> str:
+        """What is wrong with a run, when its document is read or when it is described."""
+        document = {"hf_checkpoint": str(folder / "model"), **own, "trainer": {"tracker": {"type": "noop"}, **trainer}}
+        try:
+            plan = module.describe(parse(cls, overrides=document), CPU)
+        except ValueError as error:
+            return str(error)
+        return "\n".join(check.message for check in plan.checks if check.status == "error")
+
+    assert said() == ""
+    asked = {"quantization": {"int8": True}, "use_explicit_mesh_axes": True, "shutdown_at_exit": True}
+    for key, value in asked.items():
+        assert f"trainer.{key}: {REFUSED[f'trainer.{key}']}" in said(**{key: value})
+
+
 def flat(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in block.items():
         if isinstance(value, dict):
@@ -77,6 +126,9 @@ def flat(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 # Keys below a block that is refused as a whole, and those that only entry points use which are not here.
 BELOW = ("trainer.quantization.", "trainer.model_averaging.", "trainer.checkpointer.debug.", "eval_harness_steps")
 ELSEWHERE = ("chosen_field", "rejected_field", "slice_strategy")
+CHAT = {"type": "chat", "chat_template": "{{ messages[0]['content'] }}", "mask_user_turns": False, "single_turn": True}
+WITHOUT_MEANING_HERE = ("use_cpu", "comparison_is_hf")
+"""An export uses no device anyway; the second model that `comparison_is_hf` is of is refused."""
 NOT_UPSTREAM_EITHER = ("optimizer.lr",)
 """Keys that upstream reads and does not use."""
 
@@ -107,14 +159,20 @@ def test_every_key_is_read_somewhere_or_listed():
         if not any(part in str(path.relative_to(root)) for part in not_readers)
     )
     mentioned = set(re.findall(r"\.([a-zA-Z_]\w*)\b", code)) | set(re.findall(r"\"([a-zA-Z_]\w*)\"", code))
-    listed = {*REFUSED, *WITHOUT_EFFECT, *NOT_UPSTREAM_EITHER, *(key.partition(".")[0] for key in REFUSED)}
+    listed = {
+        *REFUSED,
+        *WITHOUT_EFFECT,
+        *NOT_UPSTREAM_EITHER,
+        *WITHOUT_MEANING_HERE,
+        *(key.partition(".")[0] for key in REFUSED),
+    }
     listed -= {"trainer"}
     silent = []
-    for cls in (TrainLmConfig, EvalLmConfig):
+    for cls in map(config_class, (*ENTRY_POINTS, "cache_dataset")):
         for key in keys_below(cls, (), ()):
             name = key.rpartition(".")[2]
             if key.startswith("model."):
                 continue
             if name not in mentioned and key not in listed and not key.startswith(BELOW) and name not in ELSEWHERE:
                 silent.append(key)
-    assert silent == []
+    assert dict.fromkeys(silent) == {}

@@ -177,6 +177,18 @@ def test_a_checkpoint_that_is_not_here_is_not_checked(tmp_path):
         plan.check()
 
 
+def test_validation_text_that_is_not_here_is_planned(tmp_path):
+    """Text that only the pod can read: its evaluation's Program is a part of the plan, and a run does not begin."""
+    source = "{type: url, train_urls: ['s3://b/t.jsonl'], validation_urls: ['s3://b/v.jsonl']}"
+    words = ("--data.components", f"{{web: {{source: {source}}}}}", "--trainer.train_batch_size", "16")
+    plan = describe(tiny(tmp_path, *words), LOCAL)
+    assert plan.exit_code == 0 and "validation" in [c.name for c in plan.checks if c.status == "unchecked"]
+    assert [p.name for p in plan.programs] == ["init_state", "train_step", "evaluate"]
+    assert plan.program("evaluate").inputs[1].value.array.shape == (8, 16)
+    with pytest.raises(RunRefused, match=r"v\.jsonl|s3://"):
+        plan.check()
+
+
 def test_the_vocabulary_is_known_by_name_where_the_tokenizer_is_not_here(tmp_path):
     def check_of(*overrides):
         plan = describe(tiny(tmp_path, "--data.vocab_size", "null", *overrides), LOCAL)

@@ -8,6 +8,7 @@ import pytest
 from levanter.checkpoint import find_checkpoints
 from levanter.config import load
 from levanter.data import PassthroughTokenizer, build_tokens, resolve_training
+from levanter.io.paths import filesystem
 from levanter.main.entry import run_entry_point
 from levanter.main.train_lm import TrainLmConfig, main
 from levanter.run import BAD_INPUT, OK
@@ -175,6 +176,23 @@ def test_an_export_that_is_there(place, capsys):
     assert "hf/run" in error and "exports of another run" in error
 
 
+def test_an_export_that_is_there_behind_a_url(place, capsys):
+    url = f"memory://{place.folder.name}/hf"
+    fs, root = filesystem(f"{url}/run")
+    fs.pipe_file(f"{root}/step-2/config.json", b"{}")
+    assert f"{url}/run: there are exports of another run" in place.refused(capsys, hf_save_path=url)
+    assert "s3:// needs one more package: pip install s3fs" in place.refused(capsys, hf_save_path="s3://bucket/hf")
+
+
+def test_exports_that_a_store_refuses(place, capsys, monkeypatch):
+    def refuses(_):
+        raise PermissionError("403: no permission")
+
+    monkeypatch.setattr("levanter.main.train_places.check_writable", refuses)
+    url = f"memory://{place.folder.name}/hf"
+    assert f"hf_save_path: {url}/run: cannot be written (403" in place.refused(capsys, hf_save_path=url)
+
+
 def test_folders_that_cannot_be_written(place, capsys):
     (place.folder / "file").write_text("")
     inside = str(place.folder / "file/below")
@@ -197,9 +215,9 @@ def test_everything_that_is_wrong_is_said_at_once(place, capsys):
         capsys,
         trainer={"train_batch_size": 10, "quantization": {"int8": True}},
         data={"components": only_validation, "train_weights": {"numbers": 1.0}},
-        optimizer={"learning_rate": 0.01, "decay": 20},
+        optimizer={"learning_rate": 0.01, "cycles": 20},
     )
-    for part in ("train_batch_size 10", "trainer.quantization", "optimizer.decay 20", "no training data"):
+    for part in ("train_batch_size 10", "trainer.quantization", "optimizer.cycles 20", "no training data"):
         assert part in error
     assert "[1]" in error and "[4]" in error
 

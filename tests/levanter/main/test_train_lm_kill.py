@@ -78,6 +78,7 @@ def compare(folder: Path, expected: dict[int, float], *, complete: bool = True) 
     assert not wrong
 
 
+@pytest.mark.timeout(900)
 def test_killed_told_to_stop_and_interrupted(tmp_path, cache):
     expected = straight(tmp_path / "straight", cache, steps=400)
     folder = tmp_path / "stopped"

@@ -55,6 +55,18 @@ def test_report_of_one_pod_slice():
     )
 
 
+def test_report_of_attention_that_is_cut():
+    """`heads` reaches q, k, v and o, where upstream's reached o: said whenever it does so."""
+    found = describe_devices(slices(1, 16, kind="tpu"), MeshConfig())
+    spec = resolve_sizes(MeshConfig(axes={"model": 4, "group": 2}), devices=16, granules=1)
+    both = Mappings(params=AxisMapping({"kv_head": "model", "q_heads_per_group": ["group"], "embed": "data"}))
+    assert mesh_report(spec, found, mappings=both).splitlines()[2] == (
+        "kv_head → model cuts q, k, v and o 4 ways; q_heads_per_group → group cuts q and o 2 ways"
+    )
+    whole = Mappings(params=AxisMapping({"kv_head": "replica", "embed": "data"}))
+    assert "cuts" not in mesh_report(spec, found, mappings=whole)
+
+
 def test_report_of_two_slices_warns_of_parameters_across_them():
     found = describe_devices(slices(2, 8, kind="tpu"), MeshConfig())
     spec = resolve_sizes(MeshConfig(), devices=16, granules=2)

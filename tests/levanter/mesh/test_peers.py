@@ -10,8 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.processes import free_port
 
+from levanter.mesh import barrier as barriers
 from levanter.mesh import hub, peers
-from levanter.mesh.barrier import agreed, agreed_stop, barrier, process_0_first, require_same, set_peers
+from levanter.mesh.barrier import (
+    agreed,
+    agreed_stop,
+    barrier,
+    process_0_first,
+    require_same,
+    require_same_values,
+    set_peers,
+)
 from levanter.mesh.hub import RollCallError, shown
 from levanter.mesh.peers import PeerLostError, Peers, PeersDifferError, Timeouts
 from levanter.mesh.roll_call import Place, call_roll
@@ -310,6 +319,33 @@ def test_what_differs_is_listed():
     (text,) = errors
     assert re.match(r"the checkpoint to resume from differs between processes:\n  process 0 \(.*\): step 4\n", text)
     assert re.search(r"  process 1 \(.*\): none\n  → share the disk", text)
+
+
+def test_which_of_many_values_differ_is_listed(monkeypatch):
+    found, mine = met(3), threading.local()
+
+    class Current:
+        """Each thread is a process of its own."""
+
+        @property
+        def peers(self):
+            return mine.peers
+
+    monkeypatch.setattr(barriers, "_current", Current())
+
+    def run(number, values):
+        mine.peers = found[number]
+        require_same_values("the configuration", values, advice="the same words")
+
+    same = {f"key{n}": "1" for n in range(9)}
+    assert together(lambda number: run(number, same), 3) == [None] * 3
+    other = {**dict.fromkeys(same, "2"), "more": "3"}
+    errors = together(lambda number: run(number, other if number == 2 else same), 3)
+    assert all(isinstance(error, PeersDifferError) for error in errors)
+    lines = str(errors[1]).splitlines()
+    assert lines[0] == "the configuration differs between processes:" and lines[1].endswith("): 9 values")
+    assert lines[2].endswith("key0 2 (process 0: 1); key1 2 (process 0: 1); key2 2 (process 0: 1), and 7 more")
+    assert lines[3] == "  → the same words" and len(lines) == 4
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,16 @@ def ours(name: str):
     return read_config(PUBLISHED[name]).config
 
 
+def described(name: str) -> dict:
+    """The published file in the words of most families."""
+    document = dict(PUBLISHED[name])
+    words = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    document |= {common: document[own] for common, own in words.items() if own in document}
+    document.setdefault("intermediate_size", 4 * document["hidden_size"])
+    document.setdefault("num_key_value_heads", document["num_attention_heads"])
+    return document
+
+
 def transformers_parameters(name: str) -> int:
     torch = pytest.importorskip("torch")
     import transformers
@@ -43,6 +53,7 @@ def test_parameters_equal_those_of_transformers(name):
     assert count == transformers_parameters(name) == PARAMETERS.get(name, count)
     # Matrices multiply each token once; a table that is not the head only looks rows up.
     vectors = sum(leaf.nbytes // 4 for leaf in held if "norm.weight" in leaf.path or leaf.path.endswith(".bias"))
+    vectors += config.max_Pos.size * config.hidden_dim if config.learned_positions else 0
     table = 0 if config.tie_word_embeddings else Vocab.size * config.hidden_dim
     # Experts that a token does not go to.
     idle = 0
@@ -59,7 +70,8 @@ def operations_by_hand(document, *, context: int) -> tuple[float, float]:
     pairs = 0
     for layer in range(layers):
         weights += 2 * hidden * head * (heads + 2 * kv) + 2 * heads * head * hidden
-        mlp = 3 * 2 * hidden * document.get("moe_intermediate_size", document["intermediate_size"])
+        gated = document["model_type"] not in ("gpt2", "gpt_neox")
+        mlp = (3 if gated else 2) * 2 * hidden * document.get("moe_intermediate_size", document["intermediate_size"])
         experts = document.get("num_local_experts", document.get("num_experts"))
         weights += mlp if experts is None else document["num_experts_per_tok"] * mlp + 2 * hidden * experts
         windowed = {
@@ -79,7 +91,7 @@ def operations_by_hand(document, *, context: int) -> tuple[float, float]:
 def test_operations_are_those_counted_by_hand(name):
     config = ours(name)
     for context in (300, 9000):
-        weights, attention = operations_by_hand(PUBLISHED[name], context=context)
+        weights, attention = operations_by_hand(described(name), context=context)
         found = flops_per_token(config, vocab_size=config.vocab_size, context_length=context, attention="causal")
         assert found.weights == weights
         assert found.attention == pytest.approx(attention, rel=1e-12)

@@ -22,6 +22,7 @@ from levanter.layers.norm import RMSNorm
 from levanter.optim import (
     AdafactorConfig,
     AdamConfig,
+    ClipUpdateNormConfig,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
@@ -288,6 +289,9 @@ def test_the_state_has_the_same_paths_whatever_is_off():
     skips = AdamConfig(skip_bad_steps=True).build(9).init(small(0))  # pyright: ignore
     more = {leaf.path: leaf.shape for leaf in leaves(skips) if leaf.path not in paths[0]}
     assert more == {"4.losses": (128,), "4.grad_norms": (128,), "4.seen": ()}
+    clips = AdamConfig(clip_update_norm=ClipUpdateNormConfig(rolling_interval_length=8), adamc_weight_decay=True)
+    more = {leaf.path: leaf.shape for leaf in leaves(clips.build(9).init(small(0))) if leaf.path not in paths[0]}  # pyright: ignore
+    assert more == {"2.0.inner_state.count": (), "2.1.norms": (8,), "2.1.seen": ()}
 
 
 def test_the_global_norm_is_clipped():
@@ -410,7 +414,14 @@ def test_blocks_are_read_from_yaml(tmp_path):
         assert read(f"optimizer: {{type: adam, skip_bad_steps: {text}}}").outliers == expected
     with pytest.raises(ValueError, match="at least 2 steps are remembered"):
         read("optimizer: {type: adam, skip_bad_steps: 1}")
-    with pytest.raises(ValueError, match="adamc_weight_decay: not supported yet"):
-        read("optimizer: {type: adam, adamc_weight_decay: true}")
+    clipped = read("optimizer: {type: adam, clip_update_norm: {sigma_factor: 2}, adamc_weight_decay: true}")
+    assert clipped.clip_update_norm == ClipUpdateNormConfig(rolling_interval_length=128, sigma_factor=2.0)
+    wrong = "optimizer: {type: adam, clip_update_norm: {}, update_rms_clipping: -1, min_lr_ratio: 2, beta2: 1}"
+    with pytest.raises(ValueError) as refused:
+        read(wrong)
+    for message in ("update_rms_clipping: must be positive", "keep one", "at most 1, got 2", "beta2: must be from 0"):
+        assert message in str(refused.value)
+    with pytest.raises(ValueError, match="rolling_interval_length: must be at least 2"):
+        read("optimizer: {type: adam, clip_update_norm: {rolling_interval_length: 1}}")
     with pytest.raises(ValueError, match="adafactor"):
         read("optimizer: {type: adafacto}")

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from levanter.optim import AdamConfig
-from levanter.optim.schedules import CosineLrSchedule, InvSqrtLrSchedule, PolynomialLrSchedule, cycle_ends, steps_of
+from levanter.optim.schedules import (
+    CosineLrSchedule,
+    InvSqrtDecayLrSchedule,
+    InvSqrtLrSchedule,
+    PolynomialLrSchedule,
+    PowerLrSchedule,
+    cycle_ends,
+    steps_of,
+)
 
 
 def rates(total: int, **settings) -> np.ndarray:
@@ -70,6 +78,31 @@ def test_polynomial_and_cosine_exponent():
     )
 
 
+def test_shapes_that_do_not_know_where_the_run_ends():
+    expect(
+        rates(40, warmup=0, min_lr_ratio=0.25, lr_schedule=InvSqrtDecayLrSchedule(decay_constant=24.0)),
+        lambda t: max(1e-3 / math.sqrt(1 + 24 * t / 40), 2.5e-4),
+    )
+    power = PowerLrSchedule(batch_size=8, seq_length=16, a=0.01, b=-0.5)
+    expect(
+        rates(400, warmup=20, lr_schedule=power),
+        lambda t: 1e-3 * t / 20 if t < 20 else min(1e-3, 8 * 0.01 * (128 * (t - 20)) ** -0.5 if t > 20 else 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PolynomialLrSchedule(power=-1), "power: must be positive"),
+        (lambda: InvSqrtLrSchedule(timescale=0), "timescale: must be positive"),
+        (lambda: PowerLrSchedule(batch_size=1, seq_length=1, b=0.5), "b: must be negative"),
+    ],
+)
+def test_shapes_that_are_senseless(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 def test_cycles_warm_up_again_from_where_the_last_one_ended():
     def formula(t):
         start, rising, low = (0, 10, 0.0) if t < 100 else (100, 20, 1e-4)
@@ -102,15 +135,38 @@ def test_cycle_ends(given, expected):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup": 80, "decay": 40}, "do not fit in 100 steps; shorten one of them by 20"),
         ({"cycles": [60, 40]}, "must rise"),
         ({"cycles": 2, "cycle_length": 50}, "give one of them"),
         ({"warmup": 1.5}, "a fraction from 0 to 1, or a whole number"),
+        ({"cycles": 101}, "optimizer.cycles 101: a run of 100 steps has from 1 to 100 cycles"),
+        ({"cycle_length": 200}, "optimizer.cycle_length 200: a cycle of a run of 100 steps has from 1 to 100 steps"),
+        ({"cycle_length": [60, 60]}, "must rise"),
     ],
 )
 def test_what_does_not_fit_in_the_run_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         AdamConfig(**settings).schedule(100)
+
+
+def test_a_warmup_that_is_longer_than_the_run_is_cut():
+    expect(rates(50, warmup=80), lambda t: 1e-3 * min(t / 50, 1))
+    assert AdamConfig(warmup=80).adjusted(50) == (
+        "warmup 80 is cut: the run has 50 steps, and ends before its peak is reached",
+    )
+
+
+def test_a_decay_takes_what_the_warmup_leaves():
+    def formula(t):
+        return 1e-3 * t / 80 if t < 80 else 1e-3 - 9e-4 * (t - 80) / 20
+
+    settings = {"warmup": 80, "decay": 40, "lr_schedule": "linear"}
+    expect(rates(100, **settings), formula)
+    assert AdamConfig(**settings).adjusted(100) == (
+        "decay 40 is cut to 20 steps: the run has 100 steps, of which warmup takes 80",
+    )
+    assert AdamConfig(warmup=0.8, decay=0.2).adjusted(100) == ()
+    assert AdamConfig(warmup=0, decay=200).adjusted(100) == ("decay 200 is cut to 100 steps: the run has 100 steps",)
+    assert len(AdamConfig(cycles=4, rewarmup=30).adjusted(100)) == 3
 
 
 def test_unknown_shape_is_refused_with_the_nearest():

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from levanter.config import ConfigError, dump, load, parse_text
+from levanter.config import ConfigError, dump, load, parse_text, plain
 from levanter.mesh.config import MeshConfig
+from levanter.models.precision import Precision
 from levanter.tracker import JsonLoggerConfig, NoopConfig, TensorboardConfig, WandbConfig
 from levanter.trainer import (
     BatchSizeStage,
@@ -97,6 +98,24 @@ load_checkpoint: false
 require_accelerator: true
 shutdown_at_exit: 30
 """
+
+
+class Policy:
+    """As `jmp` has it."""
+
+    param_dtype, compute_dtype, output_dtype = "float32", "bfloat16", "float32"
+
+
+def test_a_policy_is_text_that_knows_what_it_means():
+    config = TrainerConfig(mp="p=f32,c=bf16")
+    assert config.mp == "p=f32,c=bf16" and config.mp.precision == Precision.parse("p=f32,c=bf16")
+    assert TrainerConfig(mp=Policy()).mp == "p=float32,c=bfloat16,o=float32"
+    assert TrainerConfig(mp=config.mp.precision).mp.precision == config.mp.precision
+    assert type(plain(config)["mp"]) is str and TrainerConfig() == TrainerConfig(mp="f32")
+    with pytest.raises(TypeError, match="5 is no precision policy: it has no param_dtype"):
+        TrainerConfig(mp=5)
+    with pytest.raises(ValueError, match="mp: precision policy 'p=f32,c=bf17': 'bf17' is not a dtype"):
+        TrainerConfig(mp="p=f32,c=bf17")
 
 
 def test_a_full_block():

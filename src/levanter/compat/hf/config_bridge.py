@@ -18,6 +18,7 @@ from haliax_ext.sources import TensorInfo
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError, raise_if
 from levanter.compat.hf.families import FAMILIES, ExpectedTensor, Family, Fields, Finding
 from levanter.compat.hf.families.base import HARMLESS, Spelling
+from levanter.compat.hf.families.decoder import expected_tensors
 from levanter.layers.activation import ACTIVATIONS
 from levanter.models.registry import LmConfig
 
@@ -120,7 +121,7 @@ def check_tensors(
         ConfigMismatchError: with every shape and dtype that disagrees; layers that disagree alike share a line.
     """
     problems: list[str] = []
-    for expected in bridged.family.shapes(bridged.config):
+    for expected in expected_tensors(bridged.config):
         problems += _shape_problems(expected, tensors)
     problems += _dtype_problems(document, tensors)
     raise_if(ConfigMismatchError, where, problems, suggestion="config.json and the weights are not of one model")

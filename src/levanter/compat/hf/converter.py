@@ -21,21 +21,24 @@ from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from haliax_ext.abstract import abstract, cast, leaves, with_arrays
+from haliax_ext.best_effort import best_effort_sharding
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import hosts_of, load
 from haliax_ext.mapping import Mappings, compute_mapping_in_scope
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.program import _mesh_in_scope
+from haliax_ext.sources import TensorInfo, TensorSource
 from levanter.compat.hf.checkpoint import PretrainedCheckpoint, hf_config, open_checkpoint
 from levanter.compat.hf.config_bridge import read_config, write_config
 from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, export
 from levanter.compat.hf.refs import RepoRef
-from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.compat.hf.tokenizer import FastTokenizer, of_transformers
 from levanter.compat.hf.tokenizer import load as load_tokenizer
 from levanter.config import plain, written
 from levanter.mesh import MeshConfig, ModelAxes, local_devices, resolve
@@ -54,7 +57,7 @@ class HFCheckpointConverter:
         LevConfigClass: our config class of the family; None takes what the files say.
         reference_checkpoint: the files that are meant where a method is not given others.
         HfConfigClass: upstream's; the model type in config.json decides here.
-        tokenizer: a tokenizer, or where one is; None takes the checkpoint's own.
+        tokenizer: a tokenizer (ours, or a fast one of transformers), or where one is; None takes the checkpoint's own.
         feature_extractor: upstream's, for models of speech; refused.
         config_overrides: keys of config.json that replace the files'.
         trust_remote_code: upstream's; no code out of a repository is run here, whatever it is.
@@ -77,6 +80,7 @@ class HFCheckpointConverter:
         self.LevConfigClass, self.HfConfigClass = LevConfigClass, HfConfigClass
         self.reference_checkpoint, self.trust_remote_code = reference_checkpoint, trust_remote_code
         self.config_overrides, self.ignore_prefix = dict(config_overrides or {}), ignore_prefix
+        self.feature_extractor = None
         self._tokenizer = tokenizer
 
     @staticmethod
@@ -162,7 +166,15 @@ class HFCheckpointConverter:
     def tokenizer(self) -> FastTokenizer:
         """The tokenizer, read when it is first asked for."""
         given = self._reference(None) if self._tokenizer is None else self._tokenizer
-        return load_tokenizer(given) if isinstance(given, str | RepoRef) else given
+        if isinstance(given, str | RepoRef):
+            return load_tokenizer(given)
+        return given if isinstance(given, FastTokenizer) else of_transformers(given)
+
+    def HFAutoModelClass(self, auto_class: Any = None) -> Any:
+        """The class of transformers that reads such files (it needs torch to do so)."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM if auto_class is None else auto_class
 
     @property
     def Vocab(self) -> hax.Axis:
@@ -170,6 +182,19 @@ class HFCheckpointConverter:
         return hax.Axis("vocab", self.tokenizer.vocab_size)
 
     # --- weights ---
+
+    def load_state_dict(self, ref: Reference | None = None, dtype: Any = None) -> dict[str, jax.Array]:
+        """The tensors of the files by their own names, spread over the mesh in scope as their shapes allow.
+
+        A model is loaded by `load_pretrained`, which puts every parameter where it stays.
+
+        Args:
+            ref: the files; default the reference checkpoint.
+            dtype: of the arrays, for those of floating-point numbers; default as stored.
+        """
+        source = open_checkpoint(self._reference(ref)).source
+        mesh, _ = _placement({})
+        return {name: _spread(source, info, mesh, dtype) for name, info in source.tensors.items()}
 
     def load_pretrained(
         self,
@@ -265,6 +290,19 @@ class HFCheckpointConverter:
         keys = written(config)
         checkpoint.check_model_block({k: v for k, v in plain(config).items() if k in keys or k == "type"})
         return dataclasses.replace(own, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
+
+
+def _spread(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: Any) -> jax.Array:
+    stored = info.dtype
+    wanted = stored if dtype is None or not jnp.issubdtype(stored, jnp.floating) else np.dtype(dtype)
+
+    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+        asked = (slice(None),) * len(info.shape) if index is None else index
+        whole = tuple(slice(*one.indices(size)[:2]) for one, size in zip(asked, info.shape, strict=True))
+        return source.read(info.name, whole).astype(wanted)
+
+    sharding = best_effort_sharding(info.shape, mesh=mesh, dtype=wanted)
+    return jax.make_array_from_callback(info.shape, sharding, piece)
 
 
 def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:

@@ -1,22 +1,19 @@
 """A model of ours as a Hugging Face checkpoint: config.json, safetensors shards with their index, the tokenizer.
 
 Tensors go from device shards, or from the files of another checkpoint, into the file one at a time
-(`haliax_ext.saving`), so that a host needs memory for one of them. The folder appears under its name only when all of
-it is written; an export that was killed leaves a folder `<name>.incomplete`, which the next one replaces. One that was
-killed while it replaced another may leave that other as `<name>.replaced`, which the next one puts back first. The
-files are read again after writing: header, names and shapes.
+(`haliax_ext.saving`), so that a host needs memory for one of them. The folder may be one of this machine or a URL; in
+both nothing counts as an export before all of it is written (`export_place` says how). The files are read again after
+writing: header, names and shapes.
 
 Format: https://github.com/huggingface/safetensors#format and the index files of transformers.
 """
 
 import json
-import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import haliax as hax
 import jax
@@ -26,23 +23,19 @@ from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.saving import OutTensor, Readable, plan_saving, tensors_of
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
+from levanter.compat.hf.export_place import CONFIG, Place, place_of
+from levanter.compat.hf.export_place import INCOMPLETE as INCOMPLETE
+from levanter.compat.hf.export_place import ExportPathError as ExportPathError
 from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
-from levanter.compat.hf.repository import LocalFolder
 from levanter.compat.hf.rope import Spelling
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
-from levanter.io import atomic_write
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
-INCOMPLETE = ".incomplete"
-REPLACED = ".replaced"
+Folder = TypeVar("Folder", bound=str | Path)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class ExportPathError(CheckpointError):
-    """The place of an export is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +125,7 @@ class Beside:
 def export(
     model: LmHeadModel,
     config: LmConfig,
-    folder: str | Path,
+    folder: Folder,
     *,
     vocab_size: int | None = None,
     dtype: str | np.dtype | None = None,
@@ -140,7 +133,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Path:
+) -> Folder:
     """Writes a model as a folder that `transformers` and `eval_lm` read.
 
     With several processes every one must call it; the first one writes.
@@ -148,12 +141,13 @@ def export(
     Args:
         model: with real arrays, in any sharding.
         config: its architecture.
-        folder: a local path that does not exist yet.
+        folder: a path or URL that does not exist yet.
         vocab_size: ids that there are, where the model has more rows; default `config.vocab_size`.
         dtype: of the weights; None keeps the model's.
         beside: what lies beside the weights; None for config.json alone.
         max_shard_bytes: of one file.
-        overwrite: whether an existing folder is replaced, once the new one is whole.
+        overwrite: whether an existing folder is replaced: on a disk, once the new one is whole; behind a URL, file by
+            file.
         progress: told (bytes written, bytes in all).
 
     Returns:
@@ -162,7 +156,7 @@ def export(
     Raises:
         ExportPathError: the folder exists.
         CheckpointError: what was written does not read back.
-        OSError: not writable, or the disk is full; what was there before stays.
+        OSError: not writable, or the disk is full; what was there before on a disk stays.
     """
     plan = plan_export(
         tuple(leaves(model)), config, _vocab_axis(model), vocab_size=vocab_size, dtype=dtype, max_bytes=max_shard_bytes
@@ -208,21 +202,18 @@ def refuse_taken(folder: str | Path) -> None:
     Raises:
         ExportPathError: it does.
     """
-    if Path(folder).exists():
-        raise ExportPathError(
-            str(folder), "it exists already", suggestion="name another folder, or allow it to be replaced"
-        )
+    place_of(folder).refuse_taken()
 
 
 def write_export(
     plan: ExportPlan,
     arrays: Mapping[str, jax.Array | Readable],
-    folder: str | Path,
+    folder: Folder,
     *,
     beside: Beside,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Path:
+) -> Folder:
     """Writes a planned export; see `export`.
 
     Args:
@@ -231,105 +222,86 @@ def write_export(
         folder, overwrite, progress: as `export` takes them.
         beside: what lies beside the weights.
     """
-    target = Path(folder)
-    writes = jax.process_index() == 0
-    replaced = target.with_name(target.name + REPLACED)
-    if writes:
-        _put_back(target, replaced)
+    place = place_of(folder) if jax.process_index() == 0 else None
+    if place is not None:
+        place.recover()
         if not overwrite:
-            refuse_taken(target)
-    shards = plan.shards
-    partial = target.with_name(target.name + INCOMPLETE)
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+            place.refuse_taken()
+        place.begin()
     total, done = plan.nbytes, 0
-    for shard in shards:
-        for size in _write_shard(partial / shard.file, shard, arrays, writes=writes):
+    for shard in plan.shards:
+        for size in _write_shard(place, shard, arrays):
             done += size
             if progress is not None:
                 progress(done, total)
-    if writes:
-        _write_beside(partial, plan, beside)
-        _check(partial, plan.tensors)
-        if target.exists():
-            os.replace(target, replaced)
-            os.replace(partial, target)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(partial, target)
-    return target
-
-
-def _put_back(target: Path, replaced: Path) -> None:
-    """Finishes what an export that was killed while it replaced another one left undone."""
-    if not replaced.exists():
-        return
-    if target.exists():
-        shutil.rmtree(replaced)
-    else:
-        os.replace(replaced, target)
+    if place is not None:
+        config = _write_beside(place, plan, beside)
+        _check(place, plan.tensors)
+        # Last: with it, the folder is a checkpoint.
+        _write_json(place, CONFIG, config)
+        place.finish()
+    return folder
 
 
 def _vocab_axis(model: LmHeadModel) -> Any:
     return model.head_weight().resolve_axis("vocab")
 
 
-def _write_shard(path: Path, shard: Shard, arrays: Mapping[str, Any], *, writes: bool) -> Iterator[int]:
-    """Writes one file; yields bytes as they are written."""
-    if not writes:
+def _write_shard(place: Place | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:
+    """Writes one file, where this process does; yields bytes as they are written."""
+    if place is None:
         for tensor, _ in tensors_of(shard.tensors, arrays):
             yield tensor.nbytes
         return
-    with atomic_write(str(path)) as file:
+    with place.open(shard.file) as file:
         file.write(shard.header)
         for tensor, values in tensors_of(shard.tensors, arrays):
             file.write(np.ascontiguousarray(values).view(np.uint8).data)
             yield tensor.nbytes
 
 
-def _write_beside(folder: Path, plan: ExportPlan, beside: Beside) -> None:
+def _write_beside(place: Place, plan: ExportPlan, beside: Beside) -> Mapping[str, Any]:
+    """Writes what lies beside the weights, but for config.json, which it returns."""
     dtypes = sorted({tensor.dtype.name for tensor in plan.tensors})
     document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=beside.spelling)
     tokenizer, shards = beside.tokenizer, plan.shards
     ids: dict[str, Any] = {}
     if tokenizer is not None:
-        _write_json(folder / DEFINITION, tokenizer.definition)
+        _write_json(place, DEFINITION, tokenizer.definition)
         roles = {
             f"{role}_token": tokenizer.token(number)
             for role in ("bos", "eos", "pad")
             if (number := getattr(tokenizer, f"{role}_id")) is not None
         }
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
+        _write_json(place, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
         roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
         ids = {name: number for name, number in roles.items() if number is not None}
-    _write_json(folder / "config.json", {**document, **ids, **beside.overrides})
+    config = {**document, **ids, **beside.overrides}
     if beside.eos_ids:
         ids = {**ids, "eos_token_id": list(beside.eos_ids)}
     if ids:
-        _write_json(folder / "generation_config.json", ids)
+        _write_json(place, "generation_config.json", ids)
     if len(shards) > 1:
         weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
-        _write_json(
-            folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))},
-        )
+        index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(place, "model.safetensors.index.json", index)
+    return config
 
 
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    with atomic_write(str(path)) as file:
-        file.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
+def _write_json(place: Place, file: str, document: Mapping[str, Any]) -> None:
+    with place.open(file) as opened:
+        opened.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _check(folder: Path, plan: Iterable[OutTensor]) -> None:
+def _check(place: Place, plan: Iterable[OutTensor]) -> None:
     """Reads the headers again.
 
     Raises:
         CheckpointError: a tensor is not there as it was meant to be.
     """
-    found = open_weights(LocalFolder(folder)).tensors
+    found = open_weights(place.written()).tensors
     wrong = [t.name for t in plan if t.name not in found or found[t.name].shape != t.shape]
     if wrong:
         raise CheckpointError(
-            str(folder), f"after writing, {len(wrong)} tensors do not read back: {', '.join(wrong[:5])}"
+            place.name, f"after writing, {len(wrong)} tensors do not read back: {', '.join(wrong[:5])}"
         )

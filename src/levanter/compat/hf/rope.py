@@ -25,6 +25,9 @@ from levanter.layers.rotary import (
 DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"
 
+FLAT: Mapping[str, str] = MappingProxyType({})
+"""No other names for parameters beside `rope_scaling` than those in `rope_parameters`."""
+
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -52,6 +55,8 @@ def read_rope(
     original: int | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
     only: Sequence[str] = (),
+    share: float = 1.0,
+    flat: Mapping[str, str] = FLAT,
 ) -> RotaryConfig | None:
     """The rotary embeddings of a config.json; None after a problem, which is then in `fields`.
 
@@ -64,9 +69,11 @@ def read_rope(
             `max_position_embeddings`.
         renamed: rope types by another name that this family knows them by.
         only: the rope types that the family can have beside `default`; empty for all.
+        share: `partial_rotary_factor`, where the document does not say it.
+        flat: what the family calls the parameters that transformers 4 writes beside `rope_scaling`.
     """
     before = len(fields.problems)
-    merged = _merge(fields)
+    merged = _merge(fields, flat)
     if len(fields.problems) > before:
         return None
     kind = merged.pop("rope_type", "default")
@@ -80,7 +87,7 @@ def read_rope(
         fields.problems.append(f"rope type {kind!r} is not one that this family has: default, {', '.join(only)}")
         return None
     theta = _number(fields, "rope_theta", merged.pop("rope_theta", theta))
-    share = _number(fields, "partial_rotary_factor", merged.pop("partial_rotary_factor", 1.0))
+    share = _number(fields, "partial_rotary_factor", merged.pop("partial_rotary_factor", share))
     if share != 1.0 and not partial:
         fields.problems.append("partial_rotary_factor is not 1: this family rotates whole heads")
     for name in _REQUIRED[kind]:
@@ -110,7 +117,7 @@ def _number(fields: Fields, name: str, value: Any) -> Any:
     return fields.check(f"rope.{name}", value, int if name == _ORIGINAL else float)
 
 
-def _merge(fields: Fields) -> dict[str, Any]:
+def _merge(fields: Fields, flat: Mapping[str, str]) -> dict[str, Any]:
     """All rope parameters of the document under their transformers-5 names, null ones left out."""
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -131,8 +138,9 @@ def _merge(fields: Fields) -> dict[str, Any]:
                 continue
             put("rope_type" if name == "type" else name, value, f"{block}.{name}")
     for name in ("rope_theta", _ORIGINAL, "partial_rotary_factor"):
-        fields.seen.add(name)
-        put(name, fields.document.get(name), name)
+        spelled = flat.get(name, name)
+        fields.seen.add(spelled)
+        put(name, fields.document.get(spelled), spelled)
     return merged
 
 

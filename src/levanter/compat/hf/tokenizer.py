@@ -68,6 +68,9 @@ class FastTokenizer:
         if out:
             raise ConfigMismatchError(name, f"special token ids {', '.join(out)} are outside its {self.vocab_size} ids")
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The int32 ids of each text, without special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -129,6 +132,30 @@ def load(ref: str | RepoRef, *, cache: Path | None = None) -> FastTokenizer:
     if located.is_gguf:
         return of_gguf(open_gguf(located.local_path()))
     return load_from_repository(located.repository, file=located.file or DEFINITION)
+
+
+def as_transformers(tokenizer: FastTokenizer) -> Any:
+    """The same tokenizer as an object of transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {f"{role}_token": getattr(tokenizer, f"{role}_id") for role in _ROLES}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(tokenizer.definition)),
+        **{role: tokenizer.token(i) for role, i in ids.items() if i is not None},
+    )
+
+
+def of_transformers(given: Any) -> FastTokenizer:
+    """A tokenizer of transformers as ours.
+
+    Raises:
+        TypeError: it has no definition that the `tokenizers` library reads.
+    """
+    backend = getattr(given, "backend_tokenizer", None)
+    if backend is None:
+        raise TypeError(f"tokenizer: expected a fast tokenizer of transformers, a name or a folder, got {given!r}")
+    ids = {f"{role}_id": getattr(given, f"{role}_token_id") for role in _ROLES}
+    return FastTokenizer(json.loads(backend.to_str()), name=str(given.name_or_path), **ids)
 
 
 def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> FastTokenizer:

@@ -13,15 +13,16 @@ documents may mix.
 To accept another old key, add a row to a table and a line to the function beside it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from levanter.config.errors import Mark, Problem
 from levanter.config.legacy.changes import Change, Draft, OldKey
-from levanter.config.legacy.data import DATA_KEYS, FLAT_KEY, FORMAT_KEYS, translate_data
+from levanter.config.legacy.data import DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, translate_data
 from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
-from levanter.config.legacy.model import MODEL_KEYS, translate_model
+from levanter.config.legacy.model import MODEL_KEYS, translate_model, translate_row_length
 from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
 from levanter.config.nodes import MapNode, from_plain, to_plain
 
@@ -29,7 +30,7 @@ TABLE: tuple[OldKey, ...] = (
     *TRAINER_KEYS,
     *MODEL_KEYS,
     *DATA_KEYS,
-    FLAT_KEY,
+    *FLAT_KEYS,
     *FORMAT_KEYS,
     *MEMORIZATION_KEYS,
     *ENTRY_POINT_KEYS,
@@ -46,11 +47,17 @@ class Translation:
     problems: tuple[Problem, ...] = ()
 
 
-def translate(document: MapNode) -> Translation:
-    """Translates every old key of a document."""
+def translate(document: MapNode, takes: Collection[str] = ()) -> Translation:
+    """Translates every old key of a document.
+
+    Args:
+        document: as it was written.
+        takes: the keys that the entry point takes at the top, where it is known.
+    """
     draft = Draft(document)
     translate_memorization(draft)
     translate_trainer(draft)
+    translate_row_length(draft, takes)
     translate_model(draft)
     translate_data(draft)
     translate_entry_points(draft)

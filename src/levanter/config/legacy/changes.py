@@ -72,10 +72,20 @@ class OldKey:
         return f"{self.block}.{self.name}".lstrip(".")
 
 
+class PlainDumper(yaml.SafeDumper):
+    """Writes a value that stands at two places twice, not as an anchor and an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        del data
+        return True
+
+
 def inline(value: Any) -> str:
     """A value (or node) as one line of YAML."""
     plain = to_plain(value) if isinstance(value, Node) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=100_000, allow_unicode=True)
+    text = yaml.dump(
+        plain, Dumper=PlainDumper, default_flow_style=True, sort_keys=False, width=100_000, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 

@@ -5,6 +5,7 @@ mixture (`configs:` with weights). The new one has components, each with a sourc
 shuffle unless told to; the new one does, so `shuffle: false` is spelled out.
 """
 
+from levanter.config.errors import did_you_mean
 from levanter.config.legacy.changes import Change, Draft, Keys, OldKey, inline
 from levanter.config.nodes import Entry, MapNode, Node, Scalar, from_plain
 
@@ -15,6 +16,8 @@ SINGLE = "train"
 _URL_KEYS = ("train_urls", "validation_urls")
 _HF_KEYS = ("id", "name", "stream", "splits")
 _OWN_KEYS = ("tags", "format")
+_BESIDE = ("pack", "split", "flat_cache", "type")
+"""Keys of today's components, which an old source may have as well."""
 _FLAT = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "configs", "tokenizer", "vocab_size", "cache_dir", "cache_options")
 _FLAT += ("enforce_eos", "chat_template", "ignore_token_id", "shuffle", "permutation_type")
 _ONE_SOURCE = "one source becomes one component"
@@ -54,13 +57,29 @@ FLAT_KEY = OldKey(
     new="data.train_urls (and so for all keys of a data set)",
     why="cache_dataset used to take a data set's keys at the top",
 )
+FLAT_TRACKER = OldKey(
+    block="", name="tracker", new="trainer.tracker", why="cache_dataset used to take its tracker at the top"
+)
+_NO_RAY = "jobs are not started through Ray; stores are built by the process that is run"
+FLAT_RAY = tuple(
+    OldKey(block="", name=name, new="", why=_NO_RAY)
+    for name in ("ray", "address", "start_workers", "auto_start_cluster")
+)
+FLAT_KEYS = (FLAT_KEY, FLAT_TRACKER, *FLAT_RAY)
 
 
 def _flat(draft: Draft) -> None:
-    """Moves a data set that is the whole document under `data:`."""
+    """Moves a data set that is the whole document under `data:`, and what stood beside it to its place."""
     document = draft.document
-    if "data" in document or not any(key in document for key in (*_URL_KEYS, "configs")):
+    hub = "id" in document and ("tokenizer" in document or "cache_dir" in document)
+    if "data" in document or not (hub or any(key in document for key in (*_URL_KEYS, "configs"))):
         return
+    for row in FLAT_RAY:
+        if (entry := document.entry(row.name)) is not None:
+            draft.ignore(row, entry, ())
+    tracker = document.entry(FLAT_TRACKER.name)
+    if tracker is not None:
+        draft.move(FLAT_TRACKER, tracker, (), [(("trainer", "tracker"), tracker.node)])
     for key in [key for key in _FLAT if key in document]:
         entry = document.entry(key)
         assert entry is not None
@@ -134,7 +153,8 @@ def _mixture(draft: Draft, old: Entry) -> None:
     for entry in old.node:
         path = (*DATA, "components", entry.key)
         if isinstance(entry.node, MapNode):
-            components.append(Entry(key=entry.key, node=_component(draft, entry.node, path), mark=entry.mark))
+            node = _known(draft, entry.node, f"data.configs.{entry.key}")
+            components.append(Entry(key=entry.key, node=_component(draft, node, path), mark=entry.mark))
         else:
             draft.wrong(entry, f"data.configs.{entry.key}", f"expected a mapping, got {inline(entry.node)}")
     draft.remove((*DATA, "configs"))
@@ -148,6 +168,17 @@ def _mixture(draft: Draft, old: Entry) -> None:
     draft.changes.append(change)
 
 
+def _known(draft: Draft, source: MapNode, where: str) -> MapNode:
+    """An old source without the keys that sources did not have; each of them is a problem."""
+    keys = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "cache_dir")
+    for entry in source:
+        if entry.key not in (*keys, *_BESIDE):
+            hint = did_you_mean(entry.key, keys) or f"; the keys here are {', '.join(keys)}"
+            draft.wrong(entry, f"{where}.{entry.key}", f"unknown key{hint}")
+            source = source.without(entry.key)
+    return source
+
+
 def _component(draft: Draft, source: MapNode, path: Keys) -> MapNode:
     """An old source as a component: its own keys under `source`, the rest beside it."""
     inner = [entry for entry in source if entry.key in (*_URL_KEYS, *_HF_KEYS)]
@@ -156,6 +187,8 @@ def _component(draft: Draft, source: MapNode, path: Keys) -> MapNode:
         inner = [kind, *inner]
     beside = [entry for entry in source if entry not in inner]
     beside = [_format(draft, entry, path) if entry.key == "format" else entry for entry in beside]
+    if not inner:
+        return MapNode(entries=tuple(beside), mark=source.mark)  # what was tokenized before, and nothing else
     node = MapNode(entries=tuple(inner), mark=source.mark)
     return MapNode(entries=(Entry(key="source", node=node, mark=source.mark), *beside), mark=source.mark)
 

@@ -1,8 +1,13 @@
-"""Old keys of `model:`."""
+"""Old keys of `model:`, and the length of the rows of an evaluation, which was the model's."""
 
-from levanter.config.legacy.changes import Draft, Keys, OldKey
+from collections.abc import Collection
+
+from levanter.config.legacy.changes import Change, Draft, Keys, OldKey, inline
+from levanter.config.nodes import to_plain
 
 MODEL: Keys = ("model",)
+ROW_LENGTH = "max_eval_length"
+ROW_LENGTH_WHY = "an evaluation of that generation read rows of the model's length"
 MODEL_KEYS = (
     OldKey(
         block="model",
@@ -20,3 +25,16 @@ def translate_model(draft: Draft) -> None:
         entry = block.entry(row.name) if block is not None else None
         if entry is not None:
             draft.move(row, entry, MODEL, [((*MODEL, row.new), entry.node)])
+
+
+def translate_row_length(draft: Draft, takes: Collection[str]) -> None:
+    """Gives an entry point that has a length of its own the one that `model.seq_len` was to it."""
+    old = draft.entry((*MODEL, "seq_len"))
+    if old is None or ROW_LENGTH not in takes or draft.entry((ROW_LENGTH,)) is not None:
+        return
+    if not isinstance(to_plain(old.node), int):
+        return  # the decoder says what is wrong with it
+    draft.set((ROW_LENGTH,), old.node, old="model.seq_len", mark=old.mark)
+    text = inline(old.node)
+    change = Change(key="model.seq_len", was=text, now=f"{ROW_LENGTH}: {text}", why=ROW_LENGTH_WHY, mark=old.mark)
+    draft.changes.append(change)

@@ -197,6 +197,11 @@ class _Mesh:
         value = absent if entry is None else to_plain(entry.node)
         if value is None:
             return None
+        if isinstance(value, str) and "," in value:
+            assert entry is not None
+            names = ", ".join(part.strip() for part in value.split(","))
+            self.draft.wrong(entry, f"trainer.{name}", f"is one word of text, {value!r}; write a list: [{names}]")
+            return None
         if isinstance(value, str):
             return (value,)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):

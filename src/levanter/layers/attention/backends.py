@@ -76,6 +76,7 @@ def choose_backend(
     length: int,
     block_size: int | None = None,
     soft_cap: float | None = None,
+    sinks: bool = False,
 ) -> BackendChoice:
     """Chooses an implementation.
 
@@ -86,17 +87,19 @@ def choose_backend(
         length: keys in a sequence.
         block_size: keys in a block, for `blockwise` and `splash`; None chooses.
         soft_cap: bound of the scores, which JAX's own function does not have.
+        sinks: whether heads have sinks, which it does not have either.
 
     Raises:
         ValueError: an unknown name, or `cudnn` or `jax_native` where they cannot run.
     """
     check_backend_name(requested)
     make = functools.partial(BackendChoice, block_size=block_size)
-    no_cudnn, no_splash = _cudnn_obstacle(platform, dtype, soft_cap), splash_obstacle(platform, dtype)
+    lacking = _lacking(soft_cap, sinks)
+    no_cudnn, no_splash = lacking or _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
     if requested == "cudnn" and no_cudnn:
         raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
-    if requested == "jax_native" and soft_cap is not None:
-        raise ValueError(f"model.attn_backend jax_native: {_NO_SOFT_CAP}; leave attn_backend out, or use blockwise")
+    if requested == "jax_native" and lacking:
+        raise ValueError(f"model.attn_backend jax_native: {lacking}; leave attn_backend out, or use blockwise")
     if requested in BACKENDS and requested != "splash":
         return make(name=requested, reason="as asked for")
     if requested == "vanilla":
@@ -132,12 +135,14 @@ def _splash_reason(length: int, block_size: int | None) -> str:
     return f"blocks of {blocks.block} × {blocks.block}{padding}; scores stay on the chip"
 
 
-_NO_SOFT_CAP = "the model bounds its attention scores (a soft cap), which JAX's attention function cannot"
-
-
-def _cudnn_obstacle(platform: str | None, dtype: DTypeLike, soft_cap: float | None) -> str | None:
+def _lacking(soft_cap: float | None, sinks: bool) -> str | None:
+    """What a model needs and JAX's own attention function cannot, whichever kernel it calls."""
     if soft_cap is not None:
-        return _NO_SOFT_CAP
+        return "the model bounds its attention scores (a soft cap), which JAX's attention function cannot"
+    return "the model's heads have attention sinks, which JAX's attention function cannot have" if sinks else None
+
+
+def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
     if platform != "gpu":
         return f"the platform is {platform or 'not known'}, not gpu"
     if jnp.dtype(dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float16")):
@@ -154,6 +159,7 @@ def attend(
     scale: float,
     choice: BackendChoice,
     soft_cap: float | None = None,
+    sinks: NamedArray | None = None,
 ) -> NamedArray:
     """Runs the chosen backend; see `reference_attention` for axes and meaning."""
     name = choice.name
@@ -161,13 +167,14 @@ def attend(
         name = "blockwise"
         logger.warning("attention: blockwise and not splash, whose masks are rules: this one is an array")
     if name == "reference":
-        return reference_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap)
+        return reference_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
     if name == "splash":
-        return splash_attention(q, k, v, mask, scale=scale, block_size=choice.block_size, soft_cap=soft_cap)
+        size = choice.block_size
+        return splash_attention(q, k, v, mask, scale=scale, block_size=size, soft_cap=soft_cap, sinks=sinks)
     if name == "blockwise":
         size = choice.block_size or DEFAULT_BLOCK
-        return blockwise_attention(q, k, v, mask, scale=scale, block_size=size, soft_cap=soft_cap)
-    if soft_cap is not None:
-        raise ValueError(f"attention by {name}: {_NO_SOFT_CAP}")
+        return blockwise_attention(q, k, v, mask, scale=scale, block_size=size, soft_cap=soft_cap, sinks=sinks)
+    if lacking := _lacking(soft_cap, sinks is not None):
+        raise ValueError(f"attention by {name}: {lacking}")
     implementation = "cudnn" if name == "cudnn" else "xla"
     return jax_native_attention(q, k, v, mask, scale=scale, implementation=implementation)

@@ -23,6 +23,7 @@ def blockwise_attention(
     scale: float,
     block_size: int,
     soft_cap: float | None = None,
+    sinks: NamedArray | None = None,
 ) -> NamedArray:
     """As `reference_attention`, over blocks of `block_size` keys.
 
@@ -63,10 +64,12 @@ def blockwise_attention(
         return (new_top, total * shrink + hax.sum(weights, Block), new_mixed), None
 
     rows = tuple(axis for axis in q.axes if axis.name != "head_size")
-    start = (
-        hax.full(rows, HIDDEN, dtype=jnp.float32),
-        hax.zeros(rows, dtype=jnp.float32),
-        hax.zeros(q.axes, dtype=jnp.float32),
-    )
+    top, total = hax.full(rows, HIDDEN, dtype=jnp.float32), hax.zeros(rows, dtype=jnp.float32)
+    if sinks is not None:
+        # As if its key had come first.
+        own = sinks.astype(jnp.float32).broadcast_to(rows).rearrange(rows)
+        top = jax.lax.stop_gradient(hax.maximum(top, own))
+        total = hax.exp(own - top)
+    start = (top, total, hax.zeros(q.axes, dtype=jnp.float32))
     (_, total, mixed), _ = hax.scan(step, Blocks, remat=True)(start, *blocks, cut(mask.explicit))
     return (mixed / hax.maximum(total, float(jnp.finfo(jnp.float32).tiny))).astype(v.dtype)

@@ -1,7 +1,8 @@
 """Grouped-query self-attention with rotary positions (Ainslie et al., arXiv:2305.13245), as families have it.
 
 What they differ in is in an `AttentionSpec`: biases, norms on queries and keys, the scale and a bound of the scores,
-how far back a query sees, which rotary table turns it. All of it is static: every kind of layer is compiled by itself.
+sinks, how far back a query sees, which rotary table turns it. All of it is static: every kind of layer is compiled by
+itself.
 """
 
 import math
@@ -41,6 +42,7 @@ class AttentionSpec:
         normed: what one such norm is over: each head by itself, or all heads of a token together.
         query_scale: multiplies the scores; None for 1/√head_size.
         soft_cap: bound of the scores; None for none.
+        sinks: whether each head has a sink, a score that takes part in the softmax and nowhere else.
         window: how many keys a query sees, itself included; None for all before it.
         rope: name of the rotary table that turns queries and keys; None leaves them as they are (NoPE).
         backend: requested backend; None chooses by length.
@@ -59,6 +61,7 @@ class AttentionSpec:
     normed: Literal["head", "all heads"] = "head"
     query_scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     window: int | None = None
     rope: str | None = "rope"
     backend: str | None = None
@@ -89,6 +92,7 @@ class GroupedQueryAttention(eqx.Module):
     o_proj: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: NamedArray | None
     spec: AttentionSpec = eqx.field(static=True)
 
     @staticmethod
@@ -114,6 +118,11 @@ class GroupedQueryAttention(eqx.Module):
             o_proj=project(3, heads, embed),
             q_norm=norm(heads),
             k_norm=norm(kv),
+            sinks=(
+                hax.random.normal(jax.random.fold_in(key, 4), heads[:2], dtype=jnp.float32) * spec.scale
+                if spec.sinks
+                else None
+            ),
             spec=spec,
         )
 
@@ -151,10 +160,11 @@ class GroupedQueryAttention(eqx.Module):
             length=k.resolve_axis("key_position").size,
             block_size=spec.block_size,
             soft_cap=spec.soft_cap,
+            sinks=spec.sinks,
         )
         scale = 1 / math.sqrt(spec.HeadSize.size) if spec.query_scale is None else spec.query_scale
         with jax.named_scope("attention"):
-            mixed = attend(q, k, v, mask, scale=scale, choice=choice, soft_cap=spec.soft_cap)
+            mixed = attend(q, k, v, mask, scale=scale, choice=choice, soft_cap=spec.soft_cap, sinks=self.sinks)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
             # The kernel names its own output, together with what its backward pass needs beside it.
             mixed = mixed if choice.name == "splash" else saved(mixed, "attention")

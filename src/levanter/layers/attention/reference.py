@@ -12,7 +12,14 @@ HIDDEN = -1e30
 
 
 def reference_attention(
-    q: NamedArray, k: NamedArray, v: NamedArray, mask: AttentionMask, *, scale: float, soft_cap: float | None = None
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: NamedArray | None = None,
 ) -> NamedArray:
     """`softmax(q·k · scale) · v` over the keys that `mask` shows.
 
@@ -26,6 +33,8 @@ def reference_attention(
         mask: which keys each query may see.
         scale: multiplies the scores.
         soft_cap: bound of the scaled scores, see `soft_capped`; None for none.
+        sinks: `[kv_head, q_heads_per_group]`, for each head the score of a key that every query sees and whose value
+            is zero (gpt-oss, arXiv:2508.10925; Xiao et al., arXiv:2309.17453); neither scaled nor bounded.
 
     Returns:
         The axes of `q`.
@@ -38,7 +47,7 @@ def reference_attention(
     visible = mask.materialize(Pos, KeyPos)
     if visible is not None:
         scores = hax.where(visible, scores, HIDDEN)
-    weights = _softmax(scores, KeyPos)
+    weights = _softmax(scores, KeyPos, sinks)
     if visible is not None:
         weights = hax.where(visible, weights, 0.0)
     return hax.dot(weights.astype(v.dtype), v, axis=KeyPos).rearrange(axes)
@@ -49,7 +58,12 @@ def soft_capped(x: NamedArray, bound: float | None) -> NamedArray:
     return x if bound is None else hax.tanh(x / bound) * bound
 
 
-def _softmax(scores: NamedArray, KeyPos: hax.Axis) -> NamedArray:
-    top = jax.lax.stop_gradient(hax.max(scores, KeyPos))
+def _softmax(scores: NamedArray, KeyPos: hax.Axis, sinks: NamedArray | None) -> NamedArray:
+    top = hax.max(scores, KeyPos)
+    if sinks is None:
+        exponentials = hax.exp(scores - jax.lax.stop_gradient(top))
+        return exponentials / hax.sum(exponentials, KeyPos)
+    own = sinks.astype(jnp.float32).broadcast_to(top.axes).rearrange(top.axes)
+    top = jax.lax.stop_gradient(hax.maximum(top, own))
     exponentials = hax.exp(scores - top)
-    return exponentials / hax.sum(exponentials, KeyPos)
+    return exponentials / (hax.sum(exponentials, KeyPos) + hax.exp(own - top))

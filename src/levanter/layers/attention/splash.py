@@ -97,6 +97,7 @@ def splash_attention(
     scale: float,
     block_size: int | None = None,
     soft_cap: float | None = None,
+    sinks: NamedArray | None = None,
     interpret: bool = False,
 ) -> NamedArray:
     """As `reference_attention`, by the kernel; scores and softmax are float32.
@@ -111,6 +112,7 @@ def splash_attention(
         scale: multiplies the scores.
         block_size: positions in a block, if not by length.
         soft_cap: see `reference_attention`.
+        sinks: see `reference_attention`.
         interpret: emulate the kernel, for machines without a TPU.
 
     Raises:
@@ -149,28 +151,31 @@ def splash_attention(
         named.append(padded(own, Pos, Padded, PADDING_SEGMENT))
         named.append(named[-1].rename({Pos.name: KeyPos.name}))
     kernel = _kernel(_Rule(mask.is_causal, mask.sliding_window), Padded.size, parts, blocks, interpret, soft_cap)
-    attend: Any = _attend_row
+    heads = () if sinks is None else (sinks.rearrange((KVHead, Group)),)
+    attend: Any = functools.partial(_attend_row, with_sinks=bool(heads))
     for _ in leading:
-        attend = jax.vmap(attend, in_axes=(None, *[0] * len(named)))
+        attend = jax.vmap(attend, in_axes=(None, *[None] * len(heads), *[0] * len(named)))
     if not mesh.empty:
         queries = cut.spec((Padded,))
         # Each part of the queries has its own share of the kernel's table of blocks.
         of_kernel = kernel.manual_sharding_spec(jax.NamedSharding(mesh, PartitionSpec(None, *queries)))
-        specs = [cut.spec(x.axes) for x in named]
-        attend = jax.shard_map(attend, in_specs=(of_kernel, *specs), out_specs=specs[0], check_vma=False)
-    out = hax.named(attend(kernel, *(x.array for x in named)), named[0].axes)
+        specs = [cut.spec(x.axes) for x in (*heads, *named)]
+        of_queries = specs[len(heads)]
+        attend = jax.shard_map(attend, in_specs=(of_kernel, *specs), out_specs=of_queries, check_vma=False)
+    out = hax.named(attend(kernel, *(x.array for x in (*heads, *named))), named[0].axes)
     return (out if Padded == Pos else out[Pos.name, 0 : Pos.size]).rearrange(q.axes)
 
 
-def _attend_row(
-    kernel: pallas.SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
-) -> jax.Array:
+def _attend_row(kernel: pallas.SplashAttentionKernel, *arrays: jax.Array, with_sinks: bool) -> jax.Array:
     """One sequence: `q [kv_head, q_heads_per_group, position, head_size]`, `k` and `v [kv_head, position, head_size]`.
 
-    The kernel has one axis of query heads and finds the key/value head of each by division, as they are flattened here.
+    Before them come the sinks, if there are any, and behind them segments. The kernel has one axis of query heads and
+    finds the key/value head of each by division, as they are flattened here.
     """
+    sinks = arrays[0].reshape(-1) if with_sinks else None
+    q, k, v, *segments = arrays[1:] if with_sinks else arrays
     flat = q.reshape(-1, *q.shape[2:])
-    out: Any = kernel(flat, k, v, segment_ids=pallas.SegmentIds(*segments) if segments else None)
+    out: Any = kernel(flat, k, v, segment_ids=pallas.SegmentIds(*segments) if segments else None, sinks=sinks)
     return out.reshape(q.shape)
 
 

@@ -37,6 +37,12 @@ class EnteredMesh(Mesh):
         object.__setattr__(made, "_entered", [])
         return made
 
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "_mesh", other) is self._mesh
+
+    def __hash__(self) -> int:
+        return hash(self._mesh)
+
     def __enter__(self) -> "EnteredMesh":
         scope = jax.set_mesh(self._mesh)
         scope.__enter__()

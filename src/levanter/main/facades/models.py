@@ -7,16 +7,20 @@ Upstream's models returned logits when they were called; here they return activa
 has the rest. `compute_next_token_loss` is the same in both.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.layers.attention import AttentionMask
+from levanter.models import flops
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
@@ -158,6 +162,47 @@ def Pos(config: LmConfig) -> Axis:
 def seq_len(config: LmConfig) -> int:
     """The longest sequence, by its 2025 name."""
     return config.max_seq_len
+
+
+def KeyPos(config: LmConfig) -> Axis:
+    """The axis of the positions that are looked at."""
+    return config.max_Pos.alias("key_position")
+
+
+def model_type(config: LmConfig) -> type[LmHeadModel]:
+    """What every model is; `load_pretrained` takes it and goes by the config."""
+    del config
+    return LmHeadModel
+
+
+def flops_per_token(config: LmConfig) -> Callable[..., float]:
+    """`config.flops_per_token(vocab_size, context_length)`, of a forward pass."""
+
+    def of_sizes(vocab_size: int, context_length: int | None = None) -> float:
+        length = config.max_seq_len if context_length is None else context_length
+        return flops.flops_per_token(config, vocab_size=vocab_size, context_length=length, attention="full").scoring
+
+    return of_sizes
+
+
+def total_trainable_params(config: LmConfig) -> Callable[[int], int]:
+    """`config.total_trainable_params(vocab_size)`: how many numbers a model has."""
+
+    def of_size(vocab_size: int) -> int:
+        model = abstract(lambda: config.build(Axis("vocab", vocab_size), key=jax.random.PRNGKey(0)))
+        return sum(math.prod(leaf.shape) for leaf in leaves(model))
+
+    return of_size
+
+
+def positions_of(model: LmHeadModel) -> Axis:
+    """`model.Pos`: the axis of positions at full length."""
+    return model.config.max_Pos
+
+
+def vocab_size_of(model: LmHeadModel) -> int:
+    """`model.vocab_size`: rows of the head."""
+    return model.Vocab.size
 
 
 def hf_checkpoint_converter(config: LmConfig) -> Callable[..., HFCheckpointConverter]:

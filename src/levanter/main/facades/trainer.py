@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import Mesh
 
@@ -18,6 +19,7 @@ from levanter.main.facades import mesh
 from levanter.main.facades.tracker import set_global_tracker
 from levanter.main.local import configure_jax, run_id
 from levanter.mesh import local_devices, require_accelerator
+from levanter.optim import OptimizerConfig
 from levanter.tracker import start_trackers
 from levanter.trainer.config import TrainerConfig
 
@@ -82,6 +84,38 @@ def num_slices(trainer: TrainerConfig) -> int:
 def data_axis_size(trainer: TrainerConfig) -> int:
     """Into how many pieces the batch is cut."""
     return mesh.sizes(trainer.mesh).ways(compute_axis_mapping(trainer).get(trainer.mesh.batch_axis_name or "batch"))
+
+
+def data_ici_axis_size(trainer: TrainerConfig) -> int:
+    """Of those pieces, the ones of one slice."""
+    return mesh.sizes(trainer.mesh).shape["data"]
+
+
+def data_dcn_axis_size(trainer: TrainerConfig) -> int:
+    """Over how many slices `data` goes."""
+    return mesh.sizes(trainer.mesh).shape.get("data_dcn", 1)
+
+
+def num_devices_per_slice(trainer: TrainerConfig) -> int:
+    """Devices of one slice."""
+    found = local_devices(trainer.mesh)
+    return len(found.devices) // found.granules
+
+
+def microbatch_size(trainer: TrainerConfig) -> int:
+    """Rows that are computed at once, over all devices."""
+    per_device = trainer.per_device_parallelism
+    return _largest_batch(trainer) if per_device == -1 else per_device * data_axis_size(trainer)
+
+
+def lr_scheduler(optimizer: OptimizerConfig) -> Callable[[int], Callable[[Any], jax.Array]]:
+    """`optimizer.lr_scheduler(steps)`: the learning rate at each step."""
+
+    def of_steps(steps: int) -> Callable[[Any], jax.Array]:
+        schedule = optimizer.schedule(steps)
+        return lambda step: schedule(jnp.asarray(step))
+
+    return of_steps
 
 
 def replica_axis_size(trainer: TrainerConfig) -> int:

@@ -287,6 +287,7 @@ class DecoderConfig(LmConfig):
             length=length or self.max_seq_len,
             block_size=self.flash_attention_block_size,
             soft_cap=self.attention.soft_cap,
+            sinks=self.attention.sinks,
         )
         return dataclasses.replace(self, attn_backend=choice.name), (f"attention: {choice}",)
 

@@ -301,5 +301,5 @@ def test_a_web_server_that_cannot_list_its_folders(tmp_path, monkeypatch, shards
 
 def test_a_protocol_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"reading gs:// needs one more package: pip install gcsfs"):
+    with pytest.raises(ValueError, match=r"gs:// needs one more package: pip install gcsfs"):
         open_checkpoint("gs://bucket/model")

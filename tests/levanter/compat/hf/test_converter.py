@@ -13,6 +13,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.compat.hf.errors import ConfigMismatchError, UnknownModelError
 from levanter.compat.hf.export import ExportPathError
+from levanter.compat.hf.tokenizer import as_transformers
 from levanter.compat.hf.tokenizer import load as load_tokenizer
 from levanter.models import LlamaConfig, QwenConfig
 
@@ -83,6 +84,38 @@ def test_weights_arrive_whole_without_a_mesh_and_in_shards_on_one(converter, fol
     np.testing.assert_array_equal(weight(model, "gate_proj"), expected)
     table = other.embeddings.token_embeddings.weight.array
     assert table.sharding.shard_shape(table.shape) == (320, 4)
+
+
+def test_tensors_by_their_own_names_are_spread_over_the_mesh(converter, folder, devices):
+    stored = hf_folder.tensors()
+    alone = converter.load_state_dict()
+    assert set(alone) == set(stored)
+    for name, value in alone.items():
+        assert len(value.devices()) == 1 and value.dtype == stored[name].dtype, name
+        np.testing.assert_array_equal(np.asarray(value, np.float32), stored[name].astype(np.float32))
+    with jax.set_mesh(MeshSpec.of(data=4, model=2).build(devices)):
+        spread = converter.load_state_dict(str(folder), dtype="float32")
+    for name, value in spread.items():
+        assert value.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(value), stored[name].astype(np.float32))
+    embeddings = spread["model.embed_tokens.weight"]
+    assert embeddings.sharding.shard_shape(embeddings.shape) != embeddings.shape
+
+
+def test_a_tokenizer_of_transformers_serves_too(converter, folder):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="e")
+    other = converter.replaced(tokenizer=theirs)
+    assert len(other.tokenizer) == other.Vocab.size == len(theirs)
+    assert other.tokenizer.eos_id == theirs.eos_token_id
+    text = hf_folder.TEXTS[0]
+    assert other.tokenizer.encode_batch([text])[0].tolist() == theirs.encode(text, add_special_tokens=False)
+    back = as_transformers(other.tokenizer)
+    assert isinstance(back, PreTrainedTokenizerFast)
+    assert back(text, add_special_tokens=False)["input_ids"] == theirs.encode(text, add_special_tokens=False)
+    with pytest.raises(TypeError, match="expected a fast tokenizer of transformers, a name or a folder, got 3"):
+        _ = converter.replaced(tokenizer=3).tokenizer
 
 
 def test_what_is_saved_is_what_was_loaded(converter, folder, tmp_path):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from levanter.compat.hf.families import gemma, gpt2, llama, mistral, mixtral, olmo, phi, qwen, smollm3
+from levanter.compat.hf.families import gemma, gpt2, gpt_neox, llama, mistral, mixtral, olmo, phi, qwen, smollm3
 from levanter.compat.hf.families.base import ExpectedTensor, Family, Fields, Finding
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -12,6 +12,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for family in (
             llama.FAMILY,
             gpt2.FAMILY,
+            gpt_neox.FAMILY,
             mistral.FAMILY,
             mixtral.MIXTRAL,
             qwen.QWEN_2,

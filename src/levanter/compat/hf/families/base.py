@@ -72,6 +72,10 @@ class Fields:
             return default
         return self.check(name, value, kind, default)
 
+    def unless_null(self, name: str, kind: type, absent: Any) -> Any:
+        """The value of a field of which null means none, and only its absence means transformers' own default."""
+        return self.get(name, kind, None if name in self.document else absent)
+
     def check(self, name: str, value: Any, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """`value` if it is of the kind; else a problem and `default`."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -128,7 +132,6 @@ class Family:
         config_class: our config.
         read: config.json fields → our config.
         write: our config, and for which transformers → config.json fields.
-        shapes: our config → name and shape of every source tensor, with the reason of each size.
     """
 
     model_type: str
@@ -136,7 +139,6 @@ class Family:
     config_class: type[LmConfig]
     read: Callable[[Fields], LmConfig | None]
     write: Callable[[Any, Spelling], dict[str, Any]]
-    shapes: Callable[[Any], "tuple[ExpectedTensor, ...]"]
 
     @property
     def architecture_fields(self) -> tuple[str, ...]:

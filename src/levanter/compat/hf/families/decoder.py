@@ -19,7 +19,7 @@ import haliax as hax
 from levanter.compat.hf.families.base import ExpectedTensor, Fields, Spelling
 from levanter.compat.hf.rope import DEFAULT_THETA, read_rope, write_rope
 from levanter.layers.rotary import RotaryConfig
-from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.decoder.config import FULL, SLIDING, DecoderConfig, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 
@@ -46,7 +46,10 @@ FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
             (),
         ),
         **dict.fromkeys(
-            ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
+            (
+                *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+                *("logit_scale", "routed_scaling_factor"),
+            ),
             (1, 1.0),
         ),
         **dict.fromkeys(
@@ -64,9 +67,19 @@ FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
             (False,),
         ),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers"), (0, 1)),
+        **dict.fromkeys(("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"), (0,)),
     }
 )
 """Fields that change numbers in some family → values that change nothing. Who does not read them does not have them."""
+
+DIFFERENT_LAYERS = "layers with sizes or numbers of their own are not computed here"
+"""What `per_layer_config` is, which transformers 5 takes for any family."""
+
+BIASES = ("attention_bias", "mlp_bias")
+"""What Llama's config.json says of biases. A family may have only some of these fields."""
+
+EPSILON = "rms_norm_eps"
+"""What most families call what is added to the mean square in their norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +91,7 @@ class Absent:
         kv_heads: None is as many as query heads.
         head_dim: None is `hidden_size / num_attention_heads`.
         context: `max_position_embeddings`.
-        epsilon: `rms_norm_eps`.
+        epsilon: of the norms.
         activation: the gate's.
         tied: `tie_word_embeddings`.
         theta: `rope_theta`.
@@ -96,15 +109,16 @@ class Absent:
 
 def read_decoder(
     fields: Fields,
-    config_class: type[LlamaConfig],
+    config_class: type[DecoderConfig],
     *,
     name: str,
     architecture: str,
     absent: Absent = Absent(),
+    epsilon_field: str = EPSILON,
     rope: RotaryConfig | None = None,
     reads_rope: bool = False,
     activation: str | None = None,
-    biases: bool = True,
+    biases: Sequence[str] = BIASES,
     **more: Any,
 ) -> LmConfig | None:
     """A decoder's config; None after a problem, which is then in `fields`.
@@ -115,10 +129,11 @@ def read_decoder(
         name: what messages call the family.
         architecture: the class in transformers that this is.
         absent: what missing fields mean.
+        epsilon_field: what the family calls what is added in its norms.
         rope: the rotary embeddings, if the family reads them.
         reads_rope: whether it does.
         activation: the gate's, if the family reads it.
-        biases: whether the family has `attention_bias` and `mlp_bias`.
+        biases: those of `BIASES` that the family has, false by default.
         more: our fields that the family has read.
     """
 
@@ -135,26 +150,23 @@ def read_decoder(
     head_dim = fields.get("head_dim", int, absent.head_dim)
     # Llama 1 conversions of early 2023 used the second name.
     context = fields.size("max_position_embeddings", fields.size("max_sequence_length", absent.context))
-    epsilon = fields.get("rms_norm_eps", float, absent.epsilon)
+    epsilon = fields.get(epsilon_field, float, absent.epsilon)
     gate: str = activation or fields.get("hidden_act", str, absent.activation)
     tied = fields.get("tie_word_embeddings", bool, absent.tied)
-    if biases:
-        more["attention_bias"] = fields.get("attention_bias", bool, False)
-        more["mlp_bias"] = fields.get("mlp_bias", bool, False)
-    else:
-        for unread in ("attention_bias", "mlp_bias"):
-            fields.forbid(unread, [False], f"a {name} does not have it")
+    for bias in BIASES:
+        if bias in biases:
+            more[bias] = fields.get(bias, bool, False)
+        elif bias not in fields.seen:
+            fields.forbid(bias, [False], f"a {name} does not have it")
     initializer_range = fields.get("initializer_range", float, 0.02)
     if not reads_rope:
         rope = read_rope(fields, max_position_embeddings=context, theta=absent.theta)
 
     fields.forbid("rope_interleaved", [False], "interleaved rotary pairs are another layout of q and k")
     fields.forbid("quantization_config", [], "quantized weights are not read; dequantize the checkpoint first")
+    fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
-    for unread, harmless in FOREIGN.items():
-        if unread not in fields.seen:
-            other = f"this {name} does not have it, so the model is of another kind than its model_type says"
-            fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
+    forbid_foreign(fields, name=name, layers=layers)
     fields.note("attention_dropout", [0, 0.0], "dropout is left out (it matters in training only)")
     for unread in ("embd_pdrop", "resid_pdrop"):
         fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
@@ -189,6 +201,14 @@ def read_decoder(
         return None
 
 
+def forbid_foreign(fields: Fields, *, name: str, layers: int) -> None:
+    """Turns every field that changes numbers in some other family, and that nobody has asked for, into a problem."""
+    for unread, harmless in FOREIGN.items():
+        if unread not in fields.seen:
+            other = f"this {name} does not have it, so the model is of another kind than its model_type says"
+            fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
+
+
 def read_layer_types(fields: Fields, config: LmConfig | None) -> LmConfig | None:
     """`config` with `layer_types` as the document has them, where they are not the family's own pattern."""
     given = fields.get("layer_types", list)
@@ -213,6 +233,24 @@ NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_
 """For families whose transformers class has special tokens of one published tokenizer by default: not known here. Who
 lays a tokenizer beside the weights writes its own over them."""
 
+
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """What the config.json of every family says in the same words."""
+    return {
+        "hidden_size": config.hidden_dim,
+        "intermediate_size": config.intermediate_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_act": config.activation_function,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+
+
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {"use_qk_norm": False, "hybrid_norm": False, "input_embedding_norm": False, "use_layer_norm_weight": True}
 )
@@ -225,18 +263,18 @@ def write_decoder(
     *,
     name: str,
     plain: Mapping[str, Any] = PLAIN,
-    biases: bool = True,
+    biases: Sequence[str] = BIASES,
     partial: bool = False,
     with_rope: bool = True,
 ) -> dict[str, Any]:
-    """What every family's config.json says.
+    """What the config.json of a family with Llama's fields says.
 
     Args:
         config: ours, its vocabulary size known.
         spelling: for which transformers.
         name: what messages call the family.
         plain: our fields that its config.json has no words for, and the value that needs none.
-        biases: whether the family has `attention_bias` and `mlp_bias`.
+        biases: those of `BIASES` that the family has.
         partial: whether the family can rotate a part of each head.
         with_rope: whether the rotary embeddings are written, the same for all layers.
 
@@ -246,26 +284,15 @@ def write_decoder(
     for own, value in plain.items():
         if getattr(config, own) != value:
             raise ValueError(f"model.{own} {getattr(config, own)} has no place in a Hugging Face {name}")
-    if not biases and (config.has_attention_bias or config.has_mlp_bias):
-        raise ValueError(f"model.use_bias has no place in a Hugging Face {name}")
-    document = {
-        "hidden_size": config.hidden_dim,
-        "intermediate_size": config.intermediate_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+    has = {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
+    if unsaid := [bias for bias in BIASES if has[bias] and bias not in biases]:
+        raise ValueError(f"model.{unsaid[0]} (or use_bias) has no place in a Hugging Face {name}")
+    document = write_sizes(config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.HeadSize.size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.layer_norm_epsilon,
-        "hidden_act": config.activation_function,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        "attention_dropout": 0.0,
-        "use_cache": True,
+        EPSILON: config.layer_norm_epsilon,
     }
-    if biases:
-        document |= {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
+    document |= {bias: has[bias] for bias in biases}
     if with_rope:
         document |= write_rope(
             config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=partial
@@ -273,8 +300,9 @@ def write_decoder(
     return document
 
 
-def expected_tensors(config: LlamaConfig) -> tuple[ExpectedTensor, ...]:
+def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
     """The shapes that a config implies, from its weight rules."""
+    assert isinstance(config, DecoderConfig)
     head = config.HeadSize.size
     words = {
         ("embed",): f"hidden_size {config.hidden_dim}",
@@ -300,11 +328,12 @@ def expected_tensors(config: LlamaConfig) -> tuple[ExpectedTensor, ...]:
         shape = [math.prod(sizes[name] for name in group) for group in rule.axes]
         reasons = [words.get(group) or " × ".join(f"{name} {sizes[name]}" for name in group) for group in rule.axes]
         if rule.part is not None:
-            shape[rule.part.axis] = rule.part.of
-            reasons[rule.part.axis] = f"{rule.part.of} in all"
+            shape[rule.part.axis] = rule.part.length(sizes)
+            reasons[rule.part.axis] = f"{shape[rule.part.axis]} in all"
         indices = itertools.product(*(range(sizes[name]) for name in rule.stacked))
         add([rule.source_name(index) for index in indices], shape, reasons)
     if config.tie_word_embeddings:
         # A tied head may be stored a second time; it must then have the right shape.
-        add(["lm_head.weight"], (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
+        heads = [name for name in rules.ignored if "*" not in name]
+        add(heads, (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
     return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in found.values())

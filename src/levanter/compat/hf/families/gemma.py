@@ -1,15 +1,13 @@
 """Gemma 1, 2 and 3: `model_type` gemma, gemma2, gemma3_text, and the text model of gemma3."""
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from levanter.compat.hf.families.base import HARMLESS, Family, Fields, Spelling
 from levanter.compat.hf.families.decoder import (
+    DIFFERENT_LAYERS,
     PLAIN,
     Absent,
-    expected_tensors,
     layer_types,
     read_decoder,
     read_layer_types,
@@ -21,6 +19,7 @@ from levanter.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
 from levanter.models.registry import LmConfig
 
 _GELU = "gelu_pytorch_tanh"
+_BIASES = ("attention_bias",)
 _SIZES = {
     "vocab_size": 256_000,
     "hidden_size": 2304,
@@ -30,12 +29,26 @@ _SIZES = {
 }
 
 
-def _activation(fields: Fields, *, first: str) -> str:
-    """The gate's activation: the published files also say `gelu`, and mean its tanh approximation."""
-    second = "hidden_act" if first == "hidden_activation" else "hidden_activation"
-    given = fields.get(first, str), fields.get(second, str)
-    found = given[0] or given[1] or _GELU
-    return _GELU if found == "gelu" else found
+def _activation(fields: Fields) -> str:
+    """The gate's activation in Gemma 2 and 3, whose class in transformers does not look at `hidden_act`."""
+    found: str = fields.get("hidden_activation", str, _GELU)
+    fields.note("hidden_act", [found], f"hidden_activation is read ({found})")
+    return found
+
+
+def _activation_of_1(fields: Fields) -> str:
+    """The gate's activation in the first Gemma: its files say `gelu`, and mean its tanh approximation.
+
+    transformers 4 reads `hidden_activation`, transformers 5 `hidden_act`.
+    """
+    given = [fields.get(name, str) for name in ("hidden_activation", "hidden_act")]
+    meant = {_GELU if name == "gelu" else name for name in given if name is not None}
+    if len(meant) > 1:
+        fields.problems.append(
+            f"hidden_activation is {given[0]!r} but hidden_act is {given[1]!r}; versions of transformers differ in "
+            f"which they read"
+        )
+    return next(iter(meant), _GELU)
 
 
 def _read_1(fields: Fields) -> LmConfig | None:
@@ -45,13 +58,14 @@ def _read_1(fields: Fields) -> LmConfig | None:
         name="Gemma",
         architecture="GemmaForCausalLM",
         absent=Absent(kv_heads=None, head_dim=256, context=8192, tied=True),
-        activation=_activation(fields, first="hidden_activation"),
+        activation=_activation_of_1(fields),
+        biases=_BIASES,
     )
 
 
 def _windowed(fields: Fields) -> dict[str, Any]:
     return {
-        "sliding_window": fields.get("sliding_window", int, None if "sliding_window" in fields.document else 4096),
+        "sliding_window": fields.unless_null("sliding_window", int, 4096),
         "query_pre_attn_scalar": fields.get("query_pre_attn_scalar", float, 256.0),
     }
 
@@ -59,7 +73,7 @@ def _windowed(fields: Fields) -> dict[str, Any]:
 def _read_2(fields: Fields) -> LmConfig | None:
     more = _windowed(fields)
     for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-        more[name] = fields.get(name, float, None if name in fields.document else default)
+        more[name] = fields.unless_null(name, float, default)
     fields.seen.add("layer_types")
     found = read_decoder(
         fields,
@@ -67,7 +81,8 @@ def _read_2(fields: Fields) -> LmConfig | None:
         name="Gemma 2",
         architecture="Gemma2ForCausalLM",
         absent=Absent(sizes=_SIZES, kv_heads=4, head_dim=256, context=8192, tied=True),
-        activation=_activation(fields, first="hidden_activation"),
+        activation=_activation(fields),
+        biases=_BIASES,
         **more,
     )
     return read_layer_types(fields, found)
@@ -96,7 +111,8 @@ def _read_3(fields: Fields) -> LmConfig | None:
         name="Gemma 3",
         architecture="Gemma3ForCausalLM",
         absent=Absent(sizes={**_SIZES, "vocab_size": 262_208}, kv_heads=4, head_dim=256, context=131_072, tied=True),
-        activation=_activation(fields, first="hidden_activation"),
+        activation=_activation(fields),
+        biases=_BIASES,
         rope=whole,
         reads_rope=True,
         rope_local_base_freq=10_000.0 if windowed is None else windowed.theta,
@@ -114,6 +130,8 @@ def _read_3_with_vision(fields: Fields) -> LmConfig | None:
         fields.seen.add(name)
     for name in ("boi_token_id", "eoi_token_id", "image_token_id", "tie_word_embeddings"):
         fields.seen.add(name)
+    fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
+    fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
     fields.note("architectures", [["Gemma3ForConditionalGeneration"]], "read as Gemma3ForConditionalGeneration")
     inner = Fields(
         {"tie_word_embeddings": fields.document.get("tie_word_embeddings"), **text, "architectures": None},
@@ -125,25 +143,23 @@ def _read_3_with_vision(fields: Fields) -> LmConfig | None:
     return found
 
 
-def _plain(**changes: Any) -> Mapping[str, Any]:
-    return MappingProxyType({**PLAIN, "mlp_bias": False, "use_bias": False, **changes})
-
-
 def _write_1(config: GemmaConfig, spelling: Spelling) -> dict[str, Any]:
-    document = _renamed(write_decoder(config, spelling, name="Gemma", plain=_plain(query_pre_attn_scalar=None)))
+    if config.activation_function == "gelu":
+        raise ValueError(f"model.activation_function 'gelu': config.json of a Gemma means {_GELU} by it")
+    plain = {**PLAIN, "query_pre_attn_scalar": None}
+    document = _renamed(write_decoder(config, spelling, name="Gemma", plain=plain, biases=_BIASES))
     # The first Gemma's own field is this one; both are read by one version of transformers or the other.
     return document | {"hidden_act": document["hidden_activation"]}
 
 
 def _renamed(document: dict[str, Any]) -> dict[str, Any]:
     """The fields that Gemmas call otherwise."""
-    del document["mlp_bias"]
     activation = document.pop("hidden_act")
-    return document | {"hidden_activation": _GELU if activation in ("gelu_new", "gelu") else activation}
+    return document | {"hidden_activation": _GELU if activation == "gelu_new" else activation}
 
 
 def _write_2(config: Gemma2Config, spelling: Spelling) -> dict[str, Any]:
-    document = _renamed(write_decoder(config, spelling, name="Gemma 2", plain=_plain()))
+    document = _renamed(write_decoder(config, spelling, name="Gemma 2", biases=_BIASES))
     return document | _window_fields(config)
 
 
@@ -159,8 +175,8 @@ def _window_fields(config: Gemma2Config) -> dict[str, Any]:
 
 
 def _write_3(config: Gemma3Config, spelling: Spelling) -> dict[str, Any]:
-    plain = _plain(use_qk_norm=True, attn_logit_softcapping=None)
-    document = _renamed(write_decoder(config, spelling, name="Gemma 3", plain=plain, with_rope=False))
+    plain = {**PLAIN, "use_qk_norm": True, "attn_logit_softcapping": None}
+    document = _renamed(write_decoder(config, spelling, name="Gemma 3", plain=plain, biases=_BIASES, with_rope=False))
     document |= _window_fields(config)
     document |= write_rope_by_layer_type(
         config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling
@@ -176,7 +192,6 @@ GEMMA_1 = Family(
     config_class=GemmaConfig,
     read=_read_1,
     write=_write_1,
-    shapes=expected_tensors,
 )
 GEMMA_2 = Family(
     model_type="gemma2",
@@ -184,7 +199,6 @@ GEMMA_2 = Family(
     config_class=Gemma2Config,
     read=_read_2,
     write=_write_2,
-    shapes=expected_tensors,
 )
 GEMMA_3 = Family(
     model_type="gemma3_text",
@@ -192,6 +206,5 @@ GEMMA_3 = Family(
     config_class=Gemma3Config,
     read=_read_3,
     write=_write_3,
-    shapes=expected_tensors,
 )
 GEMMA_3_WITH_VISION = dataclasses.replace(GEMMA_3, model_type="gemma3", read=_read_3_with_vision)

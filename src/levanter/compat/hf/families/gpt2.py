@@ -3,21 +3,32 @@
 from typing import Any
 
 from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import expected_tensors
+from levanter.compat.hf.families.decoder import DIFFERENT_LAYERS, forbid_foreign
 from levanter.models.gpt2.config import Gpt2Config
 from levanter.models.registry import LmConfig
 
 _ARCHITECTURE = "GPT2LMHeadModel"
 _DROPOUT = "dropout is left out (it matters in training only)"
-_OF_OTHER_HEADS = ("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type")
+_OF_OTHER_HEADS = (
+    *("summary_activation", "summary_first_dropout", "summary_last_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj"),
+)
+
+
+def _size(fields: Fields, name: str, others: str, default: int) -> int:
+    """A size that transformers also reads under the name that it has in other families."""
+    found = fields.size(name, fields.size(others, default))
+    if fields.document.get(others) not in (None, found):
+        fields.problems.append(f"{name} is {found} but {others} is {fields.document[others]}; they are the same field")
+    return found
 
 
 def _read(fields: Fields) -> LmConfig | None:
     sizes = {
-        "max_seq_len": fields.size("n_positions", fields.size("n_ctx", 1024)),
-        "hidden_dim": fields.size("n_embd", 768),
-        "num_layers": fields.size("n_layer", 12),
-        "num_heads": fields.size("n_head", 12),
+        "max_seq_len": _size(fields, "n_positions", "max_position_embeddings", fields.size("n_ctx", 1024)),
+        "hidden_dim": _size(fields, "n_embd", "hidden_size", 768),
+        "num_layers": _size(fields, "n_layer", "num_hidden_layers", 12),
+        "num_heads": _size(fields, "n_head", "num_attention_heads", 12),
         "vocab_size": fields.size("vocab_size", 50_257),
         "intermediate_dim": fields.get("n_inner", int, 0),
     }
@@ -30,11 +41,13 @@ def _read(fields: Fields) -> LmConfig | None:
     fields.forbid("add_cross_attention", [False], "a decoder-only model is expected")
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
     fields.forbid("quantization_config", [], "quantized weights are not read; dequantize the checkpoint first")
+    fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
     upcast = fields.get("reorder_and_upcast_attn", bool, False)
     for unread in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         fields.note(unread, [0, 0.0, 0.1], _DROPOUT)
     fields.note("architectures", [None, [_ARCHITECTURE]], f"read as {_ARCHITECTURE}")
-    fields.seen.update((*_OF_OTHER_HEADS, "summary_use_proj", "n_ctx"))
+    fields.seen.update((*_OF_OTHER_HEADS, "n_ctx"))
+    forbid_foreign(fields, name="GPT-2", layers=sizes["num_layers"])
     if fields.problems:
         return None
     try:
@@ -62,7 +75,7 @@ def _write(config: Gpt2Config, spelling: Spelling) -> dict[str, Any]:
         "n_embd": config.hidden_dim,
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
-        "n_inner": config.Mlp.size,
+        "n_inner": None if config.Mlp.size == 4 * config.hidden_dim else config.Mlp.size,
         "vocab_size": config.vocab_size,
         "activation_function": config.activation_function,
         "layer_norm_epsilon": config.layer_norm_epsilon,
@@ -83,5 +96,4 @@ FAMILY = Family(
     config_class=Gpt2Config,
     read=_read,
     write=_write,
-    shapes=expected_tensors,
 )

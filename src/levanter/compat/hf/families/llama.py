@@ -3,7 +3,7 @@
 from typing import Any
 
 from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import expected_tensors, read_decoder, write_decoder
+from levanter.compat.hf.families.decoder import read_decoder, write_decoder
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 
@@ -24,5 +24,4 @@ FAMILY = Family(
     config_class=LlamaConfig,
     read=_read,
     write=_write,
-    shapes=expected_tensors,
 )

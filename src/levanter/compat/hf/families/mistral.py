@@ -3,7 +3,7 @@
 from typing import Any
 
 from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import Absent, expected_tensors, read_decoder, write_decoder
+from levanter.compat.hf.families.decoder import Absent, read_decoder, write_decoder
 from levanter.models.mistral.config import MistralConfig
 from levanter.models.registry import LmConfig
 
@@ -11,21 +11,19 @@ _ARCHITECTURE = "MistralForCausalLM"
 
 
 def _read(fields: Fields) -> LmConfig | None:
-    # A file that says null means none; one that says nothing means transformers' 4096.
-    window = fields.get("sliding_window", int, None if "sliding_window" in fields.document else 4096)
     return read_decoder(
         fields,
         MistralConfig,
         name="Mistral",
         architecture=_ARCHITECTURE,
         absent=Absent(kv_heads=8, context=131_072),
-        biases=False,
-        sliding_window=window,
+        biases=(),
+        sliding_window=fields.unless_null("sliding_window", int, 4096),
     )
 
 
 def _write(config: MistralConfig, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="Mistral", biases=False)
+    document = write_decoder(config, spelling, name="Mistral", biases=())
     return document | {"sliding_window": config.sliding_window}
 
 
@@ -35,5 +33,4 @@ FAMILY = Family(
     config_class=MistralConfig,
     read=_read,
     write=_write,
-    shapes=expected_tensors,
 )

@@ -1,10 +1,9 @@
 """Mixtral (`model_type: mixtral`), and Qwen3 with experts (`qwen3_moe`)."""
 
-from types import MappingProxyType
 from typing import Any
 
 from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import PLAIN, Absent, expected_tensors, read_decoder, write_decoder
+from levanter.compat.hf.families.decoder import PLAIN, Absent, read_decoder, write_decoder
 from levanter.models.mixtral.config import MixtralConfig, Qwen3MoeConfig
 from levanter.models.registry import LmConfig
 
@@ -25,7 +24,7 @@ def _read_mixtral(fields: Fields) -> LmConfig | None:
         name="Mixtral",
         architecture=_MIXTRAL,
         absent=Absent(kv_heads=8, context=131_072, epsilon=1e-5, theta=1e6),
-        biases=False,
+        biases=(),
         sliding_window=fields.get("sliding_window", int),
         n_routed_experts=_experts(fields, 8),
         num_experts_per_tok=fields.size("num_experts_per_tok", 2),
@@ -35,7 +34,7 @@ def _read_mixtral(fields: Fields) -> LmConfig | None:
 
 
 def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
-    return write_decoder(config, spelling, name="Mixtral", biases=False) | {
+    return write_decoder(config, spelling, name="Mixtral", biases=()) | {
         "sliding_window": config.sliding_window,
         "num_local_experts": config.n_routed_experts,
         "num_experts_per_tok": config.num_experts_per_tok,
@@ -44,8 +43,6 @@ def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
 
 
 def _read_qwen(fields: Fields) -> LmConfig | None:
-    fields.forbid("mlp_bias", [False], "a Qwen3 does not have it")
-    fields.forbid("n_shared_experts", [0], "a Qwen3 does not have it")
     windowed = fields.get("use_sliding_window", bool, False)
     # In transformers every layer of this family has the window, whatever this says.
     fields.seen.add("max_window_layers")
@@ -54,6 +51,7 @@ def _read_qwen(fields: Fields) -> LmConfig | None:
         Qwen3MoeConfig,
         name="Qwen3 with experts",
         architecture=_QWEN,
+        biases=("attention_bias",),
         absent=Absent(kv_heads=4, context=32_768),
         moe_intermediate_dim=fields.size("moe_intermediate_size", 768),
         num_experts=_experts(fields, 128),
@@ -69,10 +67,9 @@ def _read_qwen(fields: Fields) -> LmConfig | None:
 
 
 def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
-    plain = MappingProxyType({**PLAIN, "mlp_bias": False, "use_bias": False, "use_qk_norm": True})
-    document = write_decoder(config, spelling, name="Qwen3 with experts", plain=plain)
-    del document["mlp_bias"]
-    return document | {
+    plain = {**PLAIN, "use_qk_norm": True}
+    written = write_decoder(config, spelling, name="Qwen3 with experts", plain=plain, biases=("attention_bias",))
+    return written | {
         "moe_intermediate_size": config.moe_intermediate_dim,
         "num_experts": config.num_experts,
         "num_local_experts": config.num_experts,
@@ -92,7 +89,6 @@ MIXTRAL = Family(
     config_class=MixtralConfig,
     read=_read_mixtral,
     write=_write_mixtral,
-    shapes=expected_tensors,
 )
 QWEN_3_MOE = Family(
     model_type="qwen3_moe",
@@ -100,5 +96,4 @@ QWEN_3_MOE = Family(
     config_class=Qwen3MoeConfig,
     read=_read_qwen,
     write=_write_qwen,
-    shapes=expected_tensors,
 )

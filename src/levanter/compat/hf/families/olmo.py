@@ -1,14 +1,11 @@
 """OLMo 2 and OLMo 3."""
 
-from types import MappingProxyType
 from typing import Any
 
 from levanter.compat.hf.families.base import Family, Fields, Spelling
 from levanter.compat.hf.families.decoder import (
     NO_TOKENS,
-    PLAIN,
     Absent,
-    expected_tensors,
     layer_types,
     read_decoder,
     read_layer_types,
@@ -20,19 +17,22 @@ from levanter.models.olmo.config import Olmo2Config, Olmo3Config
 from levanter.models.registry import LmConfig
 
 _THETA = 500_000.0
-_PLAIN = MappingProxyType({**PLAIN, "mlp_bias": False, "use_bias": False})
+_BIASES = ("attention_bias",)
 
 
 def _read_2(fields: Fields) -> LmConfig | None:
-    fields.forbid("mlp_bias", [False], "an OLMo 2 does not have it")
     return read_decoder(
-        fields, Olmo2Config, name="OLMo 2", architecture="Olmo2ForCausalLM", absent=Absent(epsilon=1e-5)
+        fields,
+        Olmo2Config,
+        name="OLMo 2",
+        architecture="Olmo2ForCausalLM",
+        absent=Absent(epsilon=1e-5),
+        biases=_BIASES,
     )
 
 
 def _read_3(fields: Fields) -> LmConfig | None:
-    fields.forbid("mlp_bias", [False], "an OLMo 3 does not have it")
-    window = fields.get("sliding_window", int, None if "sliding_window" in fields.document else 4096)
+    window = fields.unless_null("sliding_window", int, 4096)
     fields.seen.add("layer_types")
     context = fields.size("max_position_embeddings", 2048)
     flat = fields.get("rope_theta", float, _THETA)
@@ -53,6 +53,7 @@ def _read_3(fields: Fields) -> LmConfig | None:
         absent=Absent(epsilon=1e-5),
         rope=whole,
         reads_rope=True,
+        biases=_BIASES,
         rope_sliding=None if same else windowed,
         sliding_window=window,
     )
@@ -60,14 +61,11 @@ def _read_3(fields: Fields) -> LmConfig | None:
 
 
 def _write_2(config: Olmo2Config, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="OLMo 2", plain=_PLAIN) | NO_TOKENS
-    del document["mlp_bias"]
-    return document
+    return write_decoder(config, spelling, name="OLMo 2", biases=_BIASES) | NO_TOKENS
 
 
 def _write_3(config: Olmo3Config, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="OLMo 3", plain=_PLAIN, with_rope=False) | NO_TOKENS
-    del document["mlp_bias"]
+    document = write_decoder(config, spelling, name="OLMo 3", biases=_BIASES, with_rope=False) | NO_TOKENS
     document |= {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
     return document | write_rope_by_layer_type(
         config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling
@@ -80,7 +78,6 @@ OLMO_2 = Family(
     config_class=Olmo2Config,
     read=_read_2,
     write=_write_2,
-    shapes=expected_tensors,
 )
 OLMO_3 = Family(
     model_type="olmo3",
@@ -88,5 +85,4 @@ OLMO_3 = Family(
     config_class=Olmo3Config,
     read=_read_3,
     write=_write_3,
-    shapes=expected_tensors,
 )

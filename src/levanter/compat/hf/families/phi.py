@@ -4,7 +4,7 @@ from types import MappingProxyType
 from typing import Any
 
 from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import NO_TOKENS, Absent, expected_tensors, read_decoder, write_decoder
+from levanter.compat.hf.families.decoder import NO_TOKENS, Absent, read_decoder, write_decoder
 from levanter.compat.hf.rope import read_rope
 from levanter.layers.rotary import LongRotaryConfig
 from levanter.models.phi.config import Phi3Config
@@ -31,13 +31,13 @@ def _read(fields: Fields) -> LmConfig | None:
         absent=Absent(context=_CONTEXT, epsilon=1e-5),
         rope=rope,
         reads_rope=True,
-        biases=False,
+        biases=(),
         sliding_window=window,
     )
 
 
 def _write(config: Phi3Config, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="Phi-3", biases=False, partial=True) | NO_TOKENS
+    document = write_decoder(config, spelling, name="Phi-3", biases=(), partial=True) | NO_TOKENS
     document["sliding_window"] = config.sliding_window
     if isinstance(config.rope, LongRotaryConfig):
         document["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
@@ -50,5 +50,4 @@ FAMILY = Family(
     config_class=Phi3Config,
     read=_read,
     write=_write,
-    shapes=expected_tensors,
 )

@@ -6,7 +6,6 @@ from levanter.compat.hf.families.base import Family, Fields, Spelling
 from levanter.compat.hf.families.decoder import (
     NO_TOKENS,
     Absent,
-    expected_tensors,
     layer_types,
     read_decoder,
     read_layer_types,
@@ -58,5 +57,4 @@ FAMILY = Family(
     config_class=SmolLM3Config,
     read=_read,
     write=_write,
-    shapes=expected_tensors,
 )

@@ -1,0 +1,215 @@
+"""Where an export is written: a folder on a disk, or one behind a URL; and how one that is whole is told from a part.
+
+A folder on a disk is written as `<name>.incomplete` and renamed when it is whole, so whatever has the name is complete.
+Object stores rename no folders. There a file `export.incomplete` says that an export is under way: it is written first
+and deleted last, behind `config.json`, without which nobody takes the folder for a checkpoint. What a killed export
+leaves behind has that file, and the next export to the place replaces it.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from levanter.compat.hf.errors import CheckpointError
+from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository
+from levanter.io import atomic_write, is_remote, local_path
+from levanter.io.paths import filesystem
+
+INCOMPLETE = ".incomplete"
+REPLACED = ".replaced"
+MARK = "export.incomplete"
+CONFIG = "config.json"
+UPLOAD_BYTES = 32 << 20
+"""What is sent to an object store at once."""
+
+
+class ExportPathError(CheckpointError):
+    """The place of an export is taken."""
+
+
+class Place(Protocol):
+    """Where one export is written."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        ...
+
+    def refuse_taken(self) -> None:
+        """Refuses a place where something is.
+
+        Raises:
+            ExportPathError: something is.
+        """
+        ...
+
+    def recover(self) -> None:
+        """Finishes what an export that was killed while it replaced another one left undone."""
+        ...
+
+    def begin(self) -> None:
+        """Makes room; what a killed export left behind goes."""
+        ...
+
+    def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """A file of the export, for writing."""
+        ...
+
+    def written(self) -> Repository:
+        """What is there so far, for reading."""
+        ...
+
+    def finish(self) -> None:
+        """Declares it whole."""
+        ...
+
+
+def place_of(folder: str | Path) -> Place:
+    """The place that a path or URL names."""
+    if is_remote(str(folder)):
+        return RemotePlace(str(folder).rstrip("/"))
+    return LocalPlace(Path(local_path(str(folder))))
+
+
+def is_whole(folder: str) -> bool:
+    """Whether a path or URL is an export, and not a part of one."""
+    if not is_remote(folder):
+        return bool(_names_in(local_path(folder)))
+    names = _remote_names(folder)
+    return CONFIG in names and MARK not in names
+
+
+def exports_in(folder: str) -> list[str]:
+    """What lies in a folder for exports, those left out that were killed half-way; nothing where there is no folder."""
+    if not is_remote(folder):
+        return [name for name in _names_in(local_path(folder)) if not name.endswith(INCOMPLETE)]
+    files = _remote_names(folder)
+    return sorted({top for file in files if f"{(top := file.partition('/')[0])}/{MARK}" not in files})
+
+
+def _names_in(path: str) -> list[str]:
+    """What a local folder holds, or itself where it is a file."""
+    if os.path.isdir(path):
+        return sorted(os.listdir(path))
+    return [os.path.basename(path)] if os.path.exists(path) else []
+
+
+def _remote_names(url: str) -> frozenset[str]:
+    """The files below a URL, relative to it."""
+    fs, root = filesystem(url)
+    # fsspec caches listings; another process may have written since.
+    fs.invalidate_cache()
+    try:
+        found = fs.find(root)
+    except FileNotFoundError:
+        return frozenset()
+    inside = root.strip("/") + "/"
+    return frozenset(path.lstrip("/").removeprefix(inside) for path in found if path.lstrip("/").startswith(inside))
+
+
+class LocalPlace:
+    """A folder on a disk, which gets its name by a rename.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._partial = path.with_name(path.name + INCOMPLETE)
+        self._replaced = path.with_name(path.name + REPLACED)
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    def refuse_taken(self) -> None:
+        if self._path.exists() or self._replaced.exists():
+            raise taken(self.name)
+
+    def recover(self) -> None:
+        if not self._replaced.exists():
+            return
+        if self._path.exists():
+            shutil.rmtree(self._replaced)
+        else:
+            os.replace(self._replaced, self._path)
+
+    def begin(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+
+    def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return atomic_write(str(self._partial / file))
+
+    def written(self) -> Repository:
+        return LocalFolder(self._partial)
+
+    def finish(self) -> None:
+        if self._path.exists():
+            os.replace(self._path, self._replaced)
+            os.replace(self._partial, self._path)
+            shutil.rmtree(self._replaced)
+        else:
+            os.replace(self._partial, self._path)
+
+
+class RemotePlace:
+    """A folder of an object store, or of any other file system that fsspec knows.
+
+    Args:
+        url: the folder.
+    """
+
+    def __init__(self, url: str):
+        self._url = url
+        self._fs, self._root = filesystem(url)
+
+    @property
+    def name(self) -> str:
+        return self._url
+
+    def refuse_taken(self) -> None:
+        names = _remote_names(self._url)
+        if names and MARK not in names:
+            raise taken(self.name)
+
+    def recover(self) -> None:
+        pass  # It is no checkpoint any more, and its files may be anybody's: the next export begins anew.
+
+    def begin(self) -> None:
+        names = _remote_names(self._url)
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(self._at(MARK), b"an export is under way, or was killed: what is here is not whole\n")
+        # First what makes the rest a checkpoint.
+        for file in sorted(names - {MARK}, key=lambda file: file != CONFIG):
+            self._fs.rm_file(self._at(file))
+
+    @contextlib.contextmanager
+    def open(self, file: str) -> Iterator[IO[bytes]]:
+        opened: Any = self._fs.open(self._at(file), "wb", block_size=UPLOAD_BYTES)
+        try:
+            yield opened
+        except BaseException:
+            with contextlib.suppress(OSError, AttributeError, NotImplementedError):
+                opened.discard()
+            raise
+        opened.close()
+
+    def written(self) -> Repository:
+        self._fs.invalidate_cache()
+        return RemoteFolder(self._url)
+
+    def finish(self) -> None:
+        self._fs.rm_file(self._at(MARK))
+
+    def _at(self, file: str) -> str:
+        return f"{self._root.rstrip('/')}/{file}"
+
+
+def taken(name: str) -> ExportPathError:
+    """The error for a place where something is."""
+    return ExportPathError(name, "it exists already", suggestion="name another folder, or allow it to be replaced")

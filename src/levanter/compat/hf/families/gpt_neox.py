@@ -1,0 +1,75 @@
+"""GPT-NeoX and Pythia (`model_type: gpt_neox`)."""
+
+from types import MappingProxyType
+from typing import Any
+
+from levanter.compat.hf.families.base import Family, Fields, Spelling
+from levanter.compat.hf.families.decoder import Absent, read_decoder, write_sizes
+from levanter.compat.hf.rope import DEFAULT_THETA, read_rope, write_rope
+from levanter.models.gpt_neox.config import GptNeoxConfig
+from levanter.models.registry import LmConfig
+
+_ARCHITECTURE = "GPTNeoXForCausalLM"
+_CONTEXT, _SHARE = 2048, 0.25
+_EPSILON = "layer_norm_eps"
+_FLAT = MappingProxyType({"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
+_DROPOUT = ("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
+_SIZES = MappingProxyType(
+    {
+        "vocab_size": 50_432,
+        "hidden_size": 6144,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "intermediate_size": 24_576,
+    }
+)
+
+
+def _read(fields: Fields) -> LmConfig | None:
+    context = fields.size("max_position_embeddings", _CONTEXT)
+    for unread in _DROPOUT:
+        fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
+    fields.seen.add("classifier_dropout")
+    fields.forbid("mlp_bias", [True], "a GPT-NeoX has biases in its MLPs")
+    for name, default in (("rope_theta", DEFAULT_THETA), ("partial_rotary_factor", _SHARE)):
+        # transformers 4 writes both names of each.
+        own = fields.get(_FLAT[name], float, default)
+        fields.forbid(name, [own], f"transformers reads {_FLAT[name]}, which is {own}, and not this")
+    return read_decoder(
+        fields,
+        GptNeoxConfig,
+        name="GPT-NeoX",
+        architecture=_ARCHITECTURE,
+        absent=Absent(sizes=_SIZES, context=_CONTEXT, epsilon=1e-5, activation="gelu"),
+        epsilon_field=_EPSILON,
+        rope=read_rope(fields, max_position_embeddings=context, partial=True, share=_SHARE, flat=_FLAT),
+        reads_rope=True,
+        biases=(),
+        attention_bias=fields.get("attention_bias", bool, True),
+        use_parallel_residual=fields.get("use_parallel_residual", bool, True),
+    )
+
+
+def _write(config: GptNeoxConfig, spelling: Spelling) -> dict[str, Any]:
+    if config.head_dim not in (None, config.hidden_dim // config.num_heads):
+        raise ValueError(f"model.head_dim {config.head_dim} has no place in a Hugging Face GPT-NeoX")
+    rope = write_rope(config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=True)
+    # Where it is not said, transformers takes a quarter.
+    said = rope["rope_parameters"] if spelling == "transformers5" else rope
+    said["partial_rotary_factor"] = config.rope.partial_rotary_factor
+    return write_sizes(config) | {
+        _EPSILON: config.layer_norm_epsilon,
+        "attention_bias": config.attention_bias,
+        "use_parallel_residual": config.use_parallel_residual,
+        "hidden_dropout": 0.0,
+        **{_FLAT.get(name, name): value for name, value in rope.items()},
+    }
+
+
+FAMILY = Family(
+    model_type="gpt_neox",
+    architecture=_ARCHITECTURE,
+    config_class=GptNeoxConfig,
+    read=_read,
+    write=_write,
+)

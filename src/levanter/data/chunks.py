@@ -1,0 +1,147 @@
+"""Spans of long arrays in stored chunks, with the chunks that were read last in memory.
+
+A shuffled batch is thousands of short spans from everywhere. Asking the store for each of them costs more than the
+bytes do; so chunks are asked for whole, once, and kept in one array of slots, out of which NumPy takes all spans of a
+batch at once. The slot whose chunk was used longest ago is given to the next.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+LEAST_SLOTS = 16
+LONG_SPAN = 512
+"""Values in a span, on average, from which copying spans one by one is quicker than by the places of their values."""
+
+
+def span_places(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64: every place within the spans, one span after the other."""
+    counts = np.asarray(counts, np.int64)
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(np.asarray(begins, np.int64) - (ends - counts), counts)
+
+
+class Chunks:
+    """Some arrays end to end, readable by spans. Threads may share it; they take turns.
+
+    Args:
+        arrays: TensorStore arrays with one axis, of the same dtype and chunk size.
+        dtype: theirs.
+        cache_bytes: of chunks that are kept.
+        damaged: the error for a part of an array that cannot be read: (array, start, stop, reason).
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        *,
+        dtype: np.dtype | type,
+        cache_bytes: int,
+        damaged: Callable[[int, int, int, Exception], Exception],
+    ):
+        self._arrays, self._dtype, self._damaged = tuple(arrays), np.dtype(dtype), damaged
+        sizes = np.array([array.shape[0] for array in arrays], np.int64)
+        self._chunk = int(max((array.chunk_layout.read_chunk.shape[0] for array in arrays), default=1))
+        chunks = -(-sizes // self._chunk)
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._first_chunks = np.concatenate([[0], np.cumsum(chunks)])
+        self._slots = max(min(cache_bytes // (self._chunk * self._dtype.itemsize), int(chunks.sum())), LEAST_SLOTS)
+        self._lock, self._clock = threading.Lock(), 0
+
+    @cached_property
+    def _slot_of(self) -> np.ndarray:
+        """int32: the slot of each chunk, −1 for none."""
+        return np.full(self._first_chunks[-1], -1, np.int32)
+
+    @cached_property
+    def _chunk_of(self) -> np.ndarray:
+        """int64: the chunk in each slot, −1 for none."""
+        return np.full(self._slots, -1, np.int64)
+
+    @cached_property
+    def _used(self) -> np.ndarray:
+        """int64: when each slot was used last."""
+        return np.zeros(self._slots, np.int64)
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        """`[slots × chunk]`; the system gives memory for what is written."""
+        return np.empty(self._slots * self._chunk, self._dtype)
+
+    def read(self, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The values of some spans, one after the other."""
+        begins, counts = np.asarray(begins, np.int64), np.asarray(counts, np.int64)
+        begins, counts = begins[counts > 0], counts[counts > 0]
+        assert not len(begins) or (begins.min() >= 0 and (begins + counts).max() <= self._starts[-1])
+        found = np.empty(int(counts.sum()), self._dtype)
+        chunks, begins, counts = self._pieces(begins, counts)
+        with self._lock:
+            # All pieces at once, where there is room for their chunks.
+            step = len(chunks) if len(np.unique(chunks)) <= self._slots else self._slots
+            at = 0
+            for start in range(0, len(chunks), max(step, 1)):
+                part = slice(start, start + step)
+                size = int(counts[part].sum())
+                self._copy(self._placed(chunks[part]) + begins[part], counts[part], found[at : at + size])
+                at += size
+        return found
+
+    def _copy(self, begins: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+        """Copies spans of the slots: short ones all at once, long ones one by one."""
+        if len(out) < LONG_SPAN * len(counts):
+            np.take(self._values, span_places(begins, counts), out=out, mode="clip")
+            return
+        at = 0
+        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+            out[at : at + count] = self._values[begin : begin + count]
+            at += count
+
+    def _pieces(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Spans cut where arrays and chunks end: the chunk of each piece, its place there, its length."""
+        ends = begins + counts
+        first = np.searchsorted(self._starts, begins, side="right") - 1
+        number = np.searchsorted(self._starts, ends, side="left") - first
+        array, span = span_places(first, number), np.repeat(np.arange(len(begins)), number)
+        starts = np.maximum(begins[span], self._starts[array]) - self._starts[array]
+        stops = np.minimum(ends[span], self._starts[array + 1]) - self._starts[array]
+        array, starts, stops = (x[stops > starts] for x in (array, starts, stops))
+        first = starts // self._chunk
+        number = (stops - 1) // self._chunk - first + 1
+        inside, piece = span_places(first, number), np.repeat(np.arange(len(starts)), number)
+        cut = inside * self._chunk
+        starts, stops = np.maximum(starts[piece], cut), np.minimum(stops[piece], cut + self._chunk)
+        return self._first_chunks[array[piece]] + inside, starts - cut, stops - starts
+
+    def _placed(self, chunks: np.ndarray) -> np.ndarray:
+        """Where each of these chunks begins in the slots; those that are not there are read."""
+        self._clock += 1
+        wanted = np.unique(chunks)
+        there = self._slot_of[wanted]
+        self._used[there[there >= 0]] = self._clock
+        missing = wanted[there < 0]
+        if len(missing):
+            self._fetch(missing)
+        return self._slot_of[chunks].astype(np.int64) * self._chunk
+
+    def _fetch(self, chunks: np.ndarray) -> None:
+        free = np.argpartition(self._used, len(chunks) - 1)[: len(chunks)]
+        assert (self._used[free] < self._clock).all(), "more chunks are wanted at once than there are slots"
+        arrays = np.searchsorted(self._first_chunks, chunks, side="right") - 1
+        waiting = []
+        for chunk, number in zip(chunks.tolist(), arrays.tolist(), strict=True):
+            start = (chunk - int(self._first_chunks[number])) * self._chunk
+            stop = min(start + self._chunk, self._arrays[number].shape[0])
+            waiting.append((chunk, number, start, stop, self._arrays[number][start:stop].read()))
+        for slot, (chunk, number, start, stop, future) in zip(free.tolist(), waiting, strict=True):
+            try:
+                read = future.result()
+            except (ValueError, OSError) as error:
+                raise self._damaged(number, start, stop, error) from error
+            before = self._chunk_of[slot]
+            if before >= 0:
+                self._slot_of[before] = -1
+            self._values[slot * self._chunk : slot * self._chunk + len(read)] = read
+            self._chunk_of[slot], self._slot_of[chunk], self._used[slot] = chunk, slot, self._clock

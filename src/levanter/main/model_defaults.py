@@ -1,0 +1,71 @@
+"""Keys of `model:` that mean another thing here where they are left out: the published model's value, not upstream's.
+
+Upstream's configs of these families inherit defaults that are another model's (Gemma 2 and 3 have the sizes of Gemma
+2B). Who leaves such a key out is told both values; who writes it, or takes a checkpoint's config, has what is written.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from levanter.config import plain, written
+from levanter.models.registry import LmConfig
+from levanter.run import Check
+
+_ROPE: Mapping[str, Any] = {"theta": 10000, "factor": 1.0, "type": "default"}
+
+UPSTREAM: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {
+        "hidden_dim": 2048,
+        "intermediate_dim": 16384,
+        "num_layers": 18,
+        "num_kv_heads": 1,
+        "sliding_window": None,
+    },
+    "gemma3": {
+        "max_seq_len": 8192,
+        "hidden_dim": 2048,
+        "intermediate_dim": 16384,
+        "vocab_size": 256_000,
+        "num_layers": 18,
+        "num_kv_heads": 1,
+        "rope": _ROPE,
+        "sliding_window": None,
+    },
+    "mistral": {"layer_norm_epsilon": 1e-6},
+    "olmo3": {"max_seq_len": 2048, "layer_norm_epsilon": 1e-5, "rope": _ROPE},
+}
+"""`model.type` → key → what upstream took where it was left out."""
+
+
+def differing(kind: str, said: Collection[str]) -> Iterator[str]:
+    """A line for each key that a `model:` block leaves out and that upstream had another default for.
+
+    Args:
+        kind: the block's `type`.
+        said: the keys that are in it.
+    """
+    if kind not in UPSTREAM:
+        return
+    ours = plain(LmConfig.get_choice_class(kind)())
+    for key, theirs in UPSTREAM[kind].items():
+        if key not in said:
+            yield (
+                f"model.{key} is left out: {shown(ours[key])} here ({kind} as published), {shown(theirs)} upstream; "
+                "write it to have either"
+            )
+
+
+def default_notes(model: LmConfig) -> list[Check]:
+    """`differing` for a config, as notes of a plan."""
+    kind = plain(model)["type"]
+    return [Check(name="model", status="note", message=line) for line in differing(kind, written(model))]
+
+
+def shown(value: Any) -> str:
+    """A value on one line, of a RoPE what upstream has of it too."""
+    if isinstance(value, Mapping):
+        value = {key: value[key] for key in ("type", "theta", "factor")}
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return text.strip().removesuffix("...").strip()

@@ -1,0 +1,82 @@
+"""`GptNeoxConfig`: GPT-NeoX (Black et al., arXiv:2204.06745), Pythia (arXiv:2304.01373) and what was made like them.
+
+The defaults are GPT-NeoX-20B's. Upstream does not have the family, so that field names are those of its others.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from haliax import Axis
+
+from levanter.layers.attention.grouped import AttentionSpec
+from levanter.layers.mlp import MlpSpec
+from levanter.layers.norm import NormSpec
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.registry import LmConfig
+
+if TYPE_CHECKING:
+    from haliax_ext.rules import WeightRules
+
+
+@LmConfig.register_subclass("gpt_neox")
+@dataclass(frozen=True, kw_only=True)
+class GptNeoxConfig(DecoderConfig):
+    """A GPT-NeoX.
+
+    Attributes:
+        num_kv_heads: as many as `num_heads`; 0 stands for that.
+        use_parallel_residual: attention and MLP both read the block's input; otherwise one comes after the other.
+        attention_bias: biases of q, k, v and o. Norms and MLPs always have them.
+    """
+
+    max_seq_len: int = 2048
+    hidden_dim: int = 6144
+    intermediate_dim: int = 24576
+    num_layers: int = 44
+    num_heads: int = 64
+    num_kv_heads: int = 0
+    activation_function: str = "gelu_fast"
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(partial_rotary_factor=0.25))
+    reference_checkpoint: str | None = "EleutherAI/gpt-neox-20b"
+
+    @property
+    def KVHead(self) -> Axis:
+        return Axis("kv_head", self.num_kv_heads or self.num_heads)
+
+    @property
+    def norm(self) -> NormSpec:
+        return NormSpec(kind="layer", eps=self.layer_norm_epsilon, use_bias=True)
+
+    @property
+    def parallel_residual(self) -> bool:
+        return self.use_parallel_residual
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return dataclasses.replace(super().attention, qkv_bias=self.attention_bias, out_bias=self.attention_bias)
+
+    @property
+    def mlp(self) -> MlpSpec:
+        return MlpSpec(
+            Embed=self.Embed,
+            Mlp=self.Mlp,
+            activation=self.activation_function,
+            gated=False,
+            use_bias=True,
+            scale=self.initializer_range,
+        )
+
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        if self.KVHead.size != self.num_heads:
+            problems.append(f"model.num_kv_heads is {self.num_kv_heads}; a GPT-NeoX has as many as num_heads")
+        return problems
+
+    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
+        from levanter.models.gpt_neox.weights import rules
+
+        return rules(self, Vocab)

@@ -1,0 +1,103 @@
+"""Limits on what is added to the parameters, after the optimizer and weight decay, before the learning rate.
+
+Clipping a gradient bounds what an optimizer sees; these bound what it makes of it. `clip_rms` limits each matrix alone,
+by its root mean square. `clip_by_recent_norms` limits all of them together, by what was usual in the last steps: their
+mean norm and some standard deviations more. It remembers norms before they are clipped, so that the limit follows a
+norm that stays high, and a clipped run does not clip itself to nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+
+from levanter.optim.parameters import Parameter, map_parameters
+
+LEAST_DEVIATION = 1e-6
+LEAST_NORM = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipUpdateNormConfig:
+    """How far above the last updates' norms one may be, in upstream's keys.
+
+    Attributes:
+        rolling_interval_length: how many norms are remembered; with fewer than half of them nothing is clipped.
+        sigma_factor: how many standard deviations above their mean a norm may be.
+    """
+
+    rolling_interval_length: int = 128
+    sigma_factor: float = 3.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.rolling_interval_length < 2:
+            problems.append(f"rolling_interval_length: must be at least 2, got {self.rolling_interval_length}")
+        if self.sigma_factor <= 0:
+            problems.append(f"sigma_factor: must be positive, got {self.sigma_factor}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+class RecentNorms(NamedTuple):
+    """Norms of the last updates, in a ring.
+
+    Attributes:
+        norms: float32, one a step, before clipping.
+        seen: int32, how many there were.
+    """
+
+    norms: jax.Array
+    seen: jax.Array
+
+
+def clip_by_recent_norms(rule: ClipUpdateNormConfig) -> optax.GradientTransformation:
+    """Scales updates down to the mean of the last norms and some deviations, where their norm is above that.
+
+    Args:
+        rule: how many norms, and how far above.
+    """
+    length = rule.rolling_interval_length
+
+    def init(_: Any) -> RecentNorms:
+        return RecentNorms(norms=jnp.zeros((length,), jnp.float32), seen=jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: RecentNorms, params: Any = None) -> tuple[Any, RecentNorms]:
+        del params
+        norm = jnp.asarray(optax.tree.norm(updates), jnp.float32)
+        known = jnp.arange(length) < state.seen
+        deviation = jnp.maximum(jnp.std(state.norms, where=known), LEAST_DEVIATION)
+        most = jnp.mean(state.norms, where=known) + rule.sigma_factor * deviation
+        clips = (state.seen >= max(2, length // 2)) & (norm > most)
+        factor = jnp.where(clips, most / jnp.maximum(norm, LEAST_NORM), 1.0)
+        remembered = RecentNorms(norms=state.norms.at[state.seen % length].set(norm), seen=state.seen + 1)
+        # A norm that is none says nothing about the usual one.
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), remembered, state)
+        return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates), kept
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def clip_rms(threshold: float) -> optax.GradientTransformation:
+    """Scales each parameter's update down to a root mean square of `threshold`; every layer of a stack by itself.
+
+    Args:
+        threshold: the largest root mean square.
+    """
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        del params
+
+        def one(_: Parameter, u: hax.NamedArray) -> hax.NamedArray:
+            # As upstream has it: the experts of a layer are one array, and clipped as one.
+            inner = tuple(axis.name for axis in u.axes if axis.name != "layers")
+            wide = u.astype(jnp.float32)
+            excess = hax.sqrt(hax.mean(wide * wide, inner)) / threshold
+            return (wide / hax.maximum(excess, 1.0)).rearrange(u.axes).astype(u.dtype)
+
+        return map_parameters(one, updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
