@@ -30,7 +30,7 @@ from levanter.infra.errors import INTERNAL_ERROR, INTERRUPTED, OK, LaunchError, 
 from levanter.infra.flags import COMMANDS, HELP, parser_of
 from levanter.infra.pods import Pod, pod_of
 from levanter.infra.processes import Processes, exit_code
-from levanter.infra.remote import ENVIRONMENT, SOURCE, Remote
+from levanter.infra.remote import ENVIRONMENT, SOURCE, Remote, like_here
 from levanter.infra.slurm import SlurmJob
 from levanter.infra.source import pack
 from levanter.infra.tpu_vm import HINTS, Patience, TpuVmLauncher
@@ -134,12 +134,15 @@ def _tpu(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, str
     environment = _environment(asked, variables).with_values({"RUN_ID": run, "PYTHONUNBUFFERED": "1"})
     no_secrets_in(command, environment)
     console = Console(environment.secrets())
+    python, pins = like_here()
     remote = Remote(
         run=run,
         command=command,
         setup="image" if asked.image else asked.setup,
         install=asked.install or "source[tpu,remote]",
         image=asked.image or "",
+        python=python,
+        pins=pins,
     )
     staged = Path(asked.staging).expanduser() / run
     packs = remote.setup == "pip" and not asked.install

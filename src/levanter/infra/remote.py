@@ -8,7 +8,9 @@ The command is a session of its own on the host, so a dropped connection ends no
 goes on showing the log. Its exit code is the command's.
 """
 
+import importlib.metadata
 import shlex
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +31,8 @@ class Remote:
         setup: `pip`: a virtual environment with the package; `image`: a container; `none`: as the host is.
         install: what pip is given: `source[tpu,remote]` for the copied tree, or any requirement.
         image: the container image.
+        python: the version that a virtual environment has.
+        pins: further requirements, with versions.
     """
 
     run: str
@@ -36,6 +40,8 @@ class Remote:
     setup: Setup = "pip"
     install: str = ""
     image: str = ""
+    python: str = "3.12"
+    pins: tuple[str, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -63,7 +69,8 @@ class Remote:
         if self.setup == "none":
             return head
         target = f"-e {shlex.quote(self.install)}" if self.install.startswith("source") else shlex.quote(self.install)
-        return head + _SETUP_PIP.format(target=target)
+        requirements = " ".join([target, *map(shlex.quote, self.pins)])
+        return head + _SETUP_PIP.format(python=self.python, requirements=requirements)
 
     def worker_script(self) -> str:
         """`worker.sh`."""
@@ -72,6 +79,15 @@ class Remote:
             body = _RUN_IMAGE.format(name=f"levanter-{self.run}", image=shlex.quote(self.image), command=words)
             return _WORKER.format(body=body)
         return _WORKER.format(body=_RUN_HERE.format(command=words))
+
+
+def like_here() -> tuple[str, tuple[str, ...]]:
+    """This Python's version, and what pins JAX to the one that is here: what was planned is what is compiled there."""
+    try:
+        pins: tuple[str, ...] = (f"jax=={importlib.metadata.version('jax')}",)
+    except importlib.metadata.PackageNotFoundError:
+        pins = ()
+    return f"{sys.version_info.major}.{sys.version_info.minor}", pins
 
 
 _SETUP_HEAD = """\
@@ -97,8 +113,8 @@ _SETUP_PIP = """\
 # The image's own Python may be older than the package wants; uv brings one.
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv >/dev/null || python3 -m pip install --quiet --user uv
-[ -x venv/bin/python ] || uv venv --quiet --python 3.12 venv
-uv pip install --quiet --python venv/bin/python {target}
+[ -x venv/bin/python ] || uv venv --quiet --python {python} venv
+uv pip install --quiet --python venv/bin/python {requirements}
 """
 
 _SETUP_IMAGE = """\

@@ -1,14 +1,17 @@
 """What a dry run prints, as reviewed texts; it calls nothing."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from helpers.golden import assert_golden
 
 from levanter.infra.launch import main
+from levanter.infra.remote import Remote, like_here
 
 # The flags of each command in Google's reference (Cloud SDK 528, release track GA), as far as a launcher wants them.
 DOCUMENTED = {
@@ -39,6 +42,20 @@ CASES = {
 @pytest.fixture(autouse=True)
 def a_secret_is_set(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_s3cr3ts3cr3t")
+
+
+@pytest.fixture(autouse=True)
+def one_python_and_jax(monkeypatch):
+    monkeypatch.setattr("levanter.infra.launch.like_here", lambda: ("3.12", ("jax==0.10.2",)))
+
+
+def test_hosts_get_the_python_and_the_jax_that_planned():
+    python, pins = like_here()
+    assert python == ".".join(platform.python_version_tuple()[:2])
+    assert pins == (f"jax=={jax.__version__}",)
+    script = Remote(run="r", command=("x",), install="source[tpu]", python=python, pins=pins).setup_script()
+    assert f"uv venv --quiet --python {python} venv" in script
+    assert f"-e 'source[tpu]' jax=={jax.__version__}\n" in script
 
 
 def printed(capsys, *words: str) -> str:
@@ -153,6 +170,7 @@ for name in names:
     importlib.import_module(name)
 print(len(names))
 from levanter.infra.launch import main
+from levanter.infra.remote import Remote, like_here
 sys.exit(main(sys.argv[1:]))
 """
     words = ["--dry_run", "--tpu_name", "a", *CASES["v4-256_on_demand"]]

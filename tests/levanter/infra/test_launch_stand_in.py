@@ -11,6 +11,7 @@ from helpers import stand_in_gcloud as recorded
 from helpers.stand_in_gcloud import StandIn
 
 from levanter.infra.launch import main
+from levanter.infra.remote import like_here
 
 ZONE = "us-east5-b"
 POD = ("--tpu_name", "books", "--tpu_type", "v6e-4", "--zone", ZONE)
@@ -297,9 +298,10 @@ def test_stand_in_the_working_tree_is_installed(cloud, monkeypatch, tmp_path):
     home = stand_in.home("books", 0)
     with tarfile.open(home / ".levanter" / "r1" / "source.tar.gz") as archive:
         assert archive.getnames() == [".gitignore", "config/run.yaml", "pyproject.toml"]
+    python, (jax,) = like_here()
     assert (home / "uv.log").read_text().splitlines() == [
-        "venv --quiet --python 3.12 venv",
-        "pip install --quiet --python venv/bin/python -e source[tpu,remote]",
+        f"venv --quiet --python {python} venv",
+        f"pip install --quiet --python venv/bin/python -e source[tpu,remote] {jax}",
     ]
 
 
