@@ -80,7 +80,7 @@ class Variant:
 
 _GEMMA2 = dict(head_dim=16, sliding_window=WINDOW, num_hidden_layers=5, query_pre_attn_scalar=24)
 _GPT2 = dict(
-    vocab_size=250,
+    vocab_size=265,
     n_positions=128,
     n_embd=64,
     n_inner=96,

@@ -168,13 +168,22 @@ def test_eval_careless_lm_gives_the_probabilities_that_torch_gives(name, folders
 def test_train_lm_begins_with_the_loss_that_torch_gives(name, folders, tmp_path):
     folder, model = folders(name)
     _, document = documents(folder)["train_lm"]
-    tracker = {"type": "json_file", "output_path": str(tmp_path / "logged")}
-    trainer = {**document["trainer"], "log_dir": str(tmp_path), "id": "run", "tracker": tracker}
+    text = TEXT * 2
+    (tmp_path / "long.txt").write_text(text)
+    data = {"components": {"long": {"source": {"train_urls": [str(tmp_path / "long.txt")]}}}}
+    trainer = {
+        **document["trainer"],
+        "log_dir": str(tmp_path),
+        "id": "run",
+        "tracker": {"type": "json_file", "output_path": str(tmp_path / "logged")},
+        "checkpointer": {"base_path": str(tmp_path / "checkpoints")},
+    }
+    data |= {"cache_dir": str(tmp_path / "cache"), "shuffle": False}
     path = tmp_path / "train.json"
-    path.write_text(json.dumps({**document, "data": {**document["data"], "shuffle": False}, "trainer": trainer}))
+    path.write_text(json.dumps({**document, "data": data, "trainer": trainer}))
     assert run_entry_point(train_lm.TrainLmConfig, train_lm.main, ["--config_path", str(path)]) == 0
     # In order, rows are the text's ids, as many as the checkpoint has positions.
-    ids = [1, *byte_level_tokenizer(262).encode(TEXT, add_special_tokens=False).ids, 2]
+    ids = [1, *byte_level_tokenizer(262).encode(text, add_special_tokens=False).ids, 2]
     rows = np.array(ids[: 8 * 128]).reshape(8, 128)
     found = logged(tmp_path)
     assert found[0] == [pytest.approx(mean_loss(model, rows), abs=2e-4)]
