@@ -238,6 +238,11 @@ def test_blocks_follow_the_length(length, requested, block, padded):
     assert (found.block, found.padded) == (block, padded)
 
 
+def test_wide_heads_in_float32_take_smaller_blocks():
+    assert splash_blocks(4096, head_bytes=512).block == 1024
+    assert splash_blocks(4096, head_bytes=1024).block == splash_blocks(4096, 1024, head_bytes=1024).block == 512
+
+
 def test_blocks_are_always_legal():
     for length in range(1, 5000, 7):
         blocks = splash_blocks(length)
