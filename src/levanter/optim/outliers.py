@@ -17,12 +17,12 @@ LEAST_DEVIATION = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkipStepConfig:
-    """When a step is an outlier, in upstream's keys.
+class UsualRange:
+    """What is usual after the last steps: their mean and some standard deviations more.
 
     Attributes:
-        rolling_interval_length: how many steps are remembered; with fewer than half of them no step is left out.
-        sigma_factor: how many standard deviations above the mean a loss or a gradient's norm may be.
+        rolling_interval_length: how many steps are remembered; with fewer than half of them anything is usual.
+        sigma_factor: how many standard deviations above the mean is still usual.
     """
 
     rolling_interval_length: int = 128
@@ -39,8 +39,13 @@ class SkipStepConfig:
 
     @property
     def least_history(self) -> int:
-        """How many steps must be remembered before one is left out."""
+        """How many steps must be remembered before anything is unusual."""
         return max(2, self.rolling_interval_length // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipStepConfig(UsualRange):
+    """When a step is an outlier and left out, by its loss and its gradient's norm, in upstream's keys."""
 
 
 class Recent(NamedTuple):

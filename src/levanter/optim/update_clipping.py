@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from levanter.optim.outliers import UsualRange
 from levanter.optim.parameters import Parameter, map_parameters
 
 LEAST_DEVIATION = 1e-6
@@ -21,25 +22,14 @@ LEAST_NORM = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipUpdateNormConfig:
+class ClipUpdateNormConfig(UsualRange):
     """How far above the last updates' norms one may be, in upstream's keys.
 
     Attributes:
-        rolling_interval_length: how many norms are remembered; with fewer than half of them nothing is clipped.
         sigma_factor: how many standard deviations above their mean a norm may be.
     """
 
-    rolling_interval_length: int = 128
     sigma_factor: float = 3.0
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.rolling_interval_length < 2:
-            problems.append(f"rolling_interval_length: must be at least 2, got {self.rolling_interval_length}")
-        if self.sigma_factor <= 0:
-            problems.append(f"sigma_factor: must be positive, got {self.sigma_factor}")
-        if problems:
-            raise ValueError("\n".join(problems))
 
 
 class RecentNorms(NamedTuple):
