@@ -141,9 +141,9 @@ def test_attention_kernels_by_counting_blocks(name, matmuls):
 @pytest.mark.parametrize(("name", "matmuls"), [("fwd", 2), ("dq", 3), ("dkv", 4)])
 def test_flops_follow_from_the_tables_that_our_kernels_are_given(block, window, name, matmuls):
     """Against the mask itself, block by block: a block with one visible pair costs as much as a full one."""
-    seq, blocks = 8192, SplashBlocks(block=block, compute=512, padded=8192)
+    seq, blocks = 8192, SplashBlocks(block=block, compute=512, dq=block, padded=8192)
     made = _kernel(_Rule(is_causal=True, window=window), seq, 1, blocks, False)
-    info = made.dkv_mask_info if name == "dkv" else made.fwd_mask_info
+    info = {"fwd": made.fwd_mask_info, "dq": made.dq_mask_info, "dkv": made.dkv_mask_info}[name]
     table = Shape(info.data_next.dtype.name.replace("int", "s"), info.data_next.shape)
     query, key = Shape("bf16", (3, 8, seq, 64)), Shape("bf16", (3, 2, seq, 64))
     found = Kernel(f"splash_mha_{name}_no_residuals", 1, (table, table, query, key, key), (query,), Scope("x"))

@@ -18,7 +18,7 @@ from levanter.layers.attention.blockwise import blockwise_attention
 from levanter.layers.attention.jax_native import jax_native_attention
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.splash import splash_attention, splash_blocks, splash_obstacle
+from levanter.layers.attention.splash import LANES, SplashBlocks, splash_attention, splash_blocks, splash_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ def choose_backend(
     platform: str | None,
     dtype: DTypeLike,
     length: int,
+    head_size: int = LANES,
     block_size: int | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
@@ -85,6 +86,7 @@ def choose_backend(
         platform: `cpu`, `gpu` or `tpu`; None where it is not known, which rules kernels out.
         dtype: of queries, keys and values.
         length: keys in a sequence.
+        head_size: of one head.
         block_size: keys in a block, for `blockwise` and `splash`; None chooses.
         soft_cap: bound of the scores, which JAX's own function does not have.
         sinks: whether heads have sinks, which it does not have either.
@@ -115,10 +117,11 @@ def choose_backend(
         prefix = f"splash is a TPU's kernel, but {no_splash}; "
     elif no_splash and platform == "tpu":
         prefix = f"{no_splash}; "
+    blocks = splash_blocks(length, block_size, head_size=head_size, dtype=dtype)
     if not no_splash and requested == "splash":
-        return make(name="splash", reason=f"as asked for; {_splash_reason(length, block_size)}")
+        return make(name="splash", reason=f"as asked for; {_splash_reason(length, blocks)}")
     if not no_splash and length >= SHORTEST_SPLASH:
-        return make(name="splash", reason=f"{prefix}{_splash_reason(length, block_size)}")
+        return make(name="splash", reason=f"{prefix}{_splash_reason(length, blocks)}")
     if length > LONGEST_WHOLE:
         reason = f"{prefix}{length} keys a sequence are more than the {LONGEST_WHOLE} whose scores are held whole"
         return make(name="blockwise", reason=reason)
@@ -129,8 +132,7 @@ def choose_backend(
     return make(name="reference", reason=reason)
 
 
-def _splash_reason(length: int, block_size: int | None) -> str:
-    blocks = splash_blocks(length, block_size)
+def _splash_reason(length: int, blocks: SplashBlocks) -> str:
     padding = f", {length} positions padded to {blocks.padded}" if blocks.padded != length else ""
     return f"blocks of {blocks.block} × {blocks.block}{padding}; scores stay on the chip"
 

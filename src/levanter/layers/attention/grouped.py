@@ -158,6 +158,7 @@ class GroupedQueryAttention(eqx.Module):
             platform=KERNEL_PLATFORMS.get(spec.backend or ""),
             dtype=q.dtype,
             length=k.resolve_axis("key_position").size,
+            head_size=spec.HeadSize.size,
             block_size=spec.block_size,
             soft_cap=spec.soft_cap,
             sinks=spec.sinks,

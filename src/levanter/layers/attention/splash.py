@@ -49,15 +49,19 @@ class SplashBlocks:
     Attributes:
         block: queries, and keys, in a block.
         compute: keys of it whose scores exist at a time.
+        dq: queries, and keys, in a block of the kernel for the queries' gradient, which takes all its keys at once.
         padded: positions of a part, in whole blocks.
     """
 
     block: int
     compute: int
+    dq: int
     padded: int
 
 
-def splash_blocks(length: int, requested: int | None = None, *, head_bytes: int = 0) -> SplashBlocks:
+def splash_blocks(
+    length: int, requested: int | None = None, *, head_size: int = LANES, dtype: DTypeLike = jnp.bfloat16
+) -> SplashBlocks:
     """The cheapest legal blocks for `length` positions under a causal mask.
 
     A sequence padded to n blocks has n·(n+1)/2 to visit, those on the diagonal computed whole although half of each is
@@ -66,9 +70,11 @@ def splash_blocks(length: int, requested: int | None = None, *, head_bytes: int 
     Args:
         length: positions on one device.
         requested: the block asked for; rounded up to a legal one.
-        head_bytes: of one head at one position. Heads of 256 in float32 need 22.6 MiB with blocks of 1,024.
+        head_size: of one head. Heads of 256 in float32 need 22.6 MiB of vector memory with blocks of 1,024.
+        dtype: of queries, keys and values. In float32 heads of 128 fit with 1,024, but for dq on v5e.
     """
-    legal = tuple(block for block in BLOCKS if block <= 512 or head_bytes <= 512)
+    is_wide = jnp.dtype(dtype).itemsize > 2
+    legal = tuple(block for block in BLOCKS if block <= 512 or not is_wide or head_size <= 128)
 
     def at_least(size: int) -> int:
         return next((block for block in legal if block >= size), legal[-1])
@@ -78,7 +84,8 @@ def splash_blocks(length: int, requested: int | None = None, *, head_bytes: int 
         return count * (count + 1) / 2 * (block**2 + VISIT)
 
     block = min(at_least(requested), at_least(length)) if requested else min(legal, key=cost)
-    return SplashBlocks(block=block, compute=block // 2 if block > 512 else block, padded=-(-length // block) * block)
+    half = block // 2 if block > 512 else block
+    return SplashBlocks(block=block, compute=half, dq=half if is_wide else block, padded=-(-length // block) * block)
 
 
 def splash_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
@@ -133,8 +140,7 @@ def splash_attention(
     mesh = jax.sharding.get_abstract_mesh()
     cut = _Cut(compute_mapping_in_scope(), {} if mesh.empty else dict(mesh.shape))
     parts = cut.ways(Pos)
-    head_bytes = Size.size * q.dtype.itemsize
-    blocks = splash_blocks(-(-Pos.size // parts), block_size, head_bytes=head_bytes)
+    blocks = splash_blocks(-(-Pos.size // parts), block_size, head_size=Size.size, dtype=q.dtype)
     Padded, PaddedKeys = Pos.resize(blocks.padded * parts), KeyPos.resize(blocks.padded * parts)
     if Padded.size > Pos.size and not mask.is_causal and mask.segment_ids is None:
         # Nothing else hides the padding from the queries before it.
@@ -271,6 +277,7 @@ def _kernel(
     mask = MultiHeadMask([_RuleMask(rule, length)])
     shape = (blocks.block, blocks.block)
     by_queries, function = pallas_info.process_mask(mask, shape, q_seq_shards=parts)
+    by_queries_dq, _ = pallas_info.process_mask(mask, (blocks.dq, blocks.dq), q_seq_shards=parts)
     by_keys, _ = pallas_info.process_mask_dkv(mask, shape, q_seq_shards=parts)
     sizes = pallas.BlockSizes(
         block_q=blocks.block,
@@ -279,12 +286,12 @@ def _kernel(
         block_q_dkv=blocks.block,
         block_kv_dkv=blocks.block,
         block_kv_dkv_compute=blocks.compute,
-        block_q_dq=blocks.block,
-        block_kv_dq=blocks.block,
+        block_q_dq=blocks.dq,
+        block_kv_dq=blocks.dq,
     )
     return pallas.SplashAttentionKernel(
         by_queries,
-        by_queries,
+        by_queries_dq,
         by_keys,
         block_sizes=sizes,
         is_mqa=False,

@@ -285,6 +285,7 @@ class DecoderConfig(LmConfig):
             platform=platform,
             dtype=dtype,
             length=length or self.max_seq_len,
+            head_size=self.HeadSize.size,
             block_size=self.flash_attention_block_size,
             soft_cap=self.attention.soft_cap,
             sinks=self.attention.sinks,

@@ -105,6 +105,13 @@ def test_small_blocks_mean_the_same():
     assert_formula("everything", values_and_gradients("everything", block_size=128), atol=5e-6)
 
 
+def test_blocks_of_the_queries_gradient_may_be_smaller(monkeypatch):
+    """As float32 has them from 768 on; here 256 and 128."""
+    blocks = SplashBlocks(block=256, compute=256, dq=128, padded=256)
+    monkeypatch.setattr("levanter.layers.attention.splash.splash_blocks", lambda *_, **__: blocks)
+    assert_formula("everything", values_and_gradients("everything"), atol=5e-6)
+
+
 def test_bfloat16_is_accumulated_in_float32():
     out, grads = values_and_gradients("segments", dtype=jnp.bfloat16)
     expected_out, expected_grads = formula("segments")
@@ -208,7 +215,7 @@ def test_the_table_of_blocks_is_that_of_the_whole_mask(length, window, parts):
     if window is not None:
         whole = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0, shard_count=parts)
     many = splash_attention_mask.MultiHeadMask([whole])
-    blocks = SplashBlocks(block=128, compute=128, padded=length // parts)
+    blocks = SplashBlocks(block=128, compute=128, dq=128, padded=length // parts)
     kernel = _kernel(_Rule(is_causal=True, window=window), length, parts, blocks, False)
     for made, theirs in (
         (kernel.fwd_mask_info, splash_attention_mask_info.process_mask(many, (128, 128), q_seq_shards=parts)),
@@ -239,8 +246,14 @@ def test_blocks_follow_the_length(length, requested, block, padded):
 
 
 def test_wide_heads_in_float32_take_smaller_blocks():
-    assert splash_blocks(4096, head_bytes=512).block == 1024
-    assert splash_blocks(4096, head_bytes=1024).block == splash_blocks(4096, 1024, head_bytes=1024).block == 512
+    for head_size, dtype, block, dq in [
+        (256, "bfloat16", 1024, 1024),
+        (128, "float32", 1024, 512),
+        (256, "float32", 512, 512),
+    ]:
+        for requested in (None, 1024):
+            found = splash_blocks(4096, requested, head_size=head_size, dtype=dtype)
+            assert (found.block, found.dq) == (block, dq)
 
 
 def test_blocks_are_always_legal():
