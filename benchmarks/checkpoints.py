@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoints.py [--devices 1] [--rounds 8] [--step-cores 1]
 
-A Llama of 10.2 million parameters with Adam's two averages, in float32 (117 MiB), trained by the `train_step` Program
+A Llama of 10.7 million parameters with Adam's two averages, in float32 (123 MiB), trained by the `train_step` Program
 of a run and saved by its `Checkpointer`. Rounds come in pairs of `--steps` steps, one with a save behind its first step
 and one without, in changing order, so that whatever else the machine does falls on both. Given are
 
@@ -11,6 +11,8 @@ and one without, in changing order, so that whatever else the machine does falls
 - *under way*: from `save` until the checkpoint is complete;
 - *while saving*: the time of the steps that lie in it, against the same steps of the round without; what `save` itself
   takes is not in it;
+- *of it, computing*: the same of the processor time of XLA's threads (Linux): what saving costs a step that has its
+  cores to itself. Other work on the machine is in the line above, and hardly in this one;
 - *processor*: processor time of the round with a save beyond that of the round without;
 - *per save*: seconds by which the round with a save is longer. Divided by the time between two saves, that is what
   saving costs a run.
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 CONFIG = """
@@ -99,16 +101,17 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
         with saving():
             made = Checkpointer(f"{folder}/run", keep=[], save_interval_seconds=1e9)
         checkpointer = stack.enter_context(made)
-        number, held, under, increases, extra, plain, processor = 0, [], [], [], [], [], []
+        number, held, under, increases, extra, plain, processor, computing = 0, [], [], [], [], [], [], []
 
-        def round_of(*, saves: bool) -> tuple[list[float], float, float]:
-            """When each step of a round ended and its save was complete, since it began, and its processor time."""
+        def round_of(*, saves: bool) -> tuple[list[float], list[float], float, float]:
+            """When each step of a round ended and what it had computed, when its save was complete, processor time."""
             nonlocal state, number
-            ends, complete, began, cpu = [], 0.0, time.perf_counter(), time.process_time()
+            ends, computed, complete, began, cpu = [], [], 0.0, time.perf_counter(), time.process_time()
             for n in range(asked.steps):
                 state, metrics = step(state, rows)
                 jax.block_until_ready(metrics)
                 ends.append(time.perf_counter() - began)
+                computed.append(computing_seconds())
                 if saves and n == 0:
                     number += 1
                     before = time.perf_counter()
@@ -124,39 +127,55 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
                 while not done:
                     time.sleep(1e-3)
                 complete = done[0]
-            return ends, complete, time.process_time() - cpu
+            return ends, computed, complete, time.process_time() - cpu
 
         round_of(saves=True)  # warms everything up
         held.clear()
         for n in range(asked.rounds):
             if n % 2:
-                without, _, least = round_of(saves=False)
-                ends, complete, most = round_of(saves=True)
+                without, usual, _, least = round_of(saves=False)
+                ends, computed, complete, most = round_of(saves=True)
             else:
-                ends, complete, most = round_of(saves=True)
-                without, _, least = round_of(saves=False)
+                ends, computed, complete, most = round_of(saves=True)
+                without, usual, _, least = round_of(saves=False)
             processor.append(most - least)
             # Steps behind the save that began before it was complete.
             inside = max(1, sum(end < complete for end in ends[:-1]))
             with_save = ends[inside] - ends[0] - held[-1]
             increases.append(with_save / (without[inside] - without[0]) - 1)
+            if usual[0]:
+                computing.append((computed[inside] - computed[0]) / (usual[inside] - usual[0]) - 1)
             extra.append(ends[-1] - without[-1])
             under.append(complete - ends[0])
             plain.append((without[-1] - without[0]) / (asked.steps - 1))
 
     def told(name: str, found: list[float], unit: str, scale: float = 1.0) -> None:
-        low, middle, high = (scale * x for x in (min(found), statistics.median(found), max(found)))
-        print(f"{name:<14}{middle:10.2f} {unit}   ({low:.2f} to {high:.2f})")
+        low, middle, high = (scale * x for x in statistics.quantiles(found, n=4, method="inclusive"))
+        print(f"{name:<19}{middle:8.2f} {unit}   ({low:.2f} to {high:.2f})")
+
+    print("medians and quartiles:")
 
     told("step", plain, "s")
     told("held up", held, "s")
     told("", [x / statistics.median(plain) for x in held], "steps")
     told("under way", under, "s")
     told("while saving", increases, "%", 100.0)
+    if computing:
+        told("of it, computing", computing, "%", 100.0)
     told("processor", processor, "s")
     told("per save", extra, "s")
     interval = 15 * 60
     print(f"saved every 15 minutes: {100 * statistics.median(extra) / interval:.3f} % of the run's time")
+
+
+def computing_seconds() -> float:
+    """Processor time of XLA's threads so far; 0 where the system does not say."""
+    total = 0
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text().startswith("tf_XLA"):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 if __name__ == "__main__":

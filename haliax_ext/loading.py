@@ -24,6 +24,7 @@ from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
 from haliax_ext.load_strategy import plan_loading as plan_loading
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Jit, Program
 from haliax_ext.reading import distinct
 from haliax_ext.sources import TensorSource
 
@@ -69,6 +70,7 @@ def load(
     progress: Callable[[LoadProgress], None] | None = None,
     threads: int | None = None,
     read_bytes: int = READ_BYTES,
+    jit: Jit = Program.jit,
 ) -> Loaded:
     """Reads every leaf of a plan into its final shards on `mesh`.
 
@@ -82,6 +84,7 @@ def load(
         progress: called from the calling thread, a few times a second and at the end.
         threads: reading threads; by default one for each core, at least 2 and at most 16.
         read_bytes: bytes of one read. Remote sources want more than the default.
+        jit: makes the plan's Programs callable.
 
     Returns:
         The arrays by path (a mapping), with the report.
@@ -95,7 +98,7 @@ def load(
     workers = threads or min(16, max(2, os.cpu_count() or 2))
     began = time.perf_counter()
     with MemoryWatch() as memory, HostReader(source, threads=workers, read_bytes=read_bytes) as reader:
-        job = _Job(plan=load_plan, mesh=mesh, host=host, reader=reader, progress=progress, began=began)
+        job = _Job(plan=load_plan, mesh=mesh, host=host, reader=reader, jit=jit, progress=progress, began=began)
         arrays = job.run(budget)
         read = reader.bytes_done
     seconds = time.perf_counter() - began
@@ -104,7 +107,7 @@ def load(
         seconds=seconds,
         peak_rss_bytes=memory.peak_bytes,
         bytes_per_device=load_plan.bytes_per_device,
-        seconds_by_host=_seconds_by_host(load_plan, mesh, seconds),
+        seconds_by_host=_seconds_by_host(load_plan, mesh, seconds, jit),
     )
     return Loaded(arrays, report)
 
@@ -125,13 +128,13 @@ def _this_host(plan: LoadPlan, mesh: Mesh) -> int:
     return mine.pop()
 
 
-def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float) -> tuple[float, ...]:
+def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float, jit: Jit) -> tuple[float, ...]:
     if plan.num_hosts == 1:
         return (seconds,)
     program = seconds_program(plan.sharding.mesh)
     one_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     value = jax.make_array_from_callback((mesh.size,), one_each, lambda _: np.full(1, seconds, np.float32))
-    everyone = program.jit(mesh)(hax.NamedArray(value, (hax.Axis("device", mesh.size),)))
+    everyone = jit(program, mesh)(hax.NamedArray(value, (hax.Axis("device", mesh.size),)))
     by_device = np.asarray(everyone.array.addressable_data(0))
     return tuple(float(by_device[plan.devices_of(host)[0]]) for host in range(plan.num_hosts))
 
@@ -165,10 +168,11 @@ class _Job:
         mesh: Mesh,
         host: int,
         reader: HostReader,
+        jit: Jit,
         progress: Callable[[LoadProgress], None] | None,
         began: float,
     ):
-        self._plan, self._mesh, self._reader = plan, mesh, reader
+        self._plan, self._mesh, self._reader, self._jit = plan, mesh, reader, jit
         self._progress, self._began, self._told = progress, began, -math.inf
         self._bytes_total, self._job_bytes = plan.bytes_by_host[host], sum(plan.bytes_by_host)
         self._local = plan.devices_of(host)
@@ -253,14 +257,14 @@ class _Job:
         programs = self._plan.step_programs(step)
         if step.piece is None:
             (whole,) = programs
-            found = whole.jit(self._mesh)(*slabs)
+            found = self._jit(whole, self._mesh)(*slabs)
         else:
             begin, put = programs
-            so_far = self._arriving or begin.jit(self._mesh)()
+            so_far = self._arriving or self._jit(begin, self._mesh)()
             self._arriving = None
             everywhere = NamedSharding(self._mesh, PartitionSpec())
             at = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(piece[0], np.int32))
-            found = put.jit(self._mesh)(so_far, slabs[0], at)
+            found = self._jit(put, self._mesh)(so_far, slabs[0], at)
             if step.piece != step.loads[0].pieces[-1]:
                 self._arriving = found
         # One exchange at a time, so that no more than one transient is on the devices.

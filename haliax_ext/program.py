@@ -25,6 +25,8 @@ from haliax_ext.planner import ShardingPlan
 
 AnyMesh = Mesh | AbstractMesh
 Placement = AxisMapping | Mappings | ShardingPlan | None
+Jit = Callable[["Program", Mesh], Callable[..., Any]]
+"""What makes a Program callable: `Program.jit`, or what has processes wait for each other around its first call."""
 
 
 def is_array(x: Any) -> bool:
@@ -104,6 +106,23 @@ class Program:
 
         return functools.update_wrapper(call, self.function)
 
+    def prepare(self, mesh: Mesh, *values: Any) -> None:
+        """Compiles for real values, so that the first call of `jit(mesh)` with their like only runs.
+
+        Nothing runs here, and nothing is donated. Processes that compile at their own pace can meet behind it.
+        """
+        compiled = self._on(mesh)
+        for declared, value in zip(self.inputs, values, strict=True):
+            _assert_same_arrays(self.name, declared, value)
+        with self._scope(mesh):
+            # JAX finds this executable again when the jit is called with arrays of these shardings.
+            compiled.jitted.lower(*[_arrays(value) for value in values]).compile()
+        compiled.prepared = True
+
+    def is_prepared(self, mesh: Mesh) -> bool:
+        """Whether `prepare` was called for `mesh`."""
+        return self._on(mesh).prepared
+
     @contextlib.contextmanager
     def _scope(self, mesh: AnyMesh) -> Iterator[None]:
         # An abstract mesh cannot be "set" for execution; tracing under it is all that lowering needs.
@@ -146,10 +165,11 @@ class Program:
         return _Compiled(jitted=jitted, template=out)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Compiled:
     jitted: Any
     template: Any
+    prepared: bool = False
 
     def rebuild(self, flat: Mapping[str, Any]) -> Any:
         return _fill(self.template, flat)

@@ -5,6 +5,7 @@ hold it. Only one tensor is in host memory at a time. Where this process holds a
 lie; where other processes hold some, every process runs the same small program that brings one tensor's part to all.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.program import Input, Jit, Program
 from haliax_ext.rules import SourcePiece, WeightRules
 from haliax_ext.slices import Box, box_shape, intersect, to_slices
 
@@ -79,29 +82,30 @@ def plan_saving(
 
 
 def tensors_of(
-    plan: Iterable[OutTensor], arrays: Mapping[str, jax.Array | Readable]
+    plan: Iterable[OutTensor], arrays: Mapping[str, jax.Array | Readable], *, jit: Jit = Program.jit
 ) -> Iterator[tuple[OutTensor, np.ndarray]]:
     """Each tensor with its elements; with several processes, every one of them must go through all.
 
     Args:
         plan: from `plan_saving`.
         arrays: by leaf path; on devices, in memory, or in files that are read slice by slice.
+        jit: makes the programs callable that bring parts to all processes.
     """
     for tensor in plan:
         whole = np.empty(tensor.shape, tensor.dtype)
         for piece in tensor.pieces:
-            piece.write(elements(arrays[piece.target], piece.box), whole)
+            piece.write(elements(arrays[piece.target], piece.box, jit=jit), whole)
         yield tensor, whole
 
 
-def elements(array: jax.Array | Readable, box: Box) -> np.ndarray:
+def elements(array: jax.Array | Readable, box: Box, *, jit: Jit = Program.jit) -> np.ndarray:
     """The elements of a box of a sharded array, on the host of every process."""
     if not isinstance(array, jax.Array):
         return np.asarray(array[to_slices(box)])
     if array.is_fully_replicated:
         return np.asarray(array.addressable_data(0)[to_slices(box)])
     if not array.is_fully_addressable:
-        return _brought_to_all(array, box)
+        return _brought_to_all(array, box, jit)
     out = np.empty(box_shape(box), array.dtype)
     for shard in array.addressable_shards:
         if shard.replica_id != 0:
@@ -117,9 +121,27 @@ def elements(array: jax.Array | Readable, box: Box) -> np.ndarray:
     return out
 
 
-def _brought_to_all(array: jax.Array, box: Box) -> np.ndarray:
-    assert isinstance(array.sharding, NamedSharding)
-    whole = NamedSharding(array.sharding.mesh, PartitionSpec())
-    starts = tuple(np.int32(start) for start, _ in box)
-    cut = jax.jit(jax.lax.dynamic_slice, static_argnums=2, out_shardings=whole)(array, starts, box_shape(box))
-    return np.asarray(cut.addressable_data(0))
+def _brought_to_all(array: jax.Array, box: Box, jit: Jit) -> np.ndarray:
+    assert isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh)
+    program = _gather_program(array.shape, array.dtype, array.sharding, box_shape(box))
+    starts = np.asarray([start for start, _ in box], np.int32)
+    return np.asarray(jit(program, array.sharding.mesh)(array, starts).addressable_data(0))
+
+
+@functools.lru_cache(maxsize=256)
+def _gather_program(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, size: tuple[int, ...]) -> Program:
+    """The Program that brings a box of an array of this sharding to every device."""
+    del sharding  # One compiled program for each.
+
+    def gather(array: jax.Array, starts: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(array, starts, size)
+
+    return Program(
+        name=f"save.gather.{'x'.join(map(str, size))}",
+        function=gather,
+        inputs=(
+            Input(name="array", value=jax.ShapeDtypeStruct(shape, dtype), placement=None),
+            Input(name="starts", value=jax.ShapeDtypeStruct((len(shape),), np.int32), placement=AxisMapping()),
+        ),
+        out_placement=AxisMapping(),
+    )

@@ -90,7 +90,6 @@ class Inputs:
 
     def train_lm(self, folder: Path, *, steps: int, **more: Any) -> list[str]:
         """The command of a training run whose checkpoints and numbers are in `folder`."""
-        text = " ".join(str(n * n % 61) for n in range(1200))
         trainer = {
             "id": "run",
             "num_train_steps": steps,
@@ -104,13 +103,7 @@ class Inputs:
             folder,
             "train_lm",
             {
-                "data": {
-                    "tokenizer": "passthrough",
-                    "vocab_size": 61,
-                    "cache_dir": str(folder / "tokens"),
-                    "shuffle": True,
-                    "components": {"numbers": {"type": "direct", "datasets": {"train": [text]}}},
-                },
+                "data": self.numbers(folder),
                 "model": {
                     "type": "llama",
                     **{"max_seq_len": 16, "hidden_dim": 16, "intermediate_dim": 32},
@@ -121,6 +114,17 @@ class Inputs:
             },
             trainer,
         )
+
+    def numbers(self, folder: Path) -> dict[str, Any]:
+        """A `data:` block of 1,200 tokens that stand in the configuration."""
+        text = " ".join(str(n * n % 61) for n in range(1200))
+        return {
+            "tokenizer": "passthrough",
+            "vocab_size": 61,
+            "cache_dir": str(folder / "tokens"),
+            "shuffle": True,
+            "components": {"numbers": {"type": "direct", "datasets": {"train": [text]}}},
+        }
 
     def stored_text(self, folder: Path, files: Path) -> dict[str, Any]:
         """A `data:` block that tokenizes numbers in files into a store in `folder/tokens`."""

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers.processes import Run, run_together
+from helpers.processes import Run, check_named, run_together
 
 from levanter.memorization.results import FULL, BookResult
 
@@ -83,6 +83,25 @@ def test_another_text_or_checkpoint_on_another_host_is_refused(tmp_path, inputs)
     outputs = run_together(tmp_path / "weights", 2, command, devices=4, cache=inputs.cache, code=2)
     assert "the checkpoint differs between processes:" in outputs[0]
     assert not (tmp_path / "out.json").exists()
+
+
+def test_an_error_of_the_user_that_a_killed_process_caused_is_not_the_users(tmp_path, inputs):
+    """As where a checkpoint cannot be written, because the step before it waited for who is gone."""
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "import jax\n"
+        "from levanter.checkpoint import CheckpointSaveError\n"
+        "from levanter.main import eval_lm\n"
+        "from levanter.main.entry import run_entry_point\n"
+        "def execute(plan, mesh):\n"
+        "    if os.environ['LEVANTER_PROCESS_ID'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    raise CheckpointSaveError('not written') from jax.errors.JaxRuntimeError('Connection reset by peer')\n"
+        "eval_lm.execute = execute\n"
+        "sys.exit(run_entry_point(eval_lm.EvalLmConfig, eval_lm.main))\n"
+    )
+    with Run(tmp_path, 2, [str(script), *inputs.eval_lm(tmp_path)[1:]], devices=4, cache=inputs.cache) as run:
+        check_named(run.wait(), 1)
 
 
 def test_an_error_behind_the_start_is_told_with_its_traceback(tmp_path, inputs):

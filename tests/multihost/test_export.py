@@ -60,9 +60,9 @@ def test_killed_at_any_moment_every_export_is_whole(whole, inputs, tmp_path, see
     draw = random.Random(300 * count + seed)
     for attempt in range(2):
         victim, behind = draw.randrange(count), max(exports(tmp_path), default=0)
-        command = train(inputs, tmp_path, steps=1000)
+        command, began = train(inputs, tmp_path, steps=1000), time.time()
         with Run(tmp_path / f"attempt{attempt}", count, command, devices=8 // count, cache=inputs.cache) as run:
-            wait_for_export(run, tmp_path, behind + draw.randrange(1, 6))
+            wait_for_export(run, tmp_path, behind + draw.randrange(1, 6), began=began)
             time.sleep(draw.random() / 20)
             killed = run.kill(victim)
             ended = run.wait()
@@ -76,13 +76,21 @@ def test_killed_at_any_moment_every_export_is_whole(whole, inputs, tmp_path, see
     assert {path.name for path in (tmp_path / "hf" / "run").iterdir()} == {f"step-{step}" for step in found}
 
 
-def wait_for_export(run: Run, folder: Path, step: int) -> None:
-    """Waits until the export after a step is being written."""
+def wait_for_export(run: Run, folder: Path, step: int, *, began: float) -> None:
+    """Waits until the export after a step is being written, by this run: the one before may have left half of it."""
     deadline = time.monotonic() + 400
     path = folder / "hf" / "run" / f"step-{step}"
-    while not path.exists() and not path.with_name(path.name + INCOMPLETE).exists():
+    half = path.with_name(path.name + INCOMPLETE)
+    while not path.exists() and not is_newer(half, began):
         assert run.still_running() and time.monotonic() < deadline, f"no {path}"
         time.sleep(0.001)
+
+
+def is_newer(path: Path, began: float) -> bool:
+    try:
+        return path.stat().st_mtime > began
+    except FileNotFoundError:
+        return False
 
 
 def test_on_disks_of_their_own_process_0_has_the_exports(inputs, tmp_path):

@@ -31,6 +31,22 @@ def train(inputs, folder: Path, files: Path) -> list[str]:
     return inputs.train_lm(folder, steps=3, data=inputs.stored_text(folder, files))
 
 
+def slowly(folder: Path, command: list[str]) -> list[str]:
+    """The command, writing a shard in about a second: a store that is there in two cannot be killed twice."""
+    script = folder / "slowly.py"
+    script.write_text(
+        "import sys, time\n"
+        "from levanter.data import store_write\n"
+        "from levanter.main.entry import run_entry_point\n"
+        "from levanter.main.train_lm import TrainLmConfig, main\n"
+        "put, write = store_write.ArrayWriter._put, store_write.write_file\n"
+        "store_write.ArrayWriter._put = lambda *args: (time.sleep(0.4), put(*args))\n"
+        "store_write.write_file = lambda *args: (time.sleep(0.4), write(*args))\n"
+        "sys.exit(run_entry_point(TrainLmConfig, main))\n"
+    )
+    return [str(script), *command[1:]]
+
+
 def losses(folder: Path) -> dict[int, float]:
     records = map(json.loads, (folder / "tracker" / "metrics.jsonl").read_text().splitlines())
     return {each["step"]: each["metrics"]["train/loss"] for each in records if "train/loss" in each.get("metrics", {})}
@@ -59,13 +75,14 @@ def test_killed_while_a_store_is_built(tmp_path, inputs, files, alone, count, se
     for attempt in range(2):
         # Who builds is killed once, and then, or before, one of those that wait.
         victim = 0 if attempt == seed % 2 else draw.randrange(1, count)
-        wanted = marks(tmp_path) + draw.randrange(1, 5)
-        with Run(tmp_path / f"attempt{attempt}", count, command, devices=8 // count, cache=inputs.cache) as run:
+        wanted = marks(tmp_path) + draw.randrange(1, 4)
+        slow = slowly(tmp_path, command)
+        with Run(tmp_path / f"attempt{attempt}", count, slow, devices=8 // count, cache=inputs.cache) as run:
             deadline = time.monotonic() + 400
             while marks(tmp_path) < wanted:
-                assert time.monotonic() < deadline, "no shards"
+                assert time.monotonic() < deadline and len(run.still_running()) == count, "no shards"
                 time.sleep(0.001)
-            time.sleep(draw.random() / 10)
+            time.sleep(draw.random())
             killed = run.kill(victim)
             ended = run.wait()
         check_named(ended, victim)

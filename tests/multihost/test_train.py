@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -156,6 +157,43 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, inputs, count, seed):
     # On the same mesh and process count, bit for bit.
     expected = losses(straight)
     assert {step: loss for step, loss in losses(tmp_path).items() if step < total} == expected
+
+
+@pytest.mark.slow
+def test_one_process_compiles_for_longer_than_collectives_wait(tmp_path, inputs):
+    """Gloo gives a late peer 30 s; who is done compiling must not be inside a collective by then."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from jax._src import compiler\n"
+        "from levanter.main.entry import run_entry_point\n"
+        "from levanter.main.train_lm import TrainLmConfig, main\n"
+        "slow = {'jit_evaluate': '0', 'jit_train_step': '1', 'jit_save.gather.61x16': '1'}\n"
+        "real = compiler.compile_or_get_cached\n"
+        "def compile(backend, module, *args, **kwargs):\n"
+        "    name = module.operation.attributes['sym_name'].value\n"
+        "    if slow.get(name) == os.environ['LEVANTER_PROCESS_ID']:\n"
+        "        print('slowly:', name, flush=True)\n"
+        "        time.sleep(40)\n"
+        "    return real(backend, module, *args, **kwargs)\n"
+        "compiler.compile_or_get_cached = compile\n"
+        "sys.exit(run_entry_point(TrainLmConfig, main))\n"
+    )
+    held_out = inputs.train_lm(
+        tmp_path,
+        steps=2,
+        hf_save_path=str(tmp_path / "hf"),
+        data={
+            **inputs.numbers(tmp_path),
+            "num_validation_sequences": {"numbers": 8},
+        },
+        trainer={"per_device_eval_parallelism": 1},
+    )
+    outputs = run_together(tmp_path, 2, [str(script), *held_out[1:]], devices=4, cache=inputs.cache)
+    slowly = [re.findall(r"slowly: jit_(\S+)", each) for each in outputs]
+    assert slowly == [["evaluate"], ["train_step", "save.gather.61x16"]]
+    assert "compiling evaluate" in outputs[0] and "compiled evaluate in 0:4" in outputs[0]
+    assert "waiting for process 1 of 2" in outputs[0] and list(losses(tmp_path)) == [0, 1]
 
 
 @pytest.mark.slow

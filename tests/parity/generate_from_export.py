@@ -1,6 +1,6 @@
 """Has `transformers` read an export of a training run, compares its logits with ours, and lets it write.
 
-    python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-250
+    python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-200
 
 The last part of `make demo-train`. Ours are read from the same folder, on the devices that are here; the text is the
 beginning of each of the first held-out topics of Python's documentation. Exit code 1 where logits differ.

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,23 +194,29 @@ def changes(name: str) -> Iterator[Changed]:
                 yield Changed(field, other, changed, model, True, torch.equal(found, expected))
 
 
-def tensors_of(model: Any) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+def tensors_in_file(model: Any, folder: Path) -> dict[str, tuple[int, ...]]:
+    """By the names that the model's file has, which for experts are not those of its modules."""
+    from safetensors import safe_open
+
+    model.save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        names = file.keys()
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_changes_the_model_is_understood_or_refused(name):
+def test_what_changes_the_model_is_understood_or_refused(name, tmp_path):
     pytest.importorskip("torch")
     base = read_config(written(transformers_config(name))).config
-    wrong, met = [], {"refused": 0, "other tensors": 0, "other numbers": 0}
-    for change in changes(name):
+    wrong, met = [], {"other tensors": 0, "other numbers": 0}
+    for number, change in enumerate(changes(name)):
         if change.same_tensors and change.same_logits:
             continue
         try:
             bridged = read_config(change.document)
         except CheckpointError:
-            met["refused"] += 1
             continue
         if change.same_tensors:
             met["other numbers"] += 1
@@ -217,9 +224,7 @@ def test_what_changes_the_model_is_understood_or_refused(name):
                 wrong.append((change.field, change.value, "other logits in torch, nothing changes here"))
             continue
         met["other tensors"] += 1
-        theirs = tensors_of(change.model)
-        if bridged.config.tie_word_embeddings:
-            del theirs["lm_head.weight"]
+        theirs = tensors_in_file(change.model, tmp_path / str(number))
         mine = {
             name: expected.shape
             for expected in expected_tensors(bridged.config)
@@ -233,6 +238,7 @@ def test_what_changes_the_model_is_understood_or_refused(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_numbers_are_those_that_torch_has(name, tmp_path):
     """One change of each field, by the run's own plan, loader and Program; of variants, what they are about."""

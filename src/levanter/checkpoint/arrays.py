@@ -16,7 +16,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from levanter.checkpoint.errors import UnreadableCheckpointError
+from levanter.checkpoint.priority import giving_way
 from levanter.checkpoint.refs import CheckpointRef, absolute
+from levanter.checkpoint.staging import Staging
 from levanter.checkpoint.targets import Target
 
 # Orbax logs through the first; the second logs what its event loops leave behind.
@@ -33,7 +35,7 @@ class ArrayWriter:
     """
 
     def __init__(self, *, timeout_seconds: float, chunk_bytes: int):
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._staging = chunk_bytes, Staging()
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(_told_by_us)
         self._failed, self._hook = False, sys.unraisablehook
@@ -50,16 +52,19 @@ class ArrayWriter:
     def start(self, path: str, arrays: Mapping[str, jax.Array]) -> None:
         """Copies the arrays to the host and begins to write them; `path` must not exist.
 
-        When it returns, the arrays may be donated or deleted. On a CPU Orbax holds views of them instead of copies;
-        JAX does not reuse a buffer that somebody views.
+        When it returns, the arrays may be donated or deleted.
         """
         how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
         self._failed = True
-        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(dict(arrays), save_args=how))
+        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(self._staging.copied(arrays), save_args=how))
 
     def wait(self) -> None:
-        """Waits until all processes have written and the folder has its name; raises what went wrong."""
-        self._orbax.wait_until_finished()
+        """Waits until all processes have written and the folder has its name; raises what went wrong.
+
+        What writes has a lower priority from now on, so call it at once, from a thread that has nothing else to do.
+        """
+        with giving_way():
+            self._orbax.wait_until_finished()
         self._failed = False
 
     def close(self) -> None:
@@ -67,6 +72,7 @@ class ArrayWriter:
         try:
             self._orbax.close()
         finally:
+            self._staging.close()
             for name in _LOGGERS:
                 logging.getLogger(name).removeFilter(_told_by_us)
             # Behind a save that failed, echoes come until the process ends.

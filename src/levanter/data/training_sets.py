@@ -310,11 +310,14 @@ def _manifest(where: str, folder: str) -> Manifest | None:
 def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBase, split: str) -> str | None:
     """The folder of a component's token store for a split; None where it keeps none.
 
-    Texts of the configuration and of Python itself are small, and keep one only where they are told to.
+    Texts of the configuration and of Python itself are small, and keep one only where they are told to: the first by a
+    `cache_dir` of their own, the second also by one that is written in `data:`.
     """
     source = getattr(component, "source", None)
     own = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
-    small = isinstance(component, DirectDatasetComponent) or isinstance(source, PythonDocsSource)
+    small = isinstance(component, DirectDatasetComponent) or (
+        isinstance(source, PythonDocsSource) and not is_set(config, "cache_dir")
+    )
     if own is None and (config.cache_dir is None or small):
         return None
     folder = own if own is not None else join(str(config.cache_dir), name)

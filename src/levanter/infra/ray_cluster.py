@@ -121,35 +121,50 @@ class RayCluster:
             head = self._head(index, deadline)
             members = self._nodes_of(head.node)
             joined = time.monotonic() + self._intact
-            while len(members) < hosts and time.monotonic() < min(joined, deadline):
+            # None where the head's own host is gone again.
+            while 0 < len(members) < hosts and time.monotonic() < min(joined, deadline):
                 self._sleep(1.0)
                 members = self._nodes_of(head.node)
             if len(members) == hosts:
                 rest = [self._host(index, node, self._chips()) for node in members if node["NodeID"] != head.node]
                 return [head, *rest]
             head.kill()
-            what = f"{members[0].get('Labels', {}).get(SLICE, 'a slice')} has {len(members)} of {hosts} hosts"
+            labels = members[0].get("Labels", {}) if members else {}
+            what = f"{labels.get(SLICE, 'a slice')} has {len(members)} of {hosts} hosts"
             if len(members) > hosts or time.monotonic() >= deadline:
                 raise LaunchError(f"{what}, as Ray's label {SLICE} tells", exit_code=PEER_LOST)
             self._console.say(f"{what}; looking for another")
             self._sleep(5.0)
 
     def _head(self, index: int, deadline: float) -> RayHost:
-        actor = self._actor(resources={self.head_resource: 1, **self._chips()})
-        ready, said = actor.name.remote(), False
-        while not self._ray.wait([ready], timeout=5.0)[0]:
-            if time.monotonic() >= deadline:
-                self._ray.kill(actor, no_restart=True)
-                raise LaunchError(
-                    f"no {self._accelerator.libtpu_accelerator_type} slice was free within {self._wait:.0f} s "
-                    f"(--wait_seconds): nothing has 1 {self.head_resource} with {self._chips()}; {self._has()}",
-                    exit_code=PEER_LOST,
-                )
-            if not said:
-                self._console.say(f"waiting for {self.head_resource}; {self._has()}")
-                said = True
-        where = self._ray.get(ready)
-        return RayHost(self._ray, actor, slice=index, where=where, node=self._ray.get(actor.node.remote()))
+        said = False
+        while True:
+            actor = self._actor(resources={self.head_resource: 1, **self._chips()})
+            ready = actor.name.remote()
+            while not self._ray.wait([ready], timeout=5.0)[0]:
+                if time.monotonic() >= deadline:
+                    self._ray.kill(actor, no_restart=True)
+                    raise self._none_free()
+                if not said:
+                    self._console.say(f"waiting for {self.head_resource}; {self._has()}")
+                    said = True
+            try:
+                where, node = self._ray.get([ready, actor.node.remote()])
+            except self._ray.exceptions.RayActorError as error:
+                # A host that was killed is offered until Ray has missed some of its heartbeats.
+                if time.monotonic() >= deadline:
+                    raise self._none_free() from error
+                self._console.say("a host was gone as it was taken; looking for another")
+                self._sleep(1.0)
+                continue
+            return RayHost(self._ray, actor, slice=index, where=where, node=node)
+
+    def _none_free(self) -> LaunchError:
+        return LaunchError(
+            f"no {self._accelerator.libtpu_accelerator_type} slice was free within {self._wait:.0f} s "
+            f"(--wait_seconds): nothing has 1 {self.head_resource} with {self._chips()}; {self._has()}",
+            exit_code=PEER_LOST,
+        )
 
     def _host(self, index: int, node: Mapping[str, Any], resources: Mapping[str, float]) -> RayHost:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

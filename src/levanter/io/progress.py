@@ -114,6 +114,7 @@ class Progress:
         unit: their name in the plural (`bytes`, `tokens`).
         show: whether this process shows anything (one process of a job does).
         interval: seconds between lines in the log.
+        lazy: whether nothing is shown before the first unit, and nothing at all where there is none.
         stream: where the bar goes; standard error where absent.
         bar: whether to draw a bar; where absent, if the stream is a terminal.
         clock: seconds, monotonic.
@@ -127,6 +128,7 @@ class Progress:
         unit: str,
         show: bool = True,
         interval: float = 10.0,
+        lazy: bool = False,
         stream: IO[str] | None = None,
         bar: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -136,6 +138,7 @@ class Progress:
         self._note = ""
         self._show = show
         self._interval = interval
+        self._lazy = lazy
         self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -145,20 +148,24 @@ class Progress:
         self._last_line = -float("inf")
 
     def __enter__(self) -> "Progress":
-        if self._show:
-            if self._bar is not None:
-                self._bar.start()
-            self.tick()
-            self._thread = threading.Thread(target=self._beat, name=f"progress-{self.description}", daemon=True)
-            self._thread.start()
+        if not self._lazy:
+            self._begin()
         return self
+
+    def _begin(self) -> None:
+        if not self._show:
+            return
+        if self._bar is not None:
+            self._bar.start()
+        self.tick()
+        self._thread = threading.Thread(target=self._beat, name=f"progress-{self.description}", daemon=True)
+        self._thread.start()
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        if not self._show:
+        if self._thread is None:
             return
+        self._thread.join()
         if self._bar is not None:
             self._bar.show(self.meter, self._note)
             self._bar.stop()
@@ -169,13 +176,21 @@ class Progress:
 
     def advance(self, amount: float, *, note: str | None = None) -> None:
         """Counts `amount` more units. `note` is what is being worked on now."""
+        self._begin_once()
         with self._lock:
             self._update(self.meter.done + amount, note)
 
     def advance_to(self, done: float, *, note: str | None = None) -> None:
         """Sets the units done so far, over the whole job."""
+        self._begin_once()
         with self._lock:
             self._update(done, note)
+
+    def _begin_once(self) -> None:
+        with self._lock:
+            lazy, self._lazy = self._lazy, False
+        if lazy:
+            self._begin()
 
     def tick(self) -> None:
         """Draws the bar, or writes a line to the log if the interval is over."""

@@ -71,7 +71,7 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
         return
     say(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
     began = time.perf_counter()
-    with Progress("tokenizing", total=None, unit="tokens", show=show) as progress:
+    with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
 
         def tell(step: BuildProgress) -> None:
             # How many tokens there will be is known at the end; until then it is what the files' bytes suggest.
@@ -81,6 +81,7 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
 
         tokens = build_tokens(config.data, stored, tokenizer, tell)
         made = progress.meter.done
+        progress.meter.total = None
     seconds = time.perf_counter() - began
     for one, its in zip(stored, tokens, strict=True):
         assert isinstance(its, StoredTokens)

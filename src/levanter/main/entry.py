@@ -13,7 +13,7 @@ from typing import TypeVar
 from levanter.config import HelpRequested, load
 from levanter.io import output_is_lost, setup_logging
 from levanter.main.interrupts import interrupts_kept
-from levanter.main.processes import end_alone, end_together, end_with_traceback, is_said_already
+from levanter.main.processes import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
 from levanter.mesh.barrier import current_peers
 from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
 
@@ -70,6 +70,7 @@ def shell(run: Callable[[], int | None]) -> int:
             if current_peers() is None:
                 raise
             return end_with_traceback(error)
+        end_if_lost(error)
         if not is_said_already(str(error)):
             _show(error)
         return end_alone(getattr(error, "exit_code", BAD_INPUT), str(error))

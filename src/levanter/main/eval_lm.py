@@ -48,7 +48,7 @@ from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pret
 from levanter.main.sameness import require_same_config, require_same_text
 from levanter.main.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
 from levanter.mesh import local_devices, mesh_report, require_accelerator
-from levanter.mesh.barrier import barrier
+from levanter.mesh.together import jit_together
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
 from levanter.run import Check, PlanOptions, RunPlan, Target
@@ -74,7 +74,7 @@ class EvalLmConfig:
         data: the data sets.
         model: the architecture, where the checkpoint does not say; checked against it where it does.
         eval_on_train: evaluate on training data instead of validation data.
-        max_eval_length: tokens in a row.
+        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
         output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
@@ -169,8 +169,14 @@ class Evaluation:
         return self.scored_tokens / max(self.scoring_seconds, 1e-9)
 
 
-def describe(config: EvalLmConfig, target: Target) -> RunPlan:
-    """Describes the evaluation for `target`; reads metadata, no weight, and of the text at most a short one."""
+def describe(config: EvalLmConfig, target: Target, *, length_is_default: bool | None = None) -> RunPlan:
+    """Describes the evaluation for `target`; reads metadata, no weight, and of the text at most a short one.
+
+    Args:
+        config: what is evaluated.
+        target: the devices.
+        length_is_default: whether nobody chose `max_eval_length`; None to see by the config.
+    """
     data, checks = _find_data(config)
     pretrained = describe_pretrained(
         ModelChoice(
@@ -186,7 +192,13 @@ def describe(config: EvalLmConfig, target: Target) -> RunPlan:
         batch=lambda ways: batch_rows(config, ways)[0],
         positions=config.max_eval_length,
     )
+    if length_is_default is None:
+        length_is_default = "max_eval_length" not in written(config)
+    meant_for = pretrained.config.max_seq_len
+    if length_is_default and config.max_eval_length > meant_for:
+        return describe(replace(config, max_eval_length=meant_for), target, length_is_default=False)
     checks += [*pretrained.checks, *not_carried(config)]
+    checks += _length_checks(config.max_eval_length, pretrained.config)
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
     output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
@@ -212,6 +224,17 @@ def describe(config: EvalLmConfig, target: Target) -> RunPlan:
         notes=pretrained.notes,
         work=replace(work, sequences=sequences),
     )
+
+
+def _length_checks(length: int, model: LmConfig) -> list[Check]:
+    """Rows that are longer than anything the model has learned from."""
+    if length <= model.max_seq_len:
+        return []
+    message = f"max_eval_length: {length} tokens a row, and the model's max_seq_len is {model.max_seq_len}"
+    if not model.learned_positions:
+        return [Check(name="rows", status="note", message=f"{message}: it has learned nothing of what lies beyond")]
+    error = ValueError(f"{message}: there are no positions beyond\n  → max_eval_length: {model.max_seq_len}")
+    return [Check(name="rows", status="error", message=str(error), error=error)]
 
 
 def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
@@ -291,8 +314,7 @@ def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     program = plan.program("score")
-    score = program.jit(mesh)
-    barrier("scoring")
+    score = jit_together(program, mesh)
     scores = RowScores(sequences.row_count)
     began = time.perf_counter()
     first = done = 0.0

@@ -29,6 +29,7 @@ from levanter.main.sameness import require_same_weights
 from levanter.main.saved_model import find_saved
 from levanter.mesh import ModelAxes, ResolvedMesh, resolve
 from levanter.mesh.barrier import barrier
+from levanter.mesh.together import jit_together
 from levanter.models.activations import transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.precision import Precision
@@ -244,6 +245,7 @@ def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded
             model.checkpoint.source,
             mesh,
             memory_bytes=model.choice.memory_bytes,
+            jit=jit_together,
             progress=lambda at: progress.advance_to(at.bytes_done, note=_where(at)),
         )
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -125,6 +125,28 @@ def end_with_traceback(error: BaseException) -> int:
         _end_with(peers.lost())
     traceback.print_exception(error)
     return end_alone(INTERNAL_ERROR, said)
+
+
+def end_if_lost(error: BaseException) -> None:
+    """Ends one process of several where an error for the user has its cause in a collective that a peer has left.
+
+    A checkpoint cannot be written where the step before it failed; that is then not the user's to mend.
+    """
+    peers = current_peers()
+    if peers is None or not any(isinstance(each, jax.errors.JaxRuntimeError) for each in _causes(error)):
+        return
+    if peers.wait_lost(SUSPECT_SECONDS):
+        if os.environ.get("LEVANTER_TRACEBACK"):
+            traceback.print_exception(error)
+        _end_with(peers.lost())
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on."""
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        at = at.__cause__
 
 
 def _end_with(error: PeerLostError) -> NoReturn:

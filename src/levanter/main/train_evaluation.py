@@ -35,6 +35,7 @@ from levanter.data import (
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
+from levanter.mesh.together import jit_together
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.scoring import token_logprobs
@@ -181,7 +182,7 @@ class Evaluate:
             batch_size=Batch.size,
             max_rows_per_set=None if self.max_batches is None else self.max_batches * Batch.size,
         )
-        score = self.program.jit(self.mesh)
+        score = jit_together(self.program, self.mesh)
         scores = RowScores(self.sequences.row_count)
         waiting: deque[tuple[EvalRows, hax.NamedArray]] = deque()
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:

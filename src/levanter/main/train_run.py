@@ -39,6 +39,7 @@ from levanter.main.train_places import (
 )
 from levanter.main.workloads import stage_program
 from levanter.mesh.barrier import agreed, agreed_stop, barrier, process_0_first, require_same
+from levanter.mesh.together import jit_together
 from levanter.run import RunPlan
 from levanter.tracker import Tracker
 from levanter.trainer.batches import placed_batches
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 DATA_SECONDS = 24 * 3600.0
 """How long processes wait for the one that tokenizes; they are told within seconds where it is gone."""
+EXPORT_SECONDS = DATA_SECONDS
+"""And for the one that writes an export, perhaps to a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,6 @@ def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trai
             # First, so that a profile ends before what pauses the run behind its last step.
             pauses.insert(0, observed.profile)
         losses: deque[float] = deque(maxlen=1)
-        barrier("the first step")
         began = time.monotonic()
         left = data.schedule.first_draw(max(stop, first)) * data.positions - tokens_before
         with Progress("training", total=left, unit="tokens", show=show) as progress:
@@ -259,16 +261,17 @@ def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, sho
                 work.state_plan.parameters,
                 work.origin.checkpoint.source,
                 mesh,
+                jit=jit_together,
                 progress=lambda at: progress.advance_to(at.bytes_done, note=at.path),
             )
-        return plan.program("init_optimizer").jit(mesh)(with_arrays(work.state.model, loaded.arrays), key)
-    return begun_from(plan, mesh, plan.program("init_state").jit(mesh)(key))
+        return jit_together(plan.program("init_optimizer"), mesh)(with_arrays(work.state.model, loaded.arrays), key)
+    return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key))
 
 
 def _data(work: "TrainWork", *, show: bool) -> TrainingData:
     config = work.config
     assert work.tokenizer is not None, "a plan without its tokenizer must not run: RunPlan.check() comes first"
-    with Progress("tokenizing", total=None, unit="tokens", show=show) as progress:
+    with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
 
         def tell(step: BuildProgress) -> None:
             progress.advance_to(step.tokens, note=f"{step.fraction:.0%}")
@@ -351,7 +354,7 @@ def _steps(plan: RunPlan, mesh: Mesh, watched: Callable[[int], bool]) -> Callabl
     def step_of(step: int) -> Step:
         program = stage_program(plan, plan.work.batches, step, watched=watched(step))
         if program.name not in jitted:
-            jitted[program.name] = program.jit(mesh)
+            jitted[program.name] = jit_together(program, mesh)
         return jitted[program.name]
 
     return step_of
@@ -388,4 +391,6 @@ def _export(work: "TrainWork", state: TrainState, folder: str, *, show: bool) ->
             overwrite=True,
             progress=tell,
         )
+    # Process 0 has still written when the others had nothing left to bring to it.
+    barrier("exported", seconds=EXPORT_SECONDS)
     return folder

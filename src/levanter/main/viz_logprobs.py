@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
+from levanter.config import written
 from levanter.data import EvalSequences, LmDataConfig
 from levanter.eval.logprob_page import ScoredText, logprob_page
 from levanter.io import Progress, atomic_write
@@ -25,7 +26,7 @@ from levanter.main.local import configure_jax, local_target
 from levanter.main.pretrained import load_pretrained
 from levanter.main.sameness import require_same_config, require_same_text
 from levanter.mesh import local_devices, require_accelerator
-from levanter.mesh.barrier import barrier
+from levanter.mesh.together import jit_together
 from levanter.models.registry import LmConfig
 from levanter.run import OK, PlanOptions, RunPlan, Target
 from levanter.trainer.config import TrainerConfig
@@ -42,7 +43,7 @@ class VizLmConfig:
         path: the page.
         num_docs: rows of text that are shown.
         data_seed: which ones; null for the first of them.
-        max_eval_length: tokens in a row.
+        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
         trainer: devices, mesh, precision.
         data: the data sets.
         model: the architecture, where the checkpoint does not say; checked against it where it does.
@@ -95,7 +96,7 @@ class VizLmConfig:
 
 def describe(config: VizLmConfig, target: Target) -> RunPlan:
     """Describes the run for `target`; reads metadata, no weight, and of the text at most a short one."""
-    plan = eval_lm.describe(config.evaluation, target)
+    plan = eval_lm.describe(config.evaluation, target, length_is_default="max_eval_length" not in written(config))
     work: EvalWork = plan.work
     batches = -(-config.num_docs // work.batch_rows)
     (workload,) = plan.workloads
@@ -115,8 +116,7 @@ def execute(plan: RunPlan, mesh: Mesh, config: VizLmConfig) -> list[ScoredText]:
     chosen = chosen_rows(sequences, count=config.num_docs, seed=config.data_seed)
     model = with_arrays(work.pretrained.abstract, load_pretrained(work.pretrained, mesh, show=show).arrays)
     program = plan.program("score")
-    score = program.jit(mesh)
-    barrier("scoring")
+    score = jit_together(program, mesh)
     found: list[ScoredText] = []
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
         for first in range(0, len(chosen), work.batch_rows):
@@ -179,7 +179,7 @@ def main(config: VizLmConfig) -> int:
                 "model": pretrained.checkpoint.description,
                 "tokenizer": pretrained.tokenizer.name,
                 "precision": str(pretrained.precision),
-                "rows": f"of {config.max_eval_length} tokens; a row does not see the one before it",
+                "rows": f"of {plan.work.config.max_eval_length} tokens; a row does not see the one before it",
                 "jax": jax.__version__,
             },
         )

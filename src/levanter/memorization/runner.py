@@ -5,6 +5,7 @@ the devices never wait for the host; a thread stores them as parts. The last bat
 row, and the rows that fill it are dropped before anything else sees them.
 """
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program, spec_of
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import Scheme, Scores
+from levanter.mesh.barrier import agreed as said_by_process_0
+from levanter.mesh.barrier import current_peers
+from levanter.mesh.together import jit_together
 from levanter.models.base import LmHeadModel
 from levanter.models.suffix_scores import TOP_40, Law, SuffixScores, suffix_scores
 
@@ -147,7 +151,7 @@ def score_batches(
         fetch_behind: batches in flight before the first result is fetched.
     """
     assert first % shape.rows == 0, f"window {first} does not begin a batch of {shape.rows}"
-    run = program.jit(mesh)
+    run = jit_together(program, mesh)
     waiting: deque[tuple[int, SuffixScores]] = deque()
     for begin in range(first, len(source), shape.rows):
         real = min(shape.rows, len(source) - begin)
@@ -240,7 +244,12 @@ def score_and_store(
 
 def agreed(value: Any) -> np.ndarray:
     """What process 0 has, in every process; all of them call it. Folders change, so one process looks at them."""
-    return np.asarray(value if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(np.asarray(value)))
+    if jax.process_count() == 1:
+        return np.asarray(value)
+    if current_peers() is None:
+        # A program that has joined its processes itself.
+        return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+    return np.asarray(json.loads(said_by_process_0("what is there already", json.dumps(np.asarray(value).tolist()))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -77,6 +77,11 @@ class LmConfig(draccus.ChoiceRegistry):
         return Axis("position", self.max_seq_len)
 
     @property
+    def learned_positions(self) -> bool:
+        """Whether positions are rows of a table, so that there are `max_seq_len` of them and no more."""
+        return False
+
+    @property
     @abstractmethod
     def Embed(self) -> Axis:
         """The axis of the residual stream."""

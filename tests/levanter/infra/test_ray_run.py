@@ -13,12 +13,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from helpers.tiny_runs import make_inputs
 
 ray = pytest.importorskip("ray", reason="the `ray` extra is not installed")
 
+from levanter.hardware import parse_accelerator  # noqa: E402
+from levanter.infra.console import Console  # noqa: E402
+from levanter.infra.errors import LaunchError  # noqa: E402
+from levanter.infra.ray_cluster import RayCluster  # noqa: E402
 from levanter.infra.ray_run import main  # noqa: E402
 
 MEMORY = 80 * 2**20
@@ -74,6 +79,8 @@ def slices(monkeypatch, request):
     monkeypatch.setenv("PATH", f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives its workers the niceness 15: on a busy machine they get no turn.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     made = Slices(**getattr(request, "param", {}))
     yield made
     made.close()
@@ -208,6 +215,32 @@ def test_a_killed_node_restarts_the_gang_on_another_slice(slices, tmp_path):
         assert process.wait(timeout=200) == 0, (tmp_path / "said").read_text()
     assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == ["1-0", "1-1", "2-0", "2-1"]
     assert "the host is gone; starting again" in (tmp_path / "said").read_text()
+
+
+def test_a_host_that_is_gone_as_it_is_taken_is_not_the_end(monkeypatch, capsys):
+    """Ray offers a killed host until it has missed heartbeats; the actor then dies before it has begun."""
+    gone = ray.exceptions.RayActorError()
+    answers = iter([gone, ["host-b (192.0.2.3)", "node-b"], gone])
+    cluster = RayCluster(parse_accelerator("v4-8"), Console(), wait=60.0, sleep=lambda _: None)
+
+    class FakeRay:
+        exceptions = ray.exceptions
+        wait = staticmethod(lambda refs, timeout: (refs, []))
+        cluster_resources = staticmethod(lambda: {"TPU-v4-8-head": 1.0})
+
+        @staticmethod
+        def get(_):
+            if isinstance(answer := next(answers), Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(cluster, "_ray", FakeRay())
+    monkeypatch.setattr(cluster, "_actor", lambda **_: MagicMock())
+    host = cluster._head(0, time.monotonic() + 60)
+    assert (host.where, host.node) == ("host-b (192.0.2.3)", "node-b")
+    assert "a host was gone as it was taken; looking for another" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match="no v4-8 slice was free within 60 s"):
+        cluster._head(0, time.monotonic())
 
 
 @pytest.mark.slow

@@ -107,6 +107,17 @@ def test_other_processes_are_silent(caplog):
     assert not caplog.records and not stream.getvalue()
 
 
+def test_a_lazy_one_is_silent_until_there_is_something(caplog):
+    caplog.set_level(logging.INFO)
+    with Progress("building", total=None, unit="tokens", bar=False, lazy=True):
+        pass
+    assert not caplog.records
+    with Progress("building", total=None, unit="tokens", bar=False, lazy=True) as progress:
+        progress.advance_to(7)
+        assert len(caplog.records) == 1
+    assert caplog.messages[-1].startswith("building: done, 7 tokens")
+
+
 def test_the_bar_shows_the_numbers():
     class Terminal(io.StringIO):
         def isatty(self):

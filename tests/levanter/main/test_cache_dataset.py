@@ -55,12 +55,28 @@ def test_from_a_training_file(folder, capsys):
     out = capsys.readouterr().out
     tokens = sum(len(f"{name}{i} é".encode()) for name in "ab" for i in range(20))
     assert f"both: {tokens} tokens, 40 documents, 2 empty documents left out, 2 shards" in out
-    assert "docs: tokenized when a run begins" in out
+    assert f"{folder}/cache/docs/train" in out
     assert "data.components.held: no training data, not trained on" in out
     assert "tokens/s" in out
     assert run(path, "--verify", "true") == 0
     out = capsys.readouterr().out
     assert "nothing was missing" in out and "every token was read against its checksum" in out
+
+
+def test_pythons_documentation_needs_a_folder_that_is_written_down(folder, capsys, monkeypatch, caplog):
+    """And what is there already is no progress."""
+    monkeypatch.chdir(folder)
+    document = training_file(folder)
+    document["data"]["components"] = {"docs": document["data"]["components"]["docs"]}
+    del document["data"]["cache_dir"]
+    assert run(write(folder, document)) == 0
+    assert "docs: tokenized when a run begins" in capsys.readouterr().out
+    for times in (1, 2):
+        caplog.clear()
+        assert run(write(folder, document), "--data.cache_dir", "tokens") == 0
+        assert (folder / "tokens" / "docs" / "train" / "manifest.json").exists()
+        assert any("tokenizing: done" in message for message in caplog.messages) == (times == 1)
+    assert "nothing was missing" in capsys.readouterr().out
 
 
 def test_damage_is_found_by_verifying(folder, capsys):

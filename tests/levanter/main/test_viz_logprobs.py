@@ -207,3 +207,31 @@ def test_pieces_join_the_parts_of_a_character():
 
 def test_shades():
     assert [shade(-x) for x in (0.0, 0.79, 0.81, 7.9, 8.1, 100.0, math.inf)] == [0, 0, 1, 9, 10, 10, 10]
+
+
+def test_rows_are_as_long_as_the_model_is_meant_for(saved, tmp_path):
+    """Where nobody says how long; longer ones are noted, and refused where positions end."""
+    target, path = target_of_pod("v6e-8"), tmp_path / "config.yaml"
+
+    def planned(module, kind, *, max_eval_length=None, **more):
+        length = {} if max_eval_length is None else {"max_eval_length": max_eval_length}
+        words_of(saved, tmp_path, **more)
+        document = {k: v for k, v in json.loads(path.read_text()).items() if k != "max_eval_length"}
+        path.write_text(json.dumps({**document, **length}))
+        return module.describe(load(kind, ["--config_path", str(path)]), target)
+
+    sizes = {"hidden_dim": 32, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
+    model = {"type": "gpt2", "max_seq_len": 64, "vocab_size": 96, **sizes}
+    plan = planned(eval_lm, eval_lm.EvalLmConfig, model=model)
+    assert plan.work.config.max_eval_length == 64
+    (check,) = [
+        c for c in planned(eval_lm, eval_lm.EvalLmConfig, model=model, max_eval_length=65).checks if c.name == "rows"
+    ]
+    assert check.status == "error" and "→ max_eval_length: 64" in check.message
+    run = str(saved / "run")
+    meant_for = eval_lm.describe(eval_lm.EvalLmConfig(checkpoint_path=run), target).work.pretrained.config.max_seq_len
+    for module, kind in ((eval_lm, eval_lm.EvalLmConfig), (viz_logprobs, viz_logprobs.VizLmConfig)):
+        assert planned(module, kind, checkpoint_path=run).work.config.max_eval_length == meant_for
+        plan = planned(module, kind, checkpoint_path=run, max_eval_length=meant_for + 1)
+        (check,) = [c for c in plan.checks if c.name == "rows"]
+        assert check.status == "note" and str(meant_for) in check.message

@@ -30,6 +30,7 @@ from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.rope import Spelling
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
+from levanter.mesh.together import jit_together
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 
@@ -250,12 +251,12 @@ def _vocab_axis(model: LmHeadModel) -> Any:
 def _write_shard(place: Place | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:
     """Writes one file, where this process does; yields bytes as they are written."""
     if place is None:
-        for tensor, _ in tensors_of(shard.tensors, arrays):
+        for tensor, _ in tensors_of(shard.tensors, arrays, jit=jit_together):
             yield tensor.nbytes
         return
     with place.open(shard.file) as file:
         file.write(shard.header)
-        for tensor, values in tensors_of(shard.tensors, arrays):
+        for tensor, values in tensors_of(shard.tensors, arrays, jit=jit_together):
             file.write(np.ascontiguousarray(values).view(np.uint8).data)
             yield tensor.nbytes
 
