@@ -39,7 +39,7 @@ test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 c
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not aot'
 
-test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU (<= 40 minutes)
+test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU (74 CPU minutes)
 	$(BIN)/python -m pytest -q -m aot
 
 test-aot-ci: $(BIN)/.dev  ## about a dozen of these compiles, at full depth (<= 8 minutes)
