@@ -158,7 +158,7 @@ def attend(
     v: NamedArray,
     mask: AttentionMask,
     *,
-    scale: float,
+    softmax_scale: float,
     choice: BackendChoice,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
@@ -168,15 +168,16 @@ def attend(
     if name == "splash" and mask.explicit is not None:
         name = "blockwise"
         logger.warning("attention: blockwise and not splash, whose masks are rules: this one is an array")
+    run = None
     if name == "reference":
-        return reference_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
-    if name == "splash":
-        size = choice.block_size
-        return splash_attention(q, k, v, mask, scale=scale, block_size=size, soft_cap=soft_cap, sinks=sinks)
-    if name == "blockwise":
-        size = choice.block_size or DEFAULT_BLOCK
-        return blockwise_attention(q, k, v, mask, scale=scale, block_size=size, soft_cap=soft_cap, sinks=sinks)
+        run = reference_attention
+    elif name == "splash":
+        run = functools.partial(splash_attention, block_size=choice.block_size)
+    elif name == "blockwise":
+        run = functools.partial(blockwise_attention, block_size=choice.block_size or DEFAULT_BLOCK)
+    if run is not None:
+        return run(q, k, v, mask, softmax_scale=softmax_scale, soft_cap=soft_cap, sinks=sinks)
     if lacking := _lacking(soft_cap, sinks is not None):
         raise ValueError(f"attention by {name}: {lacking}")
     implementation = "cudnn" if name == "cudnn" else "xla"
-    return jax_native_attention(q, k, v, mask, scale=scale, implementation=implementation)
+    return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation=implementation)

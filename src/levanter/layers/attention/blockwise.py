@@ -20,7 +20,7 @@ def blockwise_attention(
     v: NamedArray,
     mask: AttentionMask,
     *,
-    scale: float,
+    softmax_scale: float,
     block_size: int,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
@@ -50,7 +50,7 @@ def blockwise_attention(
         visible = mask.visible(queries, index, key_segments=segment_block, explicit=explicit_block)
         if padding:
             visible = exists if visible is None else hax.logical_and(visible, exists)
-        scores = hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32) * scale
+        scores = hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32) * softmax_scale
         scores = soft_capped(scores, soft_cap)
         if visible is not None:
             scores = hax.where(visible, scores, HIDDEN)

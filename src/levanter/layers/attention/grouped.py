@@ -40,7 +40,7 @@ class AttentionSpec:
         out_bias: bias of the output projection.
         norm: the norms on queries and keys; None for none.
         normed: what one such norm is over: each head by itself, or all heads of a token together.
-        query_scale: multiplies the scores; None for 1/√head_size.
+        softmax_scale: multiplies the scores; None for 1/√head_size.
         soft_cap: bound of the scores; None for none.
         sinks: whether each head has a sink, a score that takes part in the softmax and nowhere else.
         window: how many keys a query sees, itself included; None for all before it.
@@ -48,7 +48,7 @@ class AttentionSpec:
         backend: requested backend; None chooses by length.
         block_size: keys in a block of the blockwise backend, positions in a block of splash.
         upcast: compute attention in float32.
-        scale: initial standard deviation of the weights.
+        init_std: initial standard deviation of the weights.
     """
 
     Embed: Axis
@@ -59,7 +59,7 @@ class AttentionSpec:
     out_bias: bool = False
     norm: NormSpec | None = None
     normed: Literal["head", "all heads"] = "head"
-    query_scale: float | None = None
+    softmax_scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
     window: int | None = None
@@ -67,7 +67,7 @@ class AttentionSpec:
     backend: str | None = None
     block_size: int | None = None
     upcast: bool = False
-    scale: float = 0.02
+    init_std: float = 0.02
 
     @property
     def matmul_parameters(self) -> int:
@@ -104,7 +104,7 @@ class GroupedQueryAttention(eqx.Module):
 
         def project(n: int, In: tuple[Axis, ...], Out: tuple[Axis, ...]) -> Linear:
             use_bias = spec.out_bias if Out == embed else spec.qkv_bias
-            return Linear.init(In, Out, scale=spec.scale, use_bias=use_bias, key=keys[n])
+            return Linear.init(In, Out, scale=spec.init_std, use_bias=use_bias, key=keys[n])
 
         def norm(together: tuple[Axis, ...]) -> Norm | None:
             if spec.norm is None:
@@ -119,7 +119,7 @@ class GroupedQueryAttention(eqx.Module):
             q_norm=norm(heads),
             k_norm=norm(kv),
             sinks=(
-                hax.random.normal(jax.random.fold_in(key, 4), heads[:2], dtype=jnp.float32) * spec.scale
+                hax.random.normal(jax.random.fold_in(key, 4), heads[:2], dtype=jnp.float32) * spec.init_std
                 if spec.sinks
                 else None
             ),
@@ -163,9 +163,9 @@ class GroupedQueryAttention(eqx.Module):
             soft_cap=spec.soft_cap,
             sinks=spec.sinks,
         )
-        scale = 1 / math.sqrt(spec.HeadSize.size) if spec.query_scale is None else spec.query_scale
+        scale = 1 / math.sqrt(spec.HeadSize.size) if spec.softmax_scale is None else spec.softmax_scale
         with jax.named_scope("attention"):
-            mixed = attend(q, k, v, mask, scale=scale, choice=choice, soft_cap=spec.soft_cap, sinks=self.sinks)
+            mixed = attend(q, k, v, mask, softmax_scale=scale, choice=choice, soft_cap=spec.soft_cap, sinks=self.sinks)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
             # The kernel names its own output, together with what its backward pass needs beside it.
             mixed = mixed if choice.name == "splash" else saved(mixed, "attention")

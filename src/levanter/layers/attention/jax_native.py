@@ -15,7 +15,7 @@ def jax_native_attention(
     v: NamedArray,
     mask: AttentionMask,
     *,
-    scale: float,
+    softmax_scale: float,
     implementation: Literal["xla", "cudnn"],
 ) -> NamedArray:
     """As `reference_attention`, through JAX's own function.
@@ -46,7 +46,7 @@ def jax_native_attention(
             plain(k, KeyPos, KVHead, HeadSize),
             plain(v, KeyPos, KVHead, HeadSize),
             mask=None if visible is None else plain(visible, Pos, KeyPos)[:, None],
-            scale=scale,
+            scale=softmax_scale,
             is_causal=simple and mask.is_causal,
             # As many keys before the query, and none after it.
             local_window_size=(mask.sliding_window - 1, 0) if simple and mask.sliding_window is not None else None,

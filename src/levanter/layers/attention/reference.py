@@ -17,11 +17,11 @@ def reference_attention(
     v: NamedArray,
     mask: AttentionMask,
     *,
-    scale: float,
+    softmax_scale: float,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
 ) -> NamedArray:
-    """`softmax(q·k · scale) · v` over the keys that `mask` shows.
+    """`softmax(q·k · softmax_scale) · v` over the keys that `mask` shows.
 
     Scores and softmax are float32 whatever the inputs are; the weights are rounded to the inputs' dtype before they
     multiply `v`, as in Hugging Face's implementation.
@@ -31,7 +31,7 @@ def reference_attention(
         k: `[…, key_position, kv_head, head_size]`.
         v: as `k`.
         mask: which keys each query may see.
-        scale: multiplies the scores.
+        softmax_scale: multiplies the scores.
         soft_cap: bound of the scaled scores, see `soft_capped`; None for none.
         sinks: `[kv_head, q_heads_per_group]`, for each head the score of a key that every query sees and whose value
             is zero (gpt-oss, arXiv:2508.10925; Xiao et al., arXiv:2309.17453); neither scaled nor bounded.
@@ -43,7 +43,7 @@ def reference_attention(
     axes = q.axes
     # Heads before positions: products over them come out in that order, and XLA for CPUs would transpose them back.
     q = q.rearrange((*(axis for axis in axes if axis.name not in (Pos.name, "head_size")), Pos, "head_size"))
-    scores = soft_capped(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32) * scale, soft_cap)
+    scores = soft_capped(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32) * softmax_scale, soft_cap)
     visible = mask.materialize(Pos, KeyPos)
     if visible is not None:
         scores = hax.where(visible, scores, HIDDEN)

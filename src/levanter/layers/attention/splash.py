@@ -103,7 +103,7 @@ def splash_attention(
     v: NamedArray,
     mask: AttentionMask,
     *,
-    scale: float,
+    softmax_scale: float,
     block_size: int | None = None,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
@@ -118,7 +118,7 @@ def splash_attention(
         k: see `reference_attention`; as many keys as queries.
         v: see `reference_attention`.
         mask: a rule; not an explicit array.
-        scale: multiplies the scores.
+        softmax_scale: multiplies the scores.
         block_size: positions in a block, if not by length.
         soft_cap: see `reference_attention`.
         sinks: see `reference_attention`.
@@ -149,7 +149,7 @@ def splash_attention(
     def padded(x: NamedArray, Short: Axis, Long: Axis, value: int = 0) -> NamedArray:
         return x if Short == Long else hax.pad(x, {Short: (0, Long.size - Short.size)}, constant_values=value)
 
-    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    scaled = (q.astype(jnp.float32) * softmax_scale).astype(q.dtype)
     named = [
         padded(scaled, Pos, Padded).rearrange((*leading, KVHead, Group, Padded, Size)),
         padded(k, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),

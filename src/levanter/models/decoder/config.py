@@ -102,7 +102,7 @@ class DecoderConfig(LmConfig):
             backend=self.requested_backend,
             block_size=self.flash_attention_block_size,
             upcast=self.upcast_attn,
-            scale=self.initializer_range,
+            init_std=self.initializer_range,
         )
 
     @property

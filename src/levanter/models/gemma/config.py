@@ -56,7 +56,7 @@ class GemmaConfig(LlamaConfig):
     @property
     def attention(self) -> AttentionSpec:
         scalar = self.query_pre_attn_scalar
-        return dataclasses.replace(super().attention, query_scale=None if scalar is None else 1 / math.sqrt(scalar))
+        return dataclasses.replace(super().attention, softmax_scale=None if scalar is None else 1 / math.sqrt(scalar))
 
     @property
     def embedding_scale(self) -> float | None:

@@ -69,7 +69,7 @@ class Gpt2Config(DecoderConfig):
         spec = super().attention_of(layer)
         if not self.scale_attn_by_inverse_layer_idx:
             return spec
-        return dataclasses.replace(spec, query_scale=1 / (math.sqrt(self.HeadSize.size) * (layer + 1)))
+        return dataclasses.replace(spec, softmax_scale=1 / (math.sqrt(self.HeadSize.size) * (layer + 1)))
 
     @property
     def mlp(self) -> MlpSpec:

@@ -80,7 +80,7 @@ def run(choice: BackendChoice, rule: str, q, k, v, scale=0.3):
     def function(q, k, v, segments, explicit):
         q = hax.named(q, (Batch, Pos, KVHead, Group, Size))
         k, v = (hax.named(x, (Batch, KeyPos, KVHead, Size)) for x in (k, v))
-        out = attend(q, k, v, mask_of(rule, segments, explicit), scale=scale, choice=choice)
+        out = attend(q, k, v, mask_of(rule, segments, explicit), softmax_scale=scale, choice=choice)
         assert out.axes == q.axes and out.dtype == q.dtype
         return out.array
 
@@ -120,7 +120,7 @@ def test_blockwise_holds_no_score_matrix():
         q = hax.named(q, (Long, KVHead, Group, Size))
         k, v = (hax.named(x, (LongKey, KVHead, Size)) for x in (k, v))
         choice = BackendChoice(name="blockwise", reason="", block_size=64)
-        return jnp.sum(attend(q, k, v, AttentionMask.causal(), scale=1.0, choice=choice).array)
+        return jnp.sum(attend(q, k, v, AttentionMask.causal(), softmax_scale=1.0, choice=choice).array)
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 2, 3, 8), (512, 2, 8), (512, 2, 8))]
     text = jax.jit(jax.grad(function, argnums=(0, 1, 2))).lower(*shapes).compile().as_text()

@@ -74,7 +74,7 @@ def values_and_gradients(choice: BackendChoice, mask, soft_cap: float | None = N
     def loss(q, k, v, sinks, given):
         q, k, v = hax.named(q, Q_AXES), hax.named(k, K_AXES), hax.named(v, K_AXES)
         sinks = hax.named(sinks, (KVHead, Group))
-        out = attend(q, k, v, mask(given), scale=SCALE, choice=choice, soft_cap=soft_cap, sinks=sinks)
+        out = attend(q, k, v, mask(given), softmax_scale=SCALE, choice=choice, soft_cap=soft_cap, sinks=sinks)
         assert out.axes == q.axes and out.dtype == q.dtype
         return jnp.sum(jnp.square(out.array.astype(jnp.float32))), out.array
 
@@ -225,7 +225,7 @@ def test_backends_without_sinks_refuse_them_and_are_not_chosen():
     for name in ("jax_native", "cudnn"):
         choice = BackendChoice(name=name, reason="")
         with pytest.raises(ValueError, match=f"attention by {name}: the model's heads have attention sinks"):
-            attend(q, k, v, AttentionMask.causal(), scale=SCALE, choice=choice, sinks=sinks)
+            attend(q, k, v, AttentionMask.causal(), softmax_scale=SCALE, choice=choice, sinks=sinks)
     ask = functools.partial(choose_backend, dtype="bfloat16", length=4096, sinks=True)
     for requested, platform in (("jax_native", "cpu"), ("cudnn", "gpu")):
         with pytest.raises(ValueError, match=f"model.attn_backend {requested}: the model's heads have attention sinks"):
@@ -239,7 +239,7 @@ def test_sinks_are_lowered_for_a_tpu():
     def function(q, k, v, sinks):
         q, k, v = hax.named(q, Q_AXES), hax.named(k, K_AXES), hax.named(v, K_AXES)
         named = hax.named(sinks, (KVHead, Group))
-        out = splash_attention(q, k, v, AttentionMask.causal(), scale=SCALE, sinks=named)
+        out = splash_attention(q, k, v, AttentionMask.causal(), softmax_scale=SCALE, sinks=named)
         return jnp.sum(jnp.square(out.array))
 
     given = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (Q, K, V, SINKS)]

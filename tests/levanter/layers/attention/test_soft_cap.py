@@ -52,7 +52,7 @@ def test_equals_the_formula_and_its_derivative(backend, window, monkeypatch):
     def loss(q, k, v, segments):
         q, k, v = hax.named(q, Q_AXES), hax.named(k, K_AXES), hax.named(v, K_AXES)
         mask = AttentionMask.causal(sliding_window=window).with_segment_ids(hax.named(segments, (Batch, Pos)))
-        out = attend(q, k, v, mask, scale=SCALE, choice=choice, soft_cap=CAP)
+        out = attend(q, k, v, mask, softmax_scale=SCALE, choice=choice, soft_cap=CAP)
         return jnp.sum(jnp.square(out.array)), out.array
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(Q, K, V, SEGMENTS)
@@ -67,4 +67,4 @@ def test_a_backend_without_a_bound_refuses_it():
     for name in ("jax_native", "cudnn"):
         choice = BackendChoice(name=name, reason="")
         with pytest.raises(ValueError, match=f"attention by {name}: the model bounds its attention scores"):
-            attend(q, k, v, AttentionMask.causal(), scale=SCALE, choice=choice, soft_cap=CAP)
+            attend(q, k, v, AttentionMask.causal(), softmax_scale=SCALE, choice=choice, soft_cap=CAP)

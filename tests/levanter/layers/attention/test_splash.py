@@ -80,7 +80,7 @@ def formula(rule: str) -> tuple[np.ndarray, list[np.ndarray]]:
 def values_and_gradients(rule: str, dtype=np.float32, **options):
     def loss(q, k, v, segments):
         q, k, v = hax.named(q, Q_AXES), hax.named(k, K_AXES), hax.named(v, K_AXES)
-        out = emulated(q, k, v, mask_of(rule, segments), scale=SCALE, **options)
+        out = emulated(q, k, v, mask_of(rule, segments), softmax_scale=SCALE, **options)
         assert out.axes == q.axes and out.dtype == q.dtype
         return jnp.sum(jnp.square(out.array.astype(jnp.float32))), out.array
 
@@ -192,7 +192,7 @@ def test_lowers_for_a_tpu_on_an_abstract_mesh():
     mappings = Mappings(compute=AxisMapping({"batch": "data", "kv_head": "model"}))
 
     def function(q, k, v):
-        return splash_attention(q, k, v, AttentionMask.causal(), scale=SCALE)
+        return splash_attention(q, k, v, AttentionMask.causal(), softmax_scale=SCALE)
 
     def abstract_input(name, axes):
         value = hax.NamedArray(jax.ShapeDtypeStruct(tuple(a.size for a in axes), jnp.dtype(jnp.bfloat16)), axes)  # pyright: ignore
@@ -267,10 +267,10 @@ def test_an_array_as_a_mask_goes_to_another_backend_and_says_so(caplog):
     explicit = hax.named(np.tril(np.ones((LENGTH, LENGTH), bool)), (Pos, KeyPos))
     q, k, v = hax.named(Q, Q_AXES), hax.named(K, K_AXES), hax.named(V, K_AXES)
     with pytest.raises(ValueError, match=r"set model\.attn_backend: blockwise"):
-        emulated(q, k, v, AttentionMask.of_array(explicit), scale=SCALE)
+        emulated(q, k, v, AttentionMask.of_array(explicit), softmax_scale=SCALE)
     choice = BackendChoice(name="splash", reason="")
     with caplog.at_level(logging.WARNING):
-        out = attend(q, k, v, AttentionMask.of_array(explicit), scale=SCALE, choice=choice)
+        out = attend(q, k, v, AttentionMask.of_array(explicit), softmax_scale=SCALE, choice=choice)
     assert "blockwise and not splash" in caplog.text
     np.testing.assert_allclose(out.array, formula("causal")[0], atol=5e-6)
 
