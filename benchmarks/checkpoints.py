@@ -75,8 +75,8 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
 
     from haliax_ext.abstract import with_arrays
     from levanter.checkpoint import Checkpointer
+    from levanter.commands.train.train_lm import TrainLmConfig, describe
     from levanter.config import load
-    from levanter.main.train_lm import TrainLmConfig, describe
     from levanter.run import Target
     from levanter.trainer.hooks import state_arrays
 

@@ -66,10 +66,10 @@ def our_model(arguments):
     from haliax_ext.abstract import leaves, with_arrays
     from haliax_ext.mapping import Mappings
     from haliax_ext.meshspec import MeshSpec
+    from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe
+    from levanter.commands.model.pretrained import load_pretrained
+    from levanter.commands.shell.local import local_target
     from levanter.config import parse
-    from levanter.main.eval_careless_lm import EvalCarelessLmConfig, describe
-    from levanter.main.local import local_target
-    from levanter.main.pretrained import load_pretrained
     from levanter.mesh import local_devices
     from levanter.models import LlamaConfig
     from levanter.models.precision import Precision

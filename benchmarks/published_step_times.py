@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 from haliax_ext.hlo import read_figures
 from haliax_ext.meshspec import MeshSpec
+from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
-from levanter.main.train_lm import TrainLmConfig, describe
 from levanter.models import LlamaConfig
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.comms import Network

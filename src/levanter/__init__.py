@@ -1,7 +1,7 @@
 """levanter: named-axis training and evaluation of language models in JAX. Importing it imports nothing.
 
 It does put two finders among Python's own, for scripts of earlier generations. The project's modules do not know the
-names such scripts use; where a name is not here, and only then, `levanter.main.legacy_imports` is asked for it, which
+names such scripts use; where a name is not here, and only then, `levanter.legacy.imports` is asked for it, which
 looks it up in a table and tells of each, once, where it is now.
 """
 
@@ -89,7 +89,7 @@ class _EarlierModules:
         del path, target
         if not name.startswith("levanter."):
             return None
-        return import_module("levanter.main.legacy_imports").find_spec(name)
+        return import_module("levanter.legacy.imports").find_spec(name)
 
 
 class _EarlierNamesIn(SourceFileLoader):
@@ -135,7 +135,7 @@ class _ModulesWithEarlierNames:
 def _earlier(at: str, name: str, *instance: Any) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"{at} has no attribute {name!r}")
-    return import_module("levanter.main.legacy_imports").look_up(at, name, *instance)
+    return import_module("levanter.legacy.imports").look_up(at, name, *instance)
 
 
 def _accept_earlier_keywords(cls: type) -> None:
@@ -146,7 +146,7 @@ def _accept_earlier_keywords(cls: type) -> None:
     @wraps(init)
     def __init__(self: Any, *args: Any, **keys: Any) -> None:
         if not keys.keys() <= known:
-            keys = import_module("levanter.main.facades.keywords").of_today(type(self), keys)
+            keys = import_module("levanter.legacy.facades.keywords").of_today(type(self), keys)
         init(self, *args, **keys)
 
     cls.__init__ = __init__

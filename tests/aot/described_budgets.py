@@ -5,8 +5,8 @@ from typing import Any
 
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program
+from levanter.commands.train import train_lm
 from levanter.config import parse
-from levanter.main import train_lm
 from levanter.models.scoring import token_logprobs
 from levanter.run import RunPlan, Target
 

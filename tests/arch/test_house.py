@@ -20,8 +20,9 @@ _spec.loader.exec_module(measure)
 CIRCLES: frozenset[str] = frozenset(
     {
         "levanter.compat.gguf, levanter.compat.gguf.tokenizer, levanter.compat.hf.tokenizer",
-        "levanter.main.train_checks, levanter.main.train_first, levanter.main.train_instruments, "
-        "levanter.main.train_lm, levanter.main.train_origin, levanter.main.train_places, levanter.main.train_run",
+        "levanter.commands.train.checks, levanter.commands.train.first, levanter.commands.train.instruments, "
+        "levanter.commands.train.origin, levanter.commands.train.places, levanter.commands.train.run, "
+        "levanter.commands.train.train_lm",
         "levanter.models.base, levanter.models.registry",
         "levanter.models.decoder.config, levanter.models.decoder.model",
         *(
@@ -34,9 +35,9 @@ CIRCLES: frozenset[str] = frozenset(
 
 LONG_FUNCTIONS: frozenset[str] = frozenset(
     {
-        "levanter.main.pretrained.describe_pretrained",
-        "levanter.main.train_lm.describe",
-        "levanter.main.train_run.execute",
+        "levanter.commands.model.pretrained.describe_pretrained",
+        "levanter.commands.train.train_lm.describe",
+        "levanter.commands.train.run.execute",
     }
 )
 """Functions that are still longer than `measure.LONGEST_FUNCTION` lines."""
@@ -47,7 +48,7 @@ MOST_UNDOCUMENTED = 201
 MOST_ANY = 305
 """Lines that still annotate with a bare `Any`."""
 
-MOST_LINES_OF_DOORS = 9098
+MOST_LINES_OF_DOORS = 1200
 """Lines of `main/`."""
 
 

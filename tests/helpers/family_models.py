@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import with_arrays
+from levanter.commands.evaluate.eval_lm import EvalLmConfig, score_program
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.config import load
-from levanter.main.eval_lm import EvalLmConfig, score_program
-from levanter.main.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.run import Target
 
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)

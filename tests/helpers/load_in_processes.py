@@ -16,8 +16,8 @@ import numpy as np
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), sys.argv[2]
-    from levanter.main.processes import end_together, join_processes
-    from levanter.mesh.distributed import DistributedConfig
+    from levanter.commands.shell.lifecycle import end_together, join_processes
+    from levanter.processes.distributed import DistributedConfig
 
     join_processes(DistributedConfig())
     number = jax.process_index()

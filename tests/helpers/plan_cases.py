@@ -12,8 +12,10 @@ from typing import Any
 
 from haliax_ext.errors import gib
 from haliax_ext.plan_report import summarize
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.memorize import eval_careless_lm
+from levanter.commands.train import train_lm
 from levanter.config import load
-from levanter.main import eval_careless_lm, eval_lm, train_lm
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.verdict import ProgramVerdict, Verdict

@@ -13,7 +13,7 @@ from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.checkpoint import Checkpointer, used_shapes
-from levanter.main.saved_model import model_metadata
+from levanter.commands.model.saved_model import model_metadata
 from levanter.models import LlamaConfig
 
 IDS, ROWS = 301, 304

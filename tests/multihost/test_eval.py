@@ -10,8 +10,8 @@ import pytest
 from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS, TIMEOUTS
 
-from levanter.main.entry import run_entry_point
-from levanter.main.eval_lm import EvalLmConfig, main
+from levanter.commands.evaluate.eval_lm import EvalLmConfig, main
+from levanter.commands.shell.entry import run_entry_point
 
 # Real processes on a machine that has other things to do.
 pytestmark = pytest.mark.timeout(1800)
@@ -153,8 +153,8 @@ def test_an_error_on_one_host_only_is_told_on_the_others(tmp_path, inputs):
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.main.entry import run_entry_point\n"
-        "from levanter.main.eval_lm import EvalLmConfig, main\n"
+        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.evaluate.eval_lm import EvalLmConfig, main\n"
         f"here = {str(tmp_path / 'disks')!r} + '/' + os.environ['LEVANTER_PROCESS_ID'] + '/model'\n"
         "sys.exit(run_entry_point(EvalLmConfig, main, [*sys.argv[1:], '--hf_checkpoint', here]))\n"
     )

@@ -1,6 +1,7 @@
 """Memorization as several processes: the rows of one, byte-identical files on a rerun, also behind a kill.
 
-The run of two processes that is part of the default tests is in `tests/levanter/main/test_eval_careless_lm.py`.
+The run of two processes that is part of the default tests is in
+`tests/levanter/commands/memorize/test_eval_careless_lm.py`.
 """
 
 import random
@@ -12,8 +13,8 @@ import pytest
 from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS
 
-from levanter.main.entry import run_entry_point
-from levanter.main.eval_careless_lm import EvalCarelessLmConfig, main
+from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
+from levanter.commands.shell.entry import run_entry_point
 from levanter.memorization.results import FULL, BookResult
 
 # Real processes on a machine that has other things to do.

@@ -14,10 +14,10 @@ from helpers.tiny_runs import SECONDS
 from safetensors.numpy import load_file
 
 from levanter.checkpoint import find_checkpoints
+from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.train.run import execute
+from levanter.commands.train.train_lm import TrainLmConfig, describe, main
 from levanter.config import load
-from levanter.main.entry import run_entry_point
-from levanter.main.train_lm import TrainLmConfig, describe, main
-from levanter.main.train_run import execute
 from levanter.run import Target
 from levanter.tracker import NoopTracker
 
@@ -166,8 +166,8 @@ def test_one_process_compiles_for_longer_than_collectives_wait(tmp_path, inputs)
     script.write_text(
         "import os, sys, time\n"
         "from jax._src import compiler\n"
-        "from levanter.main.entry import run_entry_point\n"
-        "from levanter.main.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
         "slow = {'jit_evaluate': '0', 'jit_train_step': '1', 'jit_save.gather.61x16': '1'}\n"
         "real = compiler.compile_or_get_cached\n"
         "def compile(backend, module, *args, **kwargs):\n"
@@ -204,8 +204,8 @@ def test_checkpoints_that_not_all_hosts_see_are_refused(tmp_path, inputs):
     script = tmp_path / "one.py"
     script.write_text(
         "import os, sys\n"
-        "from levanter.main.entry import run_entry_point\n"
-        "from levanter.main.train_lm import TrainLmConfig, main\n"
+        "from levanter.commands.shell.entry import run_entry_point\n"
+        "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
         f"here = {str(tmp_path)!r} + '/' + os.environ['LEVANTER_PROCESS_ID']\n"
         "sys.exit(run_entry_point(TrainLmConfig, main, [*sys.argv[1:], '--trainer.checkpointer.base_path', here]))\n"
     )

@@ -17,11 +17,11 @@ import numpy as np
 from haliax_ext.abstract import with_arrays
 from haliax_ext.mapping import Mappings
 from haliax_ext.program import Input, Program
+from levanter.commands.model.pretrained import ModelChoice, describe_pretrained, load_pretrained
+from levanter.commands.shell.local import local_target
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.compat.hf.tokenizer import load as load_tokenizer
 from levanter.data import python_docs_text
-from levanter.main.local import local_target
-from levanter.main.pretrained import ModelChoice, describe_pretrained, load_pretrained
 from levanter.mesh import local_devices
 from levanter.models.base import LmHeadModel
 from levanter.trainer.config import TrainerConfig

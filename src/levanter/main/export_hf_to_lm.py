@@ -1,8 +1,8 @@
-"""Writes a Hugging Face checkpoint as one of ours; not here yet: read, then refused (see `levanter.main.absent`)."""
+"""Writes a Hugging Face checkpoint as one of ours; not here yet: read, then refused (see `levanter.legacy.absent`)."""
 
 import sys
 
-from levanter.main.absent import run_absent
+from levanter.legacy.absent import run_absent
 
 if __name__ == "__main__":
     sys.exit(run_absent("export_hf_to_lm"))

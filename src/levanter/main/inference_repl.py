@@ -1,8 +1,8 @@
-"""Talks with a model on a terminal; not here yet: read, then refused (see `levanter.main.absent`)."""
+"""Talks with a model on a terminal; not here yet: read, then refused (see `levanter.legacy.absent`)."""
 
 import sys
 
-from levanter.main.absent import run_absent
+from levanter.legacy.absent import run_absent
 
 if __name__ == "__main__":
     sys.exit(run_absent("inference_repl"))

@@ -11,7 +11,6 @@ What is listed as *not checked here* (a checkpoint, a tokenizer, a text that is 
 being planned; `--require_inputs` refuses it.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -21,11 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from levanter.config import HelpRequested, load
+from levanter.commands.catalog import ENTRY_POINTS, EntryPoint
+from levanter.commands.shell.entry import shell
+from levanter.commands.shell.ticker import ticking
+from levanter.config import HelpRequested
 from levanter.config.errors import did_you_mean
 from levanter.io import atomic_write, setup_logging
-from levanter.main.entry import shell
-from levanter.main.ticker import ticking
 from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, RunPlan, Target
 
 if TYPE_CHECKING:
@@ -34,51 +34,6 @@ if TYPE_CHECKING:
     from levanter.plan.verdict import Verdict
 
 LOCAL = "local"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntryPoint:
-    """A run that can be planned: its module has `describe(config, target)`.
-
-    Attributes:
-        name: the module's name in `levanter.main`.
-        config: the name of its config class there.
-        summary: what it does, for `--help`.
-    """
-
-    name: str
-    config: str
-    summary: str
-
-    def load(self, argv: Sequence[str]) -> tuple[Any, Callable[[Any, Target], RunPlan]]:
-        """The config of a command line, and what describes it.
-
-        Raises:
-            ConfigError: with everything that is wrong.
-            HelpRequested: `--help` is among the words.
-        """
-        module = importlib.import_module(f"levanter.main.{self.name}")
-        return load(getattr(module, self.config), list(argv)), module.describe
-
-
-ENTRY_POINTS = {
-    entry.name: entry
-    for entry in (
-        EntryPoint(name="eval_lm", config="EvalLmConfig", summary="loss, perplexity, bits per byte of a model on text"),
-        EntryPoint(
-            name="eval_careless_lm", config="EvalCarelessLmConfig", summary="memorization of books, window by window"
-        ),
-        EntryPoint(
-            name="eval_sliding_total", config="EvalCarelessLmConfig", summary="another name of eval_careless_lm"
-        ),
-        EntryPoint(
-            name="eval_sliding_lm", config="EvalSlidingLmConfig", summary="memorization of prepared prompts, row by row"
-        ),
-        EntryPoint(name="train_lm", config="TrainLmConfig", summary="training"),
-        EntryPoint(name="export_lm_to_hf", config="ConvertLmConfig", summary="a checkpoint as a Hugging Face folder"),
-        EntryPoint(name="viz_logprobs", config="VizLmConfig", summary="a page with every token's log-probability"),
-    )
-}
 
 
 class PlanUsageError(ValueError):
@@ -232,7 +187,7 @@ def describe(payload: Mapping[str, Any], target: Target) -> RunPlan:
         payload: `entry_point`, `argv`, and for a searched layout `candidate`.
         target: as the worker sees it.
     """
-    from levanter.main.local import set_jax_options
+    from levanter.commands.shell.local import set_jax_options
     from levanter.main.plan_search import with_candidate
 
     entry_point = ENTRY_POINTS[payload["entry_point"]]

@@ -1,8 +1,8 @@
-"""Trains on speech; not here yet: read, then refused (see `levanter.main.absent`)."""
+"""Trains on speech; not here yet: read, then refused (see `levanter.legacy.absent`)."""
 
 import sys
 
-from levanter.main.absent import run_absent
+from levanter.legacy.absent import run_absent
 
 if __name__ == "__main__":
     sys.exit(run_absent("train_asr"))

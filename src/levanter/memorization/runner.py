@@ -24,11 +24,11 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.program import Input, Program, spec_of
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import Scheme, Scores
-from levanter.mesh.barrier import agreed as said_by_process_0
-from levanter.mesh.barrier import current_peers
-from levanter.mesh.together import jit_together
 from levanter.models.base import LmHeadModel
 from levanter.models.suffix_scores import TOP_40, Law, SuffixScores, suffix_scores
+from levanter.processes.barrier import agreed as said_by_process_0
+from levanter.processes.barrier import current_peers
+from levanter.processes.together import jit_together
 
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""

@@ -1,6 +1,6 @@
 """The training loop's room; its configuration serves every entry point."""
 
-from levanter.mesh.distributed import DistributedConfig
+from levanter.processes.distributed import DistributedConfig
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.parts import (
     BatchSizeStage,

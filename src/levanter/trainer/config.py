@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from levanter.mesh.config import MeshConfig
-from levanter.mesh.distributed import DistributedConfig
 from levanter.models.precision import PolicyText
+from levanter.processes.distributed import DistributedConfig
 from levanter.tracker import TrackerConfig, WandbConfig
 from levanter.trainer.parts import (
     BatchSizeStage,

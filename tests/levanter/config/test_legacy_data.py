@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig
 from levanter.config import ConfigError, parse_text
 from levanter.config.errors import Problem
 from levanter.config.legacy import translate, translate_plain
 from levanter.config.nodes import MapNode, compose
 from levanter.data.config import LmDataConfig
-from levanter.main.cache_dataset import CacheDatasetConfig
 from levanter.tracker import NoopConfig
 
 

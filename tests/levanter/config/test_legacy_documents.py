@@ -13,10 +13,10 @@ from helpers.golden import assert_golden
 from helpers.legacy_documents import CASES, FOLDER, PHYSICAL, Case, Resolved, june_2026, resolved_2025, resolved_2026
 from helpers.legacy_documents import written as written_document
 
+from levanter.commands.model.defaults import UPSTREAM, default_notes
+from levanter.commands.train.train_lm import describe
 from levanter.config import ConfigError, parse, parse_text, plain, read
-from levanter.main.migrate import config_class, migrate
-from levanter.main.model_defaults import UPSTREAM, default_notes
-from levanter.main.train_lm import describe
+from levanter.legacy.migrate import config_class, migrate
 from levanter.mesh import ModelAxes, ResolvedMesh, mesh_report, resolve
 from levanter.models.absent import AbsentModelConfig
 from levanter.models.axes import ALIASES, KNOWN_AXES

@@ -10,7 +10,7 @@ from levanter.config.legacy import TABLE, old_keys, translate_plain
 from levanter.config.schema import config_fields, union_members
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
 from levanter.data.sources import DatasetSourceBase
-from levanter.main.migrate import config_class
+from levanter.legacy.migrate import config_class
 from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 

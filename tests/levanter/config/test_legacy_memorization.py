@@ -3,9 +3,9 @@
 import pytest
 from helpers.old_memorization import BOOKS, ONE_BOOK, SHARED
 
+from levanter.commands.memorize.config import books_of
+from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig
 from levanter.config import ConfigError, parse_text, read
-from levanter.main.eval_careless_lm import EvalCarelessLmConfig
-from levanter.main.memorization_config import books_of
 from levanter.memorization.results import FULL
 from levanter.mesh.config import MeshConfig
 

@@ -17,8 +17,8 @@ from levanter.infra.flags import COMMANDS, parser_of
 from levanter.infra.launch import main
 from levanter.infra.ray_run import parser as ray_parser
 from levanter.infra.tpu_vm import Patience
-from levanter.mesh.distributed import DistributedConfig
-from levanter.mesh.peers import Timeouts
+from levanter.processes.distributed import DistributedConfig
+from levanter.processes.peers import Timeouts
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("405b", "launch", "multihost")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.compat.hf import tokenizer as hf_tokenizer
 from levanter.config import load
 from levanter.data import python_docs_text
 from levanter.main.demo_train import bigram_entropy
-from levanter.main.train_lm import TrainLmConfig, describe
 from levanter.run import Target
 
 ROOT = Path(__file__).parents[3]

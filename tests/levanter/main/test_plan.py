@@ -14,10 +14,11 @@ import pytest
 from helpers.hf_folder import CONFIG, TEXTS, write_folder
 
 import levanter.main
+from levanter.commands.catalog import ENTRY_POINTS
 from levanter.compat.hf import package
 from levanter.config import HelpRequested
 from levanter.main import plan
-from levanter.main.plan import ENTRY_POINTS, PlanUsageError, asked_for, main
+from levanter.main.plan import PlanUsageError, asked_for, main
 
 MAIN = Path(levanter.main.__file__).parent
 ROOT = Path(__file__).parents[3]

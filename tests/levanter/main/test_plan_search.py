@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 from helpers.hf_folder import TEXTS, write_folder
 
+from levanter.commands.evaluate import eval_lm
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
-from levanter.main import eval_lm, plan_search
+from levanter.main import plan_search
 from levanter.plan.preflight import Question
 from levanter.plan.targets import target_of_pod
 

@@ -14,8 +14,9 @@ from haliax_ext.abstract import leaf_of, leaves
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program, spec_of
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.train import train_lm
 from levanter.config import parse
-from levanter.main import eval_lm, train_lm
 from levanter.plan.budget import budget_of, gradient_bytes, residents_of
 from levanter.plan.targets import target_of_pod
 from levanter.run import Target

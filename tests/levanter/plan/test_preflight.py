@@ -12,8 +12,10 @@ import pytest
 from helpers.hf_folder import CONFIG, TEXTS, write_folder
 
 from haliax_ext.hlo import OutOfMemory, read_out_of_memory
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.train import train_lm
 from levanter.config import parse
-from levanter.main import eval_lm, plan, train_lm
+from levanter.main import plan
 from levanter.plan import aot
 from levanter.plan import preflight as stages
 from levanter.plan.aot import Compiled, Refused

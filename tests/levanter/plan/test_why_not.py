@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from haliax_ext.hlo import OutOfMemory
+from levanter.commands.evaluate import eval_lm
+from levanter.commands.train import train_lm
 from levanter.config import parse
-from levanter.main import eval_lm, train_lm
 from levanter.plan.budget import budget_of
 from levanter.plan.targets import target_of_pod
 from levanter.plan.why_not import why_not

@@ -30,9 +30,9 @@ from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.rope import Spelling
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
-from levanter.mesh.together import jit_together
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
+from levanter.processes.together import jit_together
 
 MAX_SHARD_BYTES = 5 * 10**9
 Folder = TypeVar("Folder", bound=str | Path)

@@ -1,0 +1,1 @@
+"""`eval_lm` and `viz_logprobs`: what a model makes of a text."""

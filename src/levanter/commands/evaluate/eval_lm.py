@@ -1,0 +1,425 @@
+"""Evaluates a language model on text: loss, perplexity and bits per byte, per data set and per tag.
+
+    python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
+
+The model comes from Hugging Face files (`hf_checkpoint:` a folder, a hub id, a .gguf file). What happens, in order:
+the run is described (files, tokenizer, data, mesh, every parameter's place, the bytes that will be read, the Program
+that will run) and checked; the text is tokenized; the weights are streamed into their final shards; the batches are
+scored. Whatever is wrong with the input is said before a weight is read.
+"""
+
+import logging
+import platform
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from haliax_ext.abstract import leaf_of, with_arrays
+from haliax_ext.load_progress import LoadReport
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.program import Input, Program, spec_of
+from levanter.commands.model.not_carried import not_carried
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
+from levanter.commands.model.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
+from levanter.commands.shell.local import configure_jax, local_target, output_checks, run_id
+from levanter.commands.shell.sameness import require_same_config, require_same_text
+from levanter.config import plain, written
+from levanter.data import (
+    AbsentTextError,
+    DataError,
+    EvalBatches,
+    EvalRows,
+    EvalSequences,
+    EvaluationData,
+    LmDataConfig,
+    build_sequences,
+    resolve_evaluation,
+)
+from levanter.eval.perplexity import EvalResult, RowScores, summarize
+from levanter.eval.report import format_result, write_result
+from levanter.io import MissingFileError, Progress, UnreadableFileError
+from levanter.mesh import local_devices, mesh_report, require_accelerator
+from levanter.models.registry import LmConfig
+from levanter.models.scoring import token_logprobs
+from levanter.processes.together import jit_together
+from levanter.run import Check, PlanOptions, RunPlan, Target
+from levanter.tracker import start_trackers
+from levanter.trainer.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROWS_PER_DEVICE = 8
+FETCH_BEHIND = 2
+"""Batches in flight before a result is fetched, so that the host's work hides behind the devices'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalLmConfig:
+    """What `eval_lm` evaluates, on what, and where.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        initialize_from_hf: another spelling of `hf_checkpoint`.
+        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
+        trainer: devices, mesh, precision, trackers.
+        data: the data sets.
+        model: the architecture, where the checkpoint does not say; checked against it where it does.
+        eval_on_train: evaluate on training data instead of validation data.
+        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
+        output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        log_entropy, log_top2_gap, log_param_stats: extra metrics, not supported yet.
+        plan: what planning is told that a run would find out by itself.
+    """
+
+    hf_checkpoint: str | None = None
+    initialize_from_hf: str | None = None
+    checkpoint_path: str | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    model: LmConfig | None = None
+    eval_on_train: bool = False
+    max_eval_length: int = 2048
+    output_path: str | None = None
+    allow_pickle: bool = False
+    load_memory_gib: float | None = None
+    log_entropy: bool = False
+    log_top2_gap: bool = False
+    log_param_stats: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self):
+        problems = []
+        if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
+            problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
+        if self.checkpoint_path and self.reference:
+            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+        elif not self.checkpoint_path and not (self.hf_checkpoint or self.initialize_from_hf or self.model):
+            problems.append(
+                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+                "checkpoint of train_lm)"
+            )
+        if self.max_eval_length < 2:
+            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
+        for name in ("log_entropy", "log_top2_gap", "log_param_stats"):
+            if getattr(self, name):
+                problems.append(f"{name}: not supported yet; set it to false")
+        if self.trainer.quantization is not None:
+            problems.append("trainer.quantization: not supported yet, and it would change the numbers; set it to null")
+        if self.trainer.use_explicit_mesh_axes:
+            problems.append("trainer.use_explicit_mesh_axes: not supported; meshes have JAX's automatic axes")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def reference(self) -> str:
+        return self.hf_checkpoint or self.initialize_from_hf or ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalWork:
+    """What `execute` needs beside the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        pretrained: the model.
+        data: the sets of text; None where they are not here.
+        batch_rows: rows of a batch.
+        sequences: the text's rows, where planning has made them.
+    """
+
+    config: EvalLmConfig
+    pretrained: PretrainedModel
+    data: EvaluationData | None
+    batch_rows: int
+    sequences: EvalSequences | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The numbers, and how long what took.
+
+    Attributes:
+        result: the numbers.
+        loading: how loading went.
+        scoring_seconds: from the first batch to the last result, compilation included.
+        compile_seconds: until the first batch was there.
+        scored_tokens: tokens scored.
+    """
+
+    result: EvalResult
+    loading: LoadReport
+    scoring_seconds: float
+    compile_seconds: float
+    scored_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Scored tokens a second behind the first batch; with one batch only, that one counts."""
+        return self.scored_tokens / max(self.scoring_seconds, 1e-9)
+
+
+def describe(config: EvalLmConfig, target: Target, *, length_is_default: bool | None = None) -> RunPlan:
+    """Describes the evaluation for `target`; reads metadata, no weight, and of the text at most a short one.
+
+    Args:
+        config: what is evaluated.
+        target: the devices.
+        length_is_default: whether nobody chose `max_eval_length`; None to see by the config.
+    """
+    data, checks = _find_data(config)
+    pretrained = describe_pretrained(
+        ModelChoice(
+            reference=config.reference or None,
+            model=config.model,
+            tokenizer=config.data.tokenizer if "tokenizer" in written(config.data) else None,
+            trainer=config.trainer,
+            allow_pickle=config.allow_pickle,
+            memory_gib=config.load_memory_gib,
+            saved=config.checkpoint_path,
+        ),
+        target,
+        batch=lambda ways: batch_rows(config, ways)[0],
+        positions=config.max_eval_length,
+    )
+    if length_is_default is None:
+        length_is_default = "max_eval_length" not in written(config)
+    meant_for = pretrained.config.max_seq_len
+    if length_is_default and config.max_eval_length > meant_for:
+        return describe(replace(config, max_eval_length=meant_for), target, length_is_default=False)
+    checks += [*pretrained.checks, *not_carried(config)]
+    checks += _length_checks(config.max_eval_length, pretrained.config)
+    rows, why = batch_rows(config, pretrained.resolved.batch_ways)
+    checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
+    output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
+    checks += output_checks(*output)
+    work = EvalWork(config=config, pretrained=pretrained, data=data, batch_rows=rows)
+    try:
+        batches, how, sequences = _count_batches(work)
+    except (DataError, MissingFileError, UnreadableFileError) as error:
+        checks.append(Check(name="text", status="error", message=str(error), error=error))
+        batches, how, sequences = None, "the text cannot be read", None
+    return RunPlan(
+        entry_point="eval_lm",
+        target=target,
+        mesh=pretrained.resolved.spec,
+        checks=tuple(checks),
+        sharding=pretrained.sharding,
+        activations=pretrained.activations,
+        load=pretrained.load_plan,
+        programs=(score_program(pretrained, rows=rows, positions=config.max_eval_length),),
+        workloads=(
+            scoring_workload(pretrained, rows=rows, positions=config.max_eval_length, runs=batches, reason=how),
+        ),
+        notes=pretrained.notes,
+        work=replace(work, sequences=sequences),
+    )
+
+
+def _length_checks(length: int, model: LmConfig) -> list[Check]:
+    """Rows that are longer than anything the model has learned from."""
+    if length <= model.max_seq_len:
+        return []
+    message = f"max_eval_length: {length} tokens a row, and the model's max_seq_len is {model.max_seq_len}"
+    if not model.learned_positions:
+        return [Check(name="rows", status="note", message=f"{message}: it has learned nothing of what lies beyond")]
+    error = ValueError(f"{message}: there are no positions beyond\n  → max_eval_length: {model.max_seq_len}")
+    return [Check(name="rows", status="error", message=str(error), error=error)]
+
+
+def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
+    """The sets of text, where they are here."""
+    try:
+        data = resolve_evaluation(config.data, split="train" if config.eval_on_train else None)
+    except AbsentTextError as error:
+        return None, [Check(name="text", status="unchecked", message=str(error), error=error)]
+    except DataError as error:
+        return None, [Check(name="data", status="error", message=str(error), error=error)]
+    notes = [Check(name="data", status="note", message=note) for note in data.notes]
+    return data, [Check(name="data", status="ok", message="; ".join(map(str, data.sets))), *notes]
+
+
+def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | None]:
+    """How many batches the text makes, how that is known, and the text's rows if they had to be made for it."""
+    config, limit = work.config, work.config.trainer.max_eval_batches
+    if (tokens := config.plan.assume_tokens) is not None:
+        # Rows share one token with the next, so that every token but the first is scored once.
+        rows = -(-(tokens - 1) // (config.max_eval_length - 1)) if tokens > 1 else 1
+        batches = -(-rows // work.batch_rows)
+        return batches if limit is None else min(batches, limit), f"{tokens:,} tokens (plan.assume_tokens)", None
+    if work.data is None or work.pretrained.found_tokenizer is None:
+        what = "the text" if work.data is None else "the tokenizer"
+        return None, f"{what} is not here; give plan.assume_tokens (--assume_tokens N)", None
+    if not all(is_short(each) for each in work.data.sets):
+        return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; give plan.assume_tokens", None
+    sequences = tokenize(work, show=False)
+    batches = _batches(work, sequences)
+    return len(batches), f"{len(sequences.stream):,} tokens of text", sequences
+
+
+def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
+    """Rows of a global batch, and why."""
+    trainer = config.trainer
+    per_device, why = trainer.per_device_eval_parallelism, "trainer.per_device_eval_parallelism"
+    if per_device == -1:
+        per_device, why = trainer.per_device_parallelism, "trainer.per_device_parallelism"
+    if per_device == -1:
+        per_device, why = DEFAULT_ROWS_PER_DEVICE, "the default"
+    return per_device * ways, f"{per_device} a device ({why}) × {ways} ways that the batch is cut"
+
+
+def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> Program:
+    """The Program that scores one batch: model, tokens and segments → log-probabilities, `[batch, position]`."""
+    Batch, Pos = hax.Axis(pretrained.resolved.batch_axis, rows), hax.Axis("position", positions)
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
+    mappings = pretrained.resolved.mappings
+
+    def score(model: Any, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
+        return token_logprobs(model, tokens, segment_ids=segment_ids)
+
+    return Program(
+        name="score",
+        function=score,
+        inputs=(
+            Input(name="model", value=pretrained.abstract, placement=pretrained.sharding),
+            Input(name="tokens", value=ids, placement=mappings.compute),
+            Input(name="segment_ids", value=ids, placement=mappings.compute),
+        ),
+        mappings=mappings,
+        # A few kilobytes that every host reads: whole on every device.
+        out_placement=AxisMapping(),
+        matmul_precision=pretrained.precision.matmul,
+        compiler_options=pretrained.compiler_options,
+    )
+
+
+def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
+    """Tokenizes, loads, scores; nothing runs that is not in `plan`."""
+    work: EvalWork = plan.work
+    show = jax.process_index() == 0
+    # Text first: whatever is wrong with it is said before a weight is read.
+    sequences = work.sequences or tokenize(work, show=show)
+    require_same_text(sequences)
+    batches = _batches(work, sequences)
+    loaded = load_pretrained(work.pretrained, mesh, show=show)
+    model = with_arrays(work.pretrained.abstract, loaded.arrays)
+    program = plan.program("score")
+    score = jit_together(program, mesh)
+    scores = RowScores(sequences.row_count)
+    began = time.perf_counter()
+    first = done = 0.0
+    waiting: deque[tuple[EvalRows, hax.NamedArray]] = deque()
+    with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
+        for step in range(len(batches) + FETCH_BEHIND):
+            if step < len(batches):
+                batch = batches[step]
+                waiting.append((batch, score(model, *on_devices(program, batch, mesh))))
+            if step >= FETCH_BEHIND and waiting:
+                batch, logprobs = waiting.popleft()
+                scores.add(batch, np.asarray(logprobs.array.addressable_data(0)))
+                first = first or time.perf_counter() - began
+                done += batch.scored_tokens.sum()
+                progress.advance_to(done)
+    return Evaluation(
+        result=summarize(sequences, scores, max_rows_per_set=batches.max_rows_per_set),
+        loading=loaded.report,
+        scoring_seconds=time.perf_counter() - began,
+        compile_seconds=first,
+        scored_tokens=int(done),
+    )
+
+
+def _scored_tokens(batches: EvalBatches) -> int:
+    rows = batches.rows
+    step = 4096  # rows whose masks are made at once
+    return sum(int(batches.sequences.take(rows[i : i + step]).scored_tokens.sum()) for i in range(0, len(rows), step))
+
+
+def _batches(work: EvalWork, sequences: EvalSequences) -> EvalBatches:
+    limit = work.config.trainer.max_eval_batches
+    return EvalBatches(
+        sequences=sequences,
+        batch_size=work.batch_rows,
+        max_rows_per_set=None if limit is None else limit * work.batch_rows,
+    )
+
+
+def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
+    """The rows of a run's text."""
+    config = work.config
+    assert work.data is not None, "a plan without its text must not run: RunPlan.check() comes first"
+    with Progress("tokenizing", total=None, unit="characters", show=show) as progress:
+        return build_sequences(
+            work.data.sets,
+            work.pretrained.tokenizer,
+            max_length=config.max_eval_length,
+            enforce_bos=config.data.enforce_bos,
+            enforce_eos=config.data.enforce_eos,
+            separate_documents=config.data.block_cross_document_attention,
+            vocab_size=work.pretrained.Vocab.size,
+            on_progress=progress.advance_to,
+        )
+
+
+def on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]:
+    """The batch's ids and segments as global arrays; every process gives its devices their part."""
+    placed = []
+    for declared, data in zip(program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True):
+        axes = declared.value.axes
+        assert declared.placement is not None
+        sharding = NamedSharding(mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
+        array = jax.make_array_from_callback(data.shape, sharding, lambda index, data=data: data[index])
+        placed.append(hax.NamedArray(array, axes))
+    return placed
+
+
+def main(config: EvalLmConfig) -> int:
+    """Runs an evaluation on the devices that are here."""
+    configure_jax(config.trainer)
+    found = local_devices(config.trainer.mesh)
+    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
+    plan = describe(config, local_target(found))
+    show = jax.process_index() == 0
+    if show:
+        parameters = {"parameters": plan.sharding.bytes_per_device}
+        print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
+        print(plan.report())
+    plan.check()
+    require_same_config(config)
+    id_ = run_id(config.trainer)
+    tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())
+    try:
+        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
+        done = execute(plan, plan.mesh.build(found.devices))
+        tracker.log(done.result.metrics(), step=0)
+        tracker.log_summary(done.result.metrics())
+        if show:
+            output = config.output_path or str(Path(config.trainer.log_dir) / id_ / "eval_lm.json")
+            facts = run_facts(plan, done)
+            write_result(output, done.result, facts)
+            print(format_result(done.result, {**facts, "numbers in": output}))
+    finally:
+        tracker.finish()
+    return 0
+
+
+def run_facts(plan: RunPlan, done: Evaluation) -> dict[str, str]:
+    """What to say beside the numbers: model source, devices, times, versions."""
+    report = done.loading
+    return {
+        "model": plan.work.pretrained.checkpoint.description,
+        "precision": str(plan.work.pretrained.precision),
+        "mesh": f"{plan.mesh} of {plan.target.devices} {plan.target.kind}",
+        "loading": str(report),
+        "scoring": f"{done.scored_tokens:,} tokens in {done.scoring_seconds:.1f} s = {done.tokens_per_second:,.0f} "
+        f"tokens/s (first batch after {done.compile_seconds:.1f} s, compilation included)",
+        "versions": f"Python {platform.python_version()}, jax {jax.__version__}",
+    }

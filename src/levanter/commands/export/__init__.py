@@ -1,0 +1,1 @@
+"""`export_lm_to_hf`: a checkpoint as a Hugging Face folder."""

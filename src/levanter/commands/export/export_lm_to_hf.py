@@ -1,0 +1,265 @@
+"""Writes a checkpoint of ours as a Hugging Face folder: config, weights, tokenizer, generation config.
+
+    python -m levanter.main.export_lm_to_hf --checkpoint_path checkpoints/run --output_dir exported
+
+No device is needed: each tensor is assembled from the pieces of the checkpoint that hold it and written, one after the
+other, so the host needs memory for the largest of them. The folder appears under its name when it is whole and has been
+read again. `transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints takes it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+
+from haliax_ext.abstract import Leaf, abstract, leaves
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import plan_sharding
+from haliax_ext.rules import WeightMismatchError
+from haliax_ext.saving import Readable
+from haliax_ext.sources import Index, TensorSource
+from levanter.checkpoint import same_names
+from levanter.commands.model.origin import find_tokenizer
+from levanter.commands.model.saved_model import SavedModel, find_saved
+from levanter.commands.shell.lifecycle import left_to_process_0
+from levanter.commands.shell.local import output_checks
+from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.compat.hf.export_place import ExportPathError
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.io import Progress, is_remote, local_path
+from levanter.models.registry import LmConfig
+from levanter.run import OK, Check, PlanOptions, RunPlan, Target
+from levanter.trainer.config import TrainerConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertLmConfig:
+    """What `export_lm_to_hf` exports, and where to.
+
+    Attributes:
+        checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
+        output_dir: the folder or URL that is written; it must not exist.
+        overwrite: whether an existing folder is replaced: on a disk, once the new one is whole; behind a URL, file by
+            file.
+        dtype: of the weights; default as in the checkpoint.
+        max_shard_bytes: of one file of weights.
+        save_tokenizer: whether the tokenizer is laid beside the weights.
+        tokenizer: another one than the checkpoint's training data had.
+        generation_eos_token_ids: ids that end a generated text; default the tokenizer's own.
+        override_vocab_size: ids that there are, where the model's last ones are not wanted.
+        config_overrides: keys of config.json that replace ours.
+        model: the architecture; the checkpoint says it, and it must agree.
+        trainer: taken for compatibility; no device is used.
+        upload_to_hf: not supported yet.
+        use_cpu: taken for compatibility; no device is used.
+        plan: what planning is told that a run would find out by itself.
+    """
+
+    checkpoint_path: str
+    output_dir: str
+    overwrite: bool = False
+    dtype: str | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    save_tokenizer: bool = True
+    tokenizer: str | None = None
+    generation_eos_token_ids: list[int] | None = None
+    override_vocab_size: int | None = None
+    config_overrides: dict[str, Any] | None = None
+    model: LmConfig | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    upload_to_hf: bool | str | None = None
+    use_cpu: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.upload_to_hf:
+            problems.append("upload_to_hf: not supported yet; upload output_dir afterwards")
+        if self.max_shard_bytes < 1:
+            problems.append(f"max_shard_bytes must be positive, got {self.max_shard_bytes}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.tokenizer is not None and not self.save_tokenizer:
+            problems.append("tokenizer: is not written with save_tokenizer: false; leave one of them out")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConvertWork:
+    """What `execute` needs.
+
+    Attributes:
+        config: as the user wrote it.
+        saved: the checkpoint; None where it is not here.
+        files: what is written.
+        tokenizer: what is laid beside; None for nothing.
+    """
+
+    config: ConvertLmConfig
+    saved: SavedModel | None
+    files: ExportPlan
+    tokenizer: FastTokenizer | None
+
+
+def describe(config: ConvertLmConfig, target: Target) -> RunPlan:
+    """Describes an export; reads metadata only."""
+    origin = find_saved(config.checkpoint_path, config.model)
+    model = origin.architecture
+    saved = origin.checkpoint if isinstance(origin.checkpoint, SavedModel) else None
+    checks = list(origin.checks)
+    tokenizer = None
+    if config.save_tokenizer:
+        found, check = find_tokenizer(config.tokenizer, origin=origin, size=model.vocab_size)
+        tokenizer = found if isinstance(found, FastTokenizer) else None
+        if found is not None and tokenizer is None:
+            check = Check(name="tokenizer", status="note", message="the data had ids, no text: none is written")
+        checks.append(check)
+    rows = model.vocab_size
+    if config.override_vocab_size is not None:
+        rows, check = _rows(config.override_vocab_size, model.vocab_size, tokenizer)
+        checks.append(check)
+    assert rows is not None
+    Vocab = hax.Axis("vocab", model.vocab_size or rows)
+    own = _stored(leaves(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))), saved, origin.stored)
+    if saved is not None:
+        try:
+            same_names(own).match(own, saved.source.tensors)
+        except WeightMismatchError as error:
+            checks.append(Check(name="weights", status="error", message=str(error), error=error))
+    files = plan_export(
+        own,
+        replace(model, vocab_size=rows),
+        Vocab,
+        vocab_size=rows,
+        dtype=None if config.dtype is None else _dtype(config.dtype),
+        max_bytes=config.max_shard_bytes,
+    )
+    largest = max(files.tensors, key=lambda tensor: tensor.nbytes)
+    said = (
+        f"{len(files.tensors)} tensors, {files.nbytes / GIB:,.2f} GiB in {len(files.shards)} "
+        f"file{'s' if len(files.shards) > 1 else ''}; the host holds one tensor at a time, the largest "
+        f"{largest.nbytes / GIB:,.2f} GiB ({largest.name})"
+    )
+    checks.append(Check(name="export", status="ok", message=said))
+    checks += _output(config)
+    mesh = MeshSpec.of(data=target.devices)
+    nothing = plan_sharding((), Mappings(), mesh)
+    return RunPlan(
+        entry_point="export_lm_to_hf",
+        target=target,
+        mesh=mesh,
+        checks=tuple(checks),
+        sharding=nothing,
+        activations=nothing,
+        load=None,
+        programs=(),
+        notes=("no device is used: tensors go from file to file",),
+        work=ConvertWork(config=config, saved=saved, files=files, tokenizer=tokenizer),
+    )
+
+
+def _rows(asked: int, there: int | None, tokenizer: FastTokenizer | None) -> tuple[int, Check]:
+    """How many ids are exported."""
+    least = 1 if tokenizer is None else tokenizer.vocab_size
+    if there is not None and not least <= asked <= there:
+        why = "" if tokenizer is None else f", of which the tokenizer has {least}"
+        error = ValueError(f"override_vocab_size: {asked}, but the checkpoint has {there} ids{why}")
+        return there, Check(name="vocabulary", status="error", message=str(error), error=error)
+    return asked, Check(name="vocabulary", status="ok", message=f"{asked} of {there} ids (override_vocab_size)")
+
+
+def _stored(own: Any, saved: SavedModel | None, stored: np.dtype) -> tuple[Leaf, ...]:
+    """The leaves in the dtypes that the checkpoint has them in."""
+    tensors = {} if saved is None else saved.source.tensors
+    return tuple(replace(leaf, dtype=tensors[leaf.path].dtype if leaf.path in tensors else stored) for leaf in own)
+
+
+def _dtype(name: str) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _output(config: ConvertLmConfig) -> list[Check]:
+    if not config.overwrite:
+        try:
+            refuse_taken(config.output_dir)
+        except ExportPathError as error:
+            return [Check(name="output", status="error", message=str(error), error=error)]
+        except ValueError as error:
+            # Another machine may have the package that it lacks.
+            return [Check(name="output", status="unchecked", message=str(error), error=error)]
+    return output_checks("output_dir", config.output_dir)
+
+
+class _Leaves(Mapping[str, Readable]):
+    """The leaves of a checkpoint, each read slice by slice."""
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+
+    def __getitem__(self, path: str) -> Readable:
+        return _LeafInFile(self._source, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.tensors)
+
+
+@dataclass(frozen=True)
+class _LeafInFile:
+    source: TensorSource
+    path: str
+
+    def __getitem__(self, index: Index, /) -> np.ndarray:
+        return self.source.read(self.path, index)
+
+
+def execute(plan: RunPlan) -> str:
+    """Writes the folder.
+
+    Raises:
+        UnreadableCheckpointError: files of the checkpoint are missing or damaged; nothing is there that counts as an
+            export.
+        OSError: not writable, or the disk is full; what was there before on a disk stays.
+    """
+    work: ConvertWork = plan.work
+    assert work.saved is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
+    config = work.config
+    with Progress("exporting", total=work.files.nbytes, unit="bytes", show=jax.process_index() == 0) as progress:
+        return write_export(
+            work.files,
+            _Leaves(work.saved.source),
+            config.output_dir if is_remote(config.output_dir) else local_path(config.output_dir),
+            beside=Beside(
+                tokenizer=work.tokenizer,
+                eos_ids=tuple(config.generation_eos_token_ids or ()),
+                overrides=config.config_overrides or {},
+            ),
+            overwrite=config.overwrite,
+            progress=lambda done, _: progress.advance_to(done),
+        )
+
+
+def main(config: ConvertLmConfig) -> int:
+    """Exports a checkpoint; where several processes are started, the first of them does."""
+    if left_to_process_0(config.trainer.distributed):
+        return OK
+    plan = describe(config, Target(name="local", platform="cpu", kind="host", devices=1))
+    for check in plan.checks:
+        print(f"{check.status:>9}  {check.name}: {check.message}")
+    plan.check()
+    print(f"Hugging Face folder: {execute(plan)}")
+    return OK

@@ -1,0 +1,126 @@
+"""Asks a model to continue a book, window by window: how much of it has the model memorized?
+
+    python -m levanter.main.eval_careless_lm --config_path config/memorization/demo.yaml
+
+A window is a prefix that is given and a suffix that is scored: p_z is the probability that the model, sampling under
+a decoding scheme, continues the prefix with exactly that suffix. One pass gives it for every scheme. What happens, in
+order: the run is described and checked (text, tokenizer, model, mesh, batch, every parameter's place); folders are
+looked at, so that a finished book is left alone and an unfinished one goes on where it was; the weights are streamed
+into their final shards; the windows are scored; tables, pictures and a report are written.
+"""
+
+from jax.sharding import Mesh
+
+from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
+from levanter.commands.memorize.plan import Job, Opened, describe_jobs
+from levanter.commands.memorize.run import Done, execute_jobs, run_memorization
+from levanter.data import Tokenizer
+from levanter.io.paths import MissingFileError, is_remote
+from levanter.memorization.books import BookText, TextError, read_book, windows_identity
+from levanter.memorization.results import Scheme
+from levanter.memorization.schemes import name_of
+from levanter.memorization.windows import build_windows
+from levanter.run import Check, RunPlan, Target
+from levanter.tracker import Tracker
+
+
+def describe(config: EvalCarelessLmConfig, target: Target) -> RunPlan:
+    """Describes the run for `target`; reads metadata and the texts, no weight."""
+    checks: list[Check] = []
+    jobs = []
+    for book in books_of(config):
+        text, found = _read(book)
+        checks += found
+        jobs.append(_job(config, book, text))
+    return describe_jobs(
+        config,
+        target,
+        jobs,
+        entry_point="eval_careless_lm",
+        checks=checks,
+        schemes=[Scheme.parse(name) for name in config.schemes] + [job.scheme for job in jobs],
+        tokenizer=config.tokenizer_name,
+    )
+
+
+def _read(book: Book) -> tuple[BookText | None, list[Check]]:
+    try:
+        text = read_book(book.path)
+    except TextError as error:
+        return None, [Check(name="text", status="error", message=f"{book.title}: {error}", error=error)]
+    except (ValueError, OSError) as error:
+        # Absent, or out of reach from here: a run needs it, planning does not.
+        if not isinstance(error, MissingFileError) and not is_remote(book.path):
+            raise
+        missing = MissingFileError(str(error))
+        return None, [Check(name="text", status="unchecked", message=f"{book.title}: {error}", error=missing)]
+    said = f"{book.title}: {len(text.text):,} characters, {book.path}"
+    notes = [Check(name="text", status="note", message=f"{book.title}: {note}") for note in text.notes]
+    return text, [Check(name="text", status="ok", message=said), *notes]
+
+
+def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Job:
+    given = book.convention
+    windowing = given.windowing
+    windows, reason = _count(config, book, text)
+
+    def opened(tokenizer: Tokenizer) -> Opened:
+        assert text is not None, "RunPlan.check() comes before a run"
+        made = build_windows(text.text, tokenizer, windowing, max_windows=book.max_windows)
+        return Opened(
+            source=made,
+            spans={
+                "token_spans": made.token_spans,
+                "char_spans": made.char_spans,
+                "suffix_char_spans": made.suffix_char_spans,
+            },
+            facts={"duplicate_windows_dropped": made.duplicates},
+        )
+
+    def checked(tokenizer: Tokenizer) -> None:
+        assert text is not None, "RunPlan.check() comes before a run"
+        build_windows(text.text, tokenizer, windowing, max_windows=1)
+
+    return Job(
+        key=book.key,
+        title=book.title,
+        folder=book.folder,
+        preset=name_of(given),
+        scheme=given.scheme,
+        positions=windowing.window_tokens,
+        suffix_tokens=windowing.suffix_tokens,
+        batch_size=book.batch_size,
+        windows=windows,
+        windows_reason=reason,
+        identity={} if text is None else windows_identity(text, given, max_windows=book.max_windows),
+        text=text.text if text is not None and config.keep_text else None,
+        check=checked,
+        open=opened,
+        output_names=book.names,
+    )
+
+
+def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> tuple[int | None, str]:
+    """How many windows the book has, as far as that can be said without tokenizing it."""
+    windowing, assumed = book.convention.windowing, config.plan.assume_tokens
+    if text is not None:
+        count = windowing.count_in_text(len(text.text))
+        reason = f"about {count:,} windows in {len(text.text):,} characters"
+    elif assumed is not None:
+        count = windowing.count(assumed)
+        reason = f"{count:,} windows in {assumed:,} tokens (plan.assume_tokens)"
+    else:
+        return None, "the text is not here; plan.assume_tokens says how many tokens to plan for"
+    if book.max_windows is not None and book.max_windows < count:
+        return book.max_windows, f"the first {book.max_windows:,} windows (max_examples)"
+    return count, reason
+
+
+def execute(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...]:
+    """Scores the books that are not done yet; nothing runs that is not in `plan`."""
+    return execute_jobs(plan, mesh, tracker)
+
+
+def main(config: EvalCarelessLmConfig) -> int:
+    """Runs the evaluation on the devices that are here."""
+    return run_memorization(config, describe)

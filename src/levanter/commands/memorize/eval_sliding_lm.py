@@ -1,0 +1,204 @@
+"""Asks a model to continue the prompts of a prepared set, row by row: how likely is exactly what follows?
+
+    python -m levanter.main.eval_sliding_lm --config_path my_set.yaml
+
+The same engine as `eval_careless_lm`, over rows that were prepared beforehand (a prompt and what follows it) instead of
+windows that slide over a book. Rows may differ in length; see `levanter.memorization.examples` for their formats. Each
+component of `data:` is a set of its own, with its own folder of results.
+"""
+
+from dataclasses import dataclass, field
+
+from jax.sharding import Mesh
+
+from levanter.commands.memorize.config import model_problems, output_problems, scheme_problems
+from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, Opened, describe_jobs, model_block
+from levanter.commands.memorize.run import Done, execute_jobs, run_memorization
+from levanter.commands.model.origin import find_origin, find_tokenizer
+from levanter.commands.model.saved_model import find_saved
+from levanter.config import written
+from levanter.data import (
+    DatasetComponent,
+    LmDataConfig,
+    LmDatasetFormatBase,
+    Tokenizer,
+    UrlDatasetSource,
+    read_records,
+)
+from levanter.data.errors import DataError
+from levanter.io import join
+from levanter.io.paths import MissingFileError, expand, is_remote
+from levanter.memorization.books import slug
+from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
+from levanter.memorization.examples import Examples, digest_of, pairs_of, tokenized
+from levanter.memorization.results import FULL, Scheme
+from levanter.memorization.schemes import CUSTOM
+from levanter.models.registry import LmConfig
+from levanter.run import Check, PlanOptions, RunPlan, Target
+from levanter.tracker import Tracker
+from levanter.trainer.config import TrainerConfig
+
+PLANNED_POSITIONS = 100
+"""What planning takes the rows to be where they are not here; half of it is scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSlidingLmConfig:
+    """Which model is asked to continue which prepared rows.
+
+    Attributes:
+        hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
+            allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
+            load_memory_gib: as in `eval_careless_lm`.
+        data: the prepared sets, one a component.
+        split: which files of a component are read: `validation` or `train`.
+        max_batches: score the first so many batches of each set.
+        eval_batch_size: rows of a batch over all devices; null for 32, or what the mesh divides.
+        bos: every row begins with BOS.
+        output_base_path: the folder of the results; each set has a folder in it.
+    """
+
+    hf_checkpoint: str | None = None
+    initialize_from_hf: str | None = None
+    checkpoint_path: str | None = None
+    use_hf_model_config: bool | None = None
+    model: LmConfig | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    split: str = "validation"
+    max_batches: int | None = None
+    eval_batch_size: int | None = None
+    allow_nondivisible_batch_size: bool = False
+    bos: bool = False
+    scheme: str | None = None
+    schemes: tuple[str, ...] = ()
+    output_base_path: str = "logs/sliding"
+    coverage_threshold: float = DEFAULT_THRESHOLD
+    cover: Cover = "suffix"
+    keep_text: bool = True
+    if_exists: str = "resume"
+    save_seconds: float = 30.0
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    allow_pickle: bool = False
+    load_memory_gib: float | None = None
+
+    def __post_init__(self):
+        problems = model_problems(self) + output_problems(self)
+        problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
+        if self.split not in ("validation", "train"):
+            problems.append(f"split: is validation or train, got {self.split!r}")
+        if self.if_exists not in ("resume", "replace"):
+            problems.append(f"if_exists: is resume or replace, got {self.if_exists!r}")
+        for name in ("max_batches", "eval_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name}: must be at least 1, or null; got {value}")
+        if not self.data.components:
+            problems.append("data.components: no prepared set; give a component with validation_urls and a format")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def reference(self) -> str | None:
+        return self.hf_checkpoint or self.initialize_from_hf
+
+
+def describe(config: EvalSlidingLmConfig, target: Target) -> RunPlan:
+    """Describes the run for `target`; reads metadata and the rows, no weight."""
+    named = config.data.tokenizer if "tokenizer" in written(config.data) else None
+    model, _ = model_block(config)
+    if config.checkpoint_path is not None:
+        origin = find_saved(config.checkpoint_path, model)
+    else:
+        origin = find_origin(config.reference, model, allow_pickle=config.allow_pickle)
+    tokenizer, _ = find_tokenizer(named, origin=origin, size=origin.architecture.vocab_size)
+    checks: list[Check] = []
+    jobs = []
+    for name, component in config.data.components.items():
+        job, check = _job(config, name, component, tokenizer, longest=origin.architecture.max_seq_len)
+        jobs.append(job)
+        checks.append(check)
+    return describe_jobs(
+        config,
+        target,
+        jobs,
+        entry_point="eval_sliding_lm",
+        checks=checks,
+        schemes=[Scheme.parse(each) for each in config.schemes] + [job.scheme for job in jobs],
+        tokenizer=named,
+    )
+
+
+def _job(
+    config: EvalSlidingLmConfig, name: str, component: object, tokenizer: Tokenizer | None, *, longest: int
+) -> tuple[Job, Check]:
+    examples: Examples | None = None
+    digest = None
+    reason = "the rows are not here"
+    try:
+        paths, format = _files(config, name, component)
+        pairs = [pair for path in paths for pair in pairs_of(read_records(path), format)]
+        if config.max_batches is not None:
+            pairs = pairs[: config.max_batches * (config.eval_batch_size or DEFAULT_BATCH)]
+        digest = digest_of(pairs)
+        if tokenizer is not None:
+            examples = Examples.of(tokenized(pairs, tokenizer, bos=config.bos))
+            reason = f"{len(examples):,} rows"
+        check = Check(name="rows", status="ok", message=f"{name}: {len(pairs):,} rows in {len(paths)} files")
+    except MissingFileError as error:
+        check = Check(name="rows", status="unchecked", message=f"{name}: {error}", error=error)
+    except ValueError as error:
+        bad = DataError(f"data.components.{name}: {error}")
+        check = Check(name="rows", status="error", message=str(bad), error=bad)
+
+    def opened(_: Tokenizer) -> Opened:
+        assert examples is not None, "RunPlan.check() comes before a run"
+        return Opened(source=examples, spans=examples.spans(), aligned=examples.aligned)
+
+    positions = min(PLANNED_POSITIONS, longest) if examples is None else examples.positions
+    job = Job(
+        key=name,
+        title=name,
+        folder=join(config.output_base_path, slug(name)),
+        preset=CUSTOM,
+        scheme=FULL if config.scheme is None else Scheme.parse(config.scheme),
+        positions=positions,
+        suffix_tokens=positions // 2 if examples is None else examples.suffix_tokens,
+        padded=examples is not None and examples.padded,
+        batch_size=config.eval_batch_size,
+        windows=None if examples is None else len(examples),
+        windows_reason=reason,
+        identity={
+            "rows.sha256": digest,
+            "rows.bos": config.bos,
+            "preset": CUSTOM,
+            "scheme": config.scheme or FULL.name,
+        },
+        text=None,
+        open=opened,
+    )
+    return job, check
+
+
+def _files(config: EvalSlidingLmConfig, name: str, component: object) -> tuple[list[str], LmDatasetFormatBase]:
+    if not isinstance(component, DatasetComponent) or not isinstance(component.source, UrlDatasetSource):
+        raise DataError("a prepared set is one component with files: source: {validation_urls: […]}")
+    patterns = component.source.urls(config.split)
+    if not patterns:
+        raise DataError(f"source: has no {config.split}_urls")
+    try:
+        return expand(patterns), component.format
+    except (ValueError, OSError) as error:
+        if isinstance(error, MissingFileError) or not any(map(is_remote, patterns)):
+            raise
+        raise MissingFileError(f"{name}: {error}") from error
+
+
+def execute(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...]:
+    """Scores the sets that are not done yet; nothing runs that is not in `plan`."""
+    return execute_jobs(plan, mesh, tracker)
+
+
+def main(config: EvalSlidingLmConfig) -> int:
+    """Runs the evaluation on the devices that are here."""
+    return run_memorization(config, describe)

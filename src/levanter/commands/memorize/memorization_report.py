@@ -1,0 +1,196 @@
+"""Reports on finished memorization runs: one page for one run, several side by side, thresholds from control texts.
+
+    python -m levanter.main.memorization_report RUN... [--output report.html] [--no_text] [--name NAME]...
+        [--control RUN]... [--false_positive_rate 0.01] [--threshold 0.001] [--cover suffix] [--scheme k40]
+
+A RUN is the folder of a scored book, or a folder of such folders. Nothing is scored: everything follows from their
+`windows.parquet`. With `--control`, the threshold is the smallest p_z that at most `--false_positive_rate` of the
+control texts' windows reach; the control texts are ones that the model cannot have seen.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from levanter.commands.shell.entry import shell
+from levanter.io import atomic_write, exists, join, setup_logging
+from levanter.io.paths import base_name, filesystem
+from levanter.memorization.calibration import Calibration, calibrate
+from levanter.memorization.compare import cautions, labels, model_name
+from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
+from levanter.memorization.measurement import Measurement, measure, windows_block
+from levanter.memorization.outputs import REPORT
+from levanter.memorization.reference import published
+from levanter.memorization.report import report_html
+from levanter.memorization.report.words import count, probability, share
+from levanter.memorization.results import WINDOWS, BookResult, Scheme
+from levanter.run import OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command line asks for; see the module.
+
+    Attributes:
+        runs: folders.
+        output: where the page is written.
+        names: of the runs, in order; empty for names by what tells them apart.
+        with_text: whether the texts may be in the page.
+        controls: folders of control texts.
+        false_positive_rate: of control windows.
+        threshold: τ where there are no controls.
+        cover: which characters a window stands for.
+        scheme: None for each run's own.
+        passages: how many a run lists.
+        json: where the numbers are written too.
+    """
+
+    runs: tuple[str, ...]
+    output: str
+    names: tuple[str, ...] = ()
+    with_text: bool = True
+    controls: tuple[str, ...] = ()
+    false_positive_rate: float = 0.01
+    threshold: float = DEFAULT_THRESHOLD
+    cover: Cover = "suffix"
+    scheme: Scheme | None = None
+    passages: int = 20
+    json: str | None = None
+
+
+class NoRunError(ValueError):
+    """A path is no scored book; the message says what is there."""
+
+
+def main(asked: Asked) -> int:
+    """Reads the runs, measures them, writes the page and says in a few lines what is in it."""
+    books = _books(asked.runs)
+    if asked.names and len(asked.names) != len(books):
+        raise ValueError(
+            f"--name: {len(asked.names)} names for {len(books)} runs ({', '.join(b.title for b in books)})"
+        )
+    scheme_of = {id(book): book.scheme if asked.scheme is None else asked.scheme for book in books}
+    thresholds = _calibrations(asked, {scheme_of[id(book)] for book in books})
+    runs = [
+        measure(
+            book,
+            scheme=scheme_of[id(book)],
+            threshold=asked.threshold,
+            cover=asked.cover,
+            calibration=thresholds.get(scheme_of[id(book)]),
+        )
+        for book in books
+    ]
+    names = list(asked.names) or labels(runs)
+    page = report_html(runs, with_text=asked.with_text, passages=asked.passages, names=names)
+    with atomic_write(asked.output) as file:
+        file.write(page.encode("utf-8"))
+    if asked.json is not None:
+        numbers = {name: run.summary() for name, run in zip(names, runs, strict=True)}
+        with atomic_write(asked.json) as file:
+            file.write((json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    for name, run in zip(names, runs, strict=True):
+        print(_line(name, run))
+    for caution in cautions(runs):
+        print(f"note: {caution}")
+    print(f"report in {asked.output}")
+    return OK
+
+
+def parse(argv: Sequence[str]) -> Asked:
+    """The command line; exits with 2 and the usage where it cannot be understood."""
+    parser = argparse.ArgumentParser(
+        prog="python -m levanter.main.memorization_report",
+        description="Reports on finished memorization runs: one page, whatever the number of runs.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a scored book, or of several")
+    parser.add_argument("--output", help=f"the page (default: {REPORT} in the first RUN)")
+    parser.add_argument("--name", action="append", default=[], help="a run's name in the page, one for each run")
+    parser.add_argument("--no_text", action="store_true", help="positions and numbers only, no text of the books")
+    parser.add_argument("--control", action="append", default=[], metavar="RUN", help="run over texts never seen")
+    parser.add_argument("--false_positive_rate", type=float, default=0.01, help="of control windows (default: 0.01)")
+    parser.add_argument("--threshold", type=float, default=DEFAULT_THRESHOLD, help="p_z that counts (default: 0.001)")
+    parser.add_argument("--cover", choices=get_args(Cover), default="suffix", help="characters a window stands for")
+    parser.add_argument("--scheme", help="decoding scheme: full, k40, greedy, … (default: each run's own)")
+    parser.add_argument("--passages", type=int, default=20, help="how many a run lists (default: 20)")
+    parser.add_argument("--json", help="also write every number here")
+    given = parser.parse_args(list(argv))
+    return Asked(
+        runs=tuple(given.runs),
+        output=given.output or join(given.runs[0], REPORT),
+        names=tuple(given.name),
+        with_text=not given.no_text,
+        controls=tuple(given.control),
+        false_positive_rate=given.false_positive_rate,
+        threshold=given.threshold,
+        cover=given.cover,
+        scheme=None if given.scheme is None else Scheme.parse(given.scheme),
+        passages=given.passages,
+        json=given.json,
+    )
+
+
+def _books(paths: Sequence[str]) -> list[BookResult]:
+    """The books of all folders; what is wrong with any of them is said together."""
+    folders, problems = [], []
+    for path in paths:
+        try:
+            folders += _folders(path)
+        except NoRunError as error:
+            problems.append(str(error))
+    if problems:
+        raise NoRunError("\n".join(problems))
+    return [BookResult.read(folder) for folder in folders]
+
+
+def _folders(path: str) -> list[str]:
+    """The folders of scored books that a path stands for."""
+    if exists(join(path, WINDOWS)):
+        return [path]
+    fs, name = filesystem(path)
+    if not fs.isdir(name):
+        raise NoRunError(f"{path}: no such folder")
+    inside = sorted(base_name(entry) for entry in fs.ls(name, detail=False))
+    found = [join(path, entry) for entry in inside if exists(join(path, entry, WINDOWS))]
+    if not found:
+        shown = ", ".join(inside[:6]) or "nothing"
+        raise NoRunError(
+            f"{path}: no scored book: neither it nor a folder in it has a {WINDOWS}; it holds {shown}\n"
+            "  → a run that was not finished writes it at its end: start the same command again"
+        )
+    return found
+
+
+def _calibrations(asked: Asked, schemes: set[Scheme]) -> dict[Scheme, Calibration]:
+    """τ for each scheme, from the control texts."""
+    if not asked.controls:
+        return {}
+    controls = _books(asked.controls)
+    return {
+        scheme: calibrate(
+            [control.log_pz(scheme) for control in controls],
+            false_positive_rate=asked.false_positive_rate,
+            block=max(windows_block(control) for control in controls),
+        )
+        for scheme in schemes
+    }
+
+
+def _line(name: str, run: Measurement) -> str:
+    interval = run.coverage_interval
+    line = (
+        f"{name}: coverage {share(run.coverage)} ({share(interval.low)} – {share(interval.high)}) of "
+        f"{count(run.characters)} {run.unit}; {count(int(run.reached.sum()))} of {count(len(run.log_pz))} windows have "
+        f"p_z ≥ {probability(run.log_threshold)} (preset {run.book.preset}, scheme {run.scheme.name})"
+    )
+    known = published(run.book.title, model_name(run)) if model_name(run) else {}
+    return line + "".join(f"; published for {model}: {value:.2f} %" for model, value in known.items())
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The entry point: exit code 0, or 2 for bad input."""
+    setup_logging()
+    return shell(lambda: main(parse(sys.argv[1:] if argv is None else argv)))

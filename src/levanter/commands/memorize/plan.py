@@ -1,0 +1,254 @@
+"""What memorization entry points share before a run: from jobs to a described run.
+
+A `Job` is one book or one prepared set: where its results go, what shape its batches have, and how its windows are
+had. `describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program for each shape of batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from levanter.commands.model.not_carried import not_carried
+from levanter.commands.model.origin import merged
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.compat.hf.errors import CheckpointError
+from levanter.config import written
+from levanter.data import Tokenizer
+from levanter.memorization.results import Scheme, Scores
+from levanter.memorization.runner import BatchShape, WindowSource, laws_of, score_program
+from levanter.models.flops import flops_per_token
+from levanter.models.registry import LmConfig
+from levanter.run import Check, RunPlan, Target, Workload
+
+DEFAULT_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Opened:
+    """A job's windows.
+
+    Attributes:
+        source: their tokens.
+        spans: `token_spans`, `char_spans`, `suffix_char_spans` of a `BookResult`.
+        facts: what the manifest says of them.
+        aligned: turns scores of the batches' shape into scores of suffixes.
+    """
+
+    source: WindowSource
+    spans: Mapping[str, np.ndarray]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    aligned: Callable[[Scores], Scores] = lambda scores: scores
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """One book or prepared set.
+
+    Attributes:
+        key: short, for metrics and listings.
+        title: for people.
+        folder: of its results.
+        preset, scheme: the convention it follows, and what is reported first.
+        positions, suffix_tokens, padded: of its windows.
+        batch_size: windows of a batch as the config has it; None where it leaves that open.
+        windows: how many there are, as far as known now; None where nothing says.
+        windows_reason: how that is known.
+        identity: what its numbers depend on beside the model.
+        text: the text; None where there is none, or none to keep.
+        check: raises what is wrong with the windows, where that can be found out quickly; called before weights are
+            read.
+        open: makes the windows; called once, in a run.
+        output_names: names of output files that differ from the defaults.
+    """
+
+    key: str
+    title: str
+    folder: str
+    preset: str
+    scheme: Scheme
+    positions: int
+    suffix_tokens: int
+    padded: bool = False
+    batch_size: int | None
+    windows: int | None
+    windows_reason: str
+    identity: Mapping[str, Any]
+    text: str | None
+    check: Callable[[Tokenizer], None] = lambda _: None
+    open: Callable[[Tokenizer], Opened]
+    output_names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemorizationWork:
+    """What `execute_jobs` needs beside the Programs.
+
+    Attributes:
+        config: of the entry point.
+        pretrained: the model.
+        jobs: in order, each with its batch shape and the name of its Program.
+        laws: that need a normalizer of their own.
+    """
+
+    config: Any
+    pretrained: PretrainedModel
+    jobs: tuple[tuple[Job, BatchShape, str], ...]
+    laws: tuple[Scheme, ...]
+
+
+def describe_jobs(
+    config: Any,
+    target: Target,
+    jobs: Sequence[Job],
+    *,
+    entry_point: str,
+    checks: Sequence[Check],
+    schemes: Sequence[Scheme],
+    tokenizer: str | None,
+) -> RunPlan:
+    """Describes a run; reads metadata, no weight.
+
+    Args:
+        config: with the fields that all memorization entry points have.
+        target: the devices.
+        jobs: what is scored.
+        entry_point: its name.
+        checks: what was looked at already.
+        schemes: that results must give.
+        tokenizer: a tokenizer other than the checkpoint's own.
+    """
+    model, found = model_block(config)
+    assert jobs, "a run without jobs has nothing to describe"
+    pretrained = describe_pretrained(
+        ModelChoice(
+            reference=config.reference,
+            model=model,
+            tokenizer=tokenizer,
+            trainer=config.trainer,
+            allow_pickle=config.allow_pickle,
+            memory_gib=config.load_memory_gib,
+            saved=config.checkpoint_path,
+        ),
+        target,
+        batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),
+        positions=max(job.positions for job in jobs),
+    )
+    laws = laws_of(schemes)
+    all_checks = [*checks, *found, *pretrained.checks, *not_carried(config)]
+    shaped: list[tuple[Job, BatchShape, str]] = []
+    names: dict[BatchShape, str] = {}
+    for job in jobs:
+        check, rows = _batch(config, job, pretrained.resolved.batch_ways)
+        all_checks += [check, *_length_checks(job, pretrained.config)]
+        shape = BatchShape(rows=rows, positions=job.positions, suffix=job.suffix_tokens, padded=job.padded)
+        names.setdefault(shape, "score" if not names else f"score_{len(names) + 1}")
+        shaped.append((job, shape, names[shape]))
+    programs = tuple(
+        score_program(
+            pretrained.abstract,
+            shape,
+            mappings=pretrained.resolved.mappings,
+            placement=pretrained.sharding,
+            batch_axis=pretrained.resolved.batch_axis,
+            laws=laws,
+            name=name,
+            matmul_precision=pretrained.precision.matmul,
+            compiler_options=pretrained.compiler_options,
+        )
+        for shape, name in names.items()
+    )
+    return RunPlan(
+        entry_point=entry_point,
+        target=target,
+        mesh=pretrained.resolved.spec,
+        checks=tuple(dict.fromkeys(all_checks)),
+        sharding=pretrained.sharding,
+        activations=pretrained.activations,
+        load=pretrained.load_plan,
+        programs=programs,
+        workloads=tuple(_workload(shape, name, shaped, pretrained) for shape, name in names.items()),
+        notes=pretrained.notes,
+        work=MemorizationWork(config=config, pretrained=pretrained, jobs=tuple(shaped), laws=laws),
+    )
+
+
+def model_block(config: Any) -> tuple[LmConfig | None, list[Check]]:
+    """The `model:` block; where `use_hf_model_config` is written, only what of it the checkpoint does not contradict.
+
+    Upstream never gave the block to the loader, so its configs carry blocks of other models.
+    """
+    if config.model is None or getattr(config, "use_hf_model_config", None) is None or not config.reference:
+        return config.model, []
+    try:
+        checkpoint = open_checkpoint(config.reference, allow_pickle=config.allow_pickle)
+    except CheckpointError:
+        return config.model, []
+    try:
+        merged(config.model, checkpoint.bridged, where=checkpoint.where)
+    except CheckpointError as error:
+        free = written(config.model) - set(checkpoint.bridged.family.architecture_fields)
+        model = replace(checkpoint.config, **{key: getattr(config.model, key) for key in sorted(free)})
+        message = f"the checkpoint's architecture is taken, as upstream takes it whatever the block says: {error}"
+        return model, [Check(name="model block", status="note", message=message)]
+    return config.model, []
+
+
+def _rounded(rows: int, ways: int) -> int:
+    return -(-rows // ways) * ways
+
+
+def _batch(config: Any, job: Job, ways: int) -> tuple[Check, int]:
+    asked = job.batch_size or DEFAULT_BATCH
+    rows = _rounded(asked, ways)
+    said = f"{rows} windows of {job.positions} tokens, {job.suffix_tokens} scored"
+    if rows == asked:
+        why = "eval_batch_size" if job.batch_size else "the default"
+        return Check(name="batch", status="ok", message=f"{said}: {why}, cut {ways} ways"), rows
+    if job.batch_size is None or config.allow_nondivisible_batch_size:
+        why = f"{asked}, rounded up to what {ways} ways divide"
+        return Check(name="batch", status="ok", message=f"{said}: {why}"), rows
+    legal = [n for n in (asked // ways * ways, rows) if n]
+    error = ValueError(
+        f"eval_batch_size: {asked} windows cannot be cut {ways} ways, as the mesh cuts a batch\n"
+        f"  → eval_batch_size: {' or '.join(map(str, legal))}, or allow_nondivisible_batch_size: true"
+    )
+    return Check(name="batch", status="error", message=str(error), error=error), rows
+
+
+def _length_checks(job: Job, model: LmConfig) -> list[Check]:
+    if job.positions <= model.max_seq_len:
+        return []
+    message = f"windows of {job.positions} tokens in a model whose max_seq_len is {model.max_seq_len}"
+    error = ValueError(f"{job.title}: {message}\n  → shorter ones (chunk_size)")
+    return [Check(name="window", status="error", message=message, error=error)]
+
+
+def _workload(
+    shape: BatchShape, name: str, jobs: Sequence[tuple[Job, BatchShape, str]], model: PretrainedModel
+) -> Workload:
+    """How much a Program does: every position through the blocks, the suffix through the head."""
+    body = 2.0 * model.config.matmul_parameters(0)
+    head = 2.0 * model.config.matmul_parameters(model.Vocab.size) - body
+    weights = shape.rows * (shape.positions * body + shape.suffix * head)
+
+    def attention(pairs: Literal["causal", "full"]) -> float:
+        each = flops_per_token(
+            model.config, vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs
+        )
+        return each.attention * shape.rows * shape.positions
+
+    mine = [job for job, _, of in jobs if of == name]
+    counts = [job.windows for job in mine]
+    return Workload(
+        program=name,
+        tokens=shape.rows * shape.positions,
+        unit="windows",
+        items=shape.rows,
+        flops_full=weights + attention("full"),
+        flops_causal=weights + attention("causal"),
+        executions=None if None in counts else sum(shape.batches(count) for count in counts if count is not None),
+        reason="; ".join(f"{job.title}: {job.windows_reason}" for job in mine),
+    )

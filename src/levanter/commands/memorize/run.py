@@ -1,0 +1,281 @@
+"""What memorization entry points share in a run: from a described run to results, one load for all jobs.
+
+Finished jobs are left alone, unfinished ones go on where they were. A job's results are written when all its windows
+are scored; the marker that says so comes last, so a run that is killed at any moment is continued by the same command.
+"""
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from levanter.commands.memorize.plan import Job, MemorizationWork, Opened
+from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
+from levanter.commands.shell.local import configure_jax, local_target, run_id
+from levanter.commands.shell.sameness import require_same_config
+from levanter.config import plain
+from levanter.io import Progress, is_remote, join
+from levanter.memorization.books import flat, weights_digest
+from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY, write_outputs
+from levanter.memorization.parts import PartStore
+from levanter.memorization.results import BookResult, Scores
+from levanter.memorization.runner import BatchShape, agreed, score_and_store, score_batches
+from levanter.mesh import local_devices, mesh_report, require_accelerator
+from levanter.processes.barrier import barrier, require_same
+from levanter.run import RunPlan, Target
+from levanter.tracker import Tracker, start_trackers
+
+_NOT_IN_MANIFEST = ("output_base_path", "if_exists", "save_seconds", "load_memory_gib", "plan")
+_NOT_OF_TRAINER = ("tracker", "id", "log_dir", "jax_compilation_cache_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A job that is done.
+
+    Attributes:
+        title: of the book.
+        folder: of its results.
+        windows: how many were scored in this run; 0 where nothing was left to do.
+        summary: its numbers, as in `summary.json`, on process 0; None where it was done before.
+    """
+
+    title: str
+    folder: str
+    windows: int
+    summary: Mapping[str, Any] | None = None
+
+
+def execute_jobs(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...]:
+    """Scores the jobs that are not done yet; nothing runs that is not in `plan`."""
+    work: MemorizationWork = plan.work
+    show = jax.process_index() == 0
+    model_facts = _model_identity(plan)
+    stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
+    done = [Done(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
+    replaces = work.config.if_exists == "replace"
+    # Every process refuses another run's folder; whether this run is finished, process 0 says.
+    finished = agreed([not replaces and store.is_done() for store in stores])
+    for each, store, is_done in zip(done, stores, finished, strict=True):
+        if show and is_done:
+            store.clean()
+            print(f"{each.title}: nothing to do, its results are in {each.folder}")
+        elif show and replaces:
+            store.start_over()
+    todo = [int(n) for n in np.flatnonzero(~finished)]
+    if not todo:
+        return tuple(done)
+    tokenizer = work.pretrained.tokenizer
+    digest = hashlib.sha256(repr([(job.title, job.identity) for job, _, _ in work.jobs]).encode()).hexdigest()
+    advice = "the same files must be on all hosts"
+    require_same("what is scored", f"{len(work.jobs)} sets of windows, sha256 {digest[:16]}…", advice=advice)
+    # Every book and every folder come before the weights: what is wrong with them is said now.
+    for n in todo:
+        work.jobs[n][0].check(tokenizer)
+        if show:
+            stores[n].begin()
+    # One book's windows are made while the weights are read, or while the book before it is scored.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as opener:
+        upcoming = opener.submit(work.jobs[todo[0]][0].open, tokenizer)
+        loaded = load_pretrained(work.pretrained, mesh, show=show)
+        model = with_arrays(work.pretrained.abstract, loaded.arrays)
+        before = 0
+        for n, following in zip(todo, (*todo[1:], None), strict=True):
+            opened = upcoming.result()
+            if following is not None:
+                upcoming = opener.submit(work.jobs[following][0].open, tokenizer)
+            done[n] = _score(plan, n, opened, stores[n], model, mesh, tracker, before=before)
+            before += len(opened.source)
+    return tuple(done)
+
+
+def _score(
+    plan: RunPlan, n: int, opened: Opened, store: PartStore, model: Any, mesh: Mesh, tracker: Tracker, *, before: int
+) -> Done:
+    """Scores one job and writes its results. `before` windows of other jobs were scored in this run."""
+    work: MemorizationWork = plan.work
+    job, shape, program = work.jobs[n]
+    total = len(opened.source)
+    store = replace(store, windows=total)
+    # The books before are written out by process 0, while the others are here.
+    barrier(f"scoring {job.title}")
+    name = _metric_prefix(work, job)
+    report = _Report(name=name, shape=shape, total=total, tracker=tracker, before=before)
+
+    def batches(first: int) -> Iterator[Scores]:
+        return score_batches(plan.program(program), model, mesh, opened.source, shape, laws=work.laws, first=first)
+
+    with Progress(f"scoring {job.title}", total=total, unit="windows", show=jax.process_index() == 0) as progress:
+
+        def on_windows(count: int) -> None:
+            progress.advance_to(count)
+            report.windows(count)
+
+        scores = score_and_store(batches, store, save_seconds=work.config.save_seconds, on_windows=on_windows)
+    summary = None
+    if scores is not None:
+        summary = _finish(plan, job, opened, scores, store)
+        tracker.log_summary(_numbers(f"{name}memorization", summary))
+        _log_pictures(tracker, job)
+    return Done(title=job.title, folder=job.folder, windows=total, summary=summary)
+
+
+def _metric_prefix(work: MemorizationWork, job: Job) -> str:
+    """Nothing for one book; the title, as upstream writes it, where there are several."""
+    return "" if len(work.jobs) == 1 else f"{job.title.replace(' ', '_')}/"
+
+
+@dataclass(kw_only=True)
+class _Report:
+    """Upstream's progress numbers, to the tracker; steps go on from one book to the next."""
+
+    name: str
+    shape: BatchShape
+    total: int
+    tracker: Tracker
+    before: int
+
+    def windows(self, count: int) -> None:
+        numbers = {
+            "batch_number": self.shape.batches(count),
+            "total_batches": self.shape.batches(self.total),
+            "windows_processed": count,
+            "total_windows": self.total,
+            "progress_percent": 100 * count / self.total,
+        }
+        self.tracker.log({f"{self.name}eval/{key}": n for key, n in numbers.items()}, step=self.before + count)
+
+
+def _log_pictures(tracker: Tracker, job: Job) -> None:
+    """Gives the tracker the pictures and the summary, which hold no text; the report, which may, stays where it is."""
+    names = {**DEFAULT_NAMES, **job.output_names}
+    for name in (names["plot_path"], names["histogram_path"], CURVES, SUMMARY):
+        path = join(job.folder, name)
+        if not is_remote(path):
+            tracker.log_artifact(path, name=name, type="memorization")
+
+
+def _store(work: MemorizationWork, job: Job, shape: BatchShape, model_facts: Mapping[str, Any]) -> PartStore:
+    identity = {**job.identity, **model_facts, "batch": shape.rows, "schemes": [law.name for law in work.laws]}
+    return PartStore(folder=job.folder, identity=identity, windows=0, suffix_tokens=job.suffix_tokens)
+
+
+def _model_identity(plan: RunPlan) -> dict[str, Any]:
+    """What the numbers depend on, of the model and the devices."""
+    pretrained: PretrainedModel = plan.work.pretrained
+    spec, mappings = plan.mesh, pretrained.resolved.mappings
+    return {
+        "tokenizer.hash": pretrained.tokenizer.hash,
+        "model.reference": pretrained.choice.saved or pretrained.choice.reference,
+        "model.weights": weights_digest(pretrained.checkpoint.source),
+        **flat("model", plain(pretrained.config)),
+        "precision": str(pretrained.precision),
+        "mesh": str(spec),
+        "mapping.params": str(mappings.params),
+        "mapping.compute": str(mappings.compute),
+        "mapping.residual": str(mappings.residual),
+        "devices": f"{plan.target.devices} {plan.target.kind} in {plan.target.hosts} processes",
+    }
+
+
+def _finish(plan: RunPlan, job: Job, opened: Opened, scores: Scores, store: PartStore) -> Mapping[str, Any]:
+    """Writes a job's results and everything that is said of them; the marker that says so comes last."""
+    scores = opened.aligned(scores)
+    result = BookResult(
+        title=job.title,
+        preset=job.preset,
+        scheme=job.scheme,
+        manifest=_manifest(plan, job, opened, store),
+        text=job.text,
+        prefix_tokens=job.positions - job.suffix_tokens,
+        suffix_tokens=job.suffix_tokens,
+        **opened.spans,
+        logprobs=scores.logprobs,
+        ranks=scores.ranks,
+        top_lse=scores.top_lse,
+        normalizers=scores.normalizers,
+    )
+    result.write(job.folder)
+    config = plan.work.config
+    summary = write_outputs(
+        job.folder,
+        result,
+        threshold=config.coverage_threshold,
+        cover=config.cover,
+        names=job.output_names,
+        with_text=config.keep_text,
+    )
+    store.finish()
+    return summary
+
+
+def said_of(done: Done) -> str:
+    """The main numbers of a job, and where the rest is."""
+    found = done.summary
+    assert found is not None
+    low, high = found["coverage_interval"]["low"], found["coverage_interval"]["high"]
+    return (
+        f"{done.title} (preset {found['preset']}, {found['scheme']}): {found['coverage']:.2%} of "
+        f"{found['characters']:,} {found['unit']} covered at p_z ≥ {found['threshold']:.2%} [{low:.2%}, {high:.2%}]; "
+        f"{found['windows_reached']:,} of {found['windows']:,} windows\n  {done.folder}"
+    )
+
+
+def _numbers(prefix: str, value: Any) -> dict[str, float]:
+    """The numbers of a nested mapping by path; lists are left out."""
+    if isinstance(value, Mapping):
+        return {name: n for key, item in value.items() for name, n in _numbers(f"{prefix}/{key}", item).items()}
+    return {prefix: value} if isinstance(value, (int, float)) else {}
+
+
+def _manifest(plan: RunPlan, job: Job, opened: Opened, store: PartStore) -> dict[str, Any]:
+    """What was run, on what; no times and no place, so that equal runs have equal manifests."""
+    config = {key: value for key, value in plain(plan.work.config).items() if key not in _NOT_IN_MANIFEST}
+    config["trainer"] = {key: value for key, value in config["trainer"].items() if key not in _NOT_OF_TRAINER}
+    return {
+        "title": job.title,
+        "entry_point": plan.entry_point,
+        "windows": len(opened.source),
+        "facts": dict(opened.facts),
+        "identity": dict(store.identity),
+        "model": plan.work.pretrained.origin.description,
+        "config": config,
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+            "pyarrow": pyarrow.__version__,
+        },
+    }
+
+
+def run_memorization(config: Any, describe: Callable[[Any, Target], RunPlan]) -> int:
+    """Describes a run for the devices that are here, checks it, runs it, and prints the main numbers."""
+    configure_jax(config.trainer)
+    found = local_devices(config.trainer.mesh)
+    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
+    plan = describe(config, local_target(found))
+    show = jax.process_index() == 0
+    if show:
+        parameters = {"parameters": plan.sharding.bytes_per_device}
+        print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
+        print(plan.report())
+    plan.check()
+    require_same_config(config)
+    tracker = start_trackers(config.trainer.trackers, run_id=run_id(config.trainer), process_index=jax.process_index())
+    try:
+        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
+        for done in execute_jobs(plan, plan.mesh.build(found.devices), tracker):
+            if done.summary is not None:
+                print(said_of(done))
+    finally:
+        tracker.finish()
+    return 0

@@ -1,0 +1,161 @@
+"""A model out of a checkpoint of our own: what a training run writes of it, and how any other run reads it.
+
+Beside the arrays, a checkpoint says what they are: the architecture, the number of ids, the tokenizer. So
+`checkpoint_path` needs no `model:` block; where one is given, it must not contradict. The parameters are then read like
+those of any other checkpoint, by slices and straight into their shards; optimizer statistics stay where they are.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levanter.checkpoint import (
+    CheckpointRef,
+    CheckpointSource,
+    MissingCheckpointError,
+    UnreadableCheckpointError,
+    checkpoint_at,
+    same_names,
+)
+from levanter.commands.model.origin import PASSTHROUGH, Origin, from_block, merged
+from levanter.compat.hf.config_bridge import BridgedConfig, family_for
+from levanter.compat.hf.tokenizer import check_vocabulary
+from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.config import ConfigError, parse_text, plain
+from levanter.data import PassthroughTokenizer, Tokenizer
+from levanter.models.registry import LmConfig
+from levanter.run import Check
+from levanter.trainer.state import MODEL
+
+PREFIX = f"{MODEL}."
+_ALSO = ("max_seq_len", "scan_layers")
+"""Fields that are no part of the arithmetic, and yet of the leaves or of what the model was trained for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What of `metadata.json` describes the model."""
+
+    model: LmConfig
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedModel:
+    """The model of a checkpoint of ours.
+
+    Attributes:
+        ref: the checkpoint.
+        config: its architecture, with `vocab_size`.
+        source: its parameters, by slices.
+        tokenizer_name: the tokenizer that it was trained with.
+    """
+
+    ref: CheckpointRef
+    config: LmConfig
+    source: CheckpointSource
+    tokenizer_name: str | None
+
+    @property
+    def description(self) -> str:
+        """What it is, in a line: place, family, step, storage, size."""
+        kind = type(self.config).get_choice_name(type(self.config))
+        stored = " and ".join(sorted({info.dtype.name for info in self.source.tensors.values()}))
+        size = sum(info.nbytes for info in self.source.tensors.values()) / 2**20
+        return f"{self.ref.path} ({kind}, step {self.ref.step}, {stored}, {size:,.1f} MiB)"
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its training data.
+
+        Raises:
+            CheckpointError: it cannot be read here, or has more ids than the model has embeddings.
+        """
+        assert self.config.vocab_size is not None
+        if self.tokenizer_name is None or self.tokenizer_name == PASSTHROUGH:
+            return PassthroughTokenizer(self.config.vocab_size)
+        found = load_tokenizer(self.tokenizer_name)
+        check_vocabulary(found, self.config.vocab_size, where=self.description)
+        return found
+
+
+def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
+    """What a training run writes beside its arrays, so that the model can be read without the run's configuration.
+
+    Args:
+        model: the architecture, with `vocab_size`.
+        tokenizer: of the training data.
+    """
+    assert model.vocab_size is not None
+    fields = plain(model)
+    names = (*family_for(model).architecture_fields, *_ALSO)
+    return {
+        "model": {"type": fields["type"], **{name: fields[name] for name in names if name in fields}},
+        "tokenizer": tokenizer,
+    }
+
+
+def open_saved(path: str) -> SavedModel:
+    """The model of a checkpoint, or of the newest one in a folder of them.
+
+    Raises:
+        MissingCheckpointError: there is none.
+        UnreadableCheckpointError: it is damaged, or says nothing of a model.
+    """
+    ref = checkpoint_at(path)
+    if not any(name.startswith(PREFIX) for name in ref.leaves):
+        raise UnreadableCheckpointError(f"{ref.path}: no parameters of a model (leaves {PREFIX}…) are in it")
+    return SavedModel(
+        ref=ref,
+        config=_architecture(ref),
+        source=CheckpointSource(ref, prefix=PREFIX),
+        tokenizer_name=ref.metadata.get("tokenizer"),
+    )
+
+
+def _architecture(ref: CheckpointRef) -> LmConfig:
+    block = ref.metadata.get("model")
+    if not isinstance(block, Mapping):
+        raise UnreadableCheckpointError(
+            f"{ref.path}: its metadata.json does not say which model it is; checkpoints of train_lm do (`model`)"
+        )
+    try:
+        found = parse_text(_Saved, json.dumps({"model": dict(block)}), source=f"{ref.path}/metadata.json").model
+    except ConfigError as error:
+        raise UnreadableCheckpointError(f"{ref.path}: metadata.json has no model of ours: {error}") from error
+    if found.vocab_size is None:
+        raise UnreadableCheckpointError(f"{ref.path}: metadata.json does not say model.vocab_size")
+    return found
+
+
+def find_saved(path: str, model: LmConfig | None, *, key: str = "checkpoint_path") -> Origin:
+    """What can be known here of the model of a checkpoint; see `find_origin`.
+
+    Args:
+        path: a checkpoint, or a folder of them.
+        model: the `model:` block, which must not contradict.
+        key: what the config calls the path.
+
+    Raises:
+        UnreadableCheckpointError: it is there and damaged.
+        UnknownArchitectureError: it is not there, and there is no complete `model:` block.
+        ConfigMismatchError: the block says something else of the architecture.
+    """
+    try:
+        found = open_saved(path)
+    except MissingCheckpointError as error:
+        return from_block(path, model, MissingCheckpointError(f"{key}: {error}"), rules=same_names, padded=True)
+    bridged = BridgedConfig(config=found.config, family=family_for(found.config), findings=())
+    where = f"{found.ref.path}/metadata.json"
+    (stored, *_) = (info.dtype for info in found.source.tensors.values() if info.dtype.kind not in "iub")
+    return Origin(
+        reference=found.tokenizer_name,
+        checkpoint=found,
+        architecture=merged(model, bridged, where=where),
+        description=found.description,
+        stored=np.dtype(stored),
+        checks=(Check(name="model", status="ok", message=found.description),),
+        rules=same_names,
+        padded=True,
+    )

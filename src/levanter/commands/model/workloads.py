@@ -1,0 +1,132 @@
+"""How much the Programs of a run do and how often they run: what modelled times are multiplied by.
+
+FLOPs are those of the mathematics (`levanter.models.flops`), over all devices; a Program that runs once in a job and
+takes no time to speak of has no workload.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from haliax_ext.program import Program
+from levanter.commands.model.pretrained import PretrainedModel
+from levanter.data import EvaluationSet, FileDocuments
+from levanter.io import file_size, is_remote
+from levanter.models.flops import flops_per_token
+from levanter.models.registry import LmConfig
+from levanter.run import RunPlan, Workload
+from levanter.trainer.batch_plan import BatchStage
+
+COUNTED_CHARACTERS = 1_000_000
+"""A text up to this long is tokenized to plan how often a batch is scored; a longer one only in a run."""
+
+
+def is_short(each: EvaluationSet) -> bool:
+    """Whether a set's text is local and no longer than what planning tokenizes."""
+    left = COUNTED_CHARACTERS
+    for part in each.parts:
+        if isinstance(part, FileDocuments) and any(is_remote(path) or file_size(path) > left for path in part.paths):
+            return False
+    for document in each.documents():
+        left -= len(document.text)
+        if left < 0:
+            return False
+    return True
+
+
+def scoring_workload(
+    pretrained: PretrainedModel, *, rows: int, positions: int, runs: int | None, reason: str, program: str = "score"
+) -> Workload:
+    """What scoring one batch takes.
+
+    Args:
+        pretrained: the model.
+        rows: of a batch, over all devices.
+        positions: tokens in a row.
+        runs: how many batches the job has, where that is known.
+        reason: how it is known, or what would make it known.
+        program: the Program's name.
+    """
+
+    def flops(attention: Literal["causal", "full"]) -> float:
+        each = flops_per_token(
+            pretrained.config, vocab_size=pretrained.Vocab.size, context_length=positions, attention=attention
+        )
+        return rows * positions * each.scoring
+
+    return Workload(
+        program=program,
+        tokens=rows * positions,
+        unit="tokens",
+        items=rows * positions,
+        flops_full=flops("full"),
+        flops_causal=flops("causal"),
+        executions=runs,
+        reason=reason,
+    )
+
+
+def training_workloads(
+    model: LmConfig, batches: tuple[BatchStage, ...], vocab: int, *, positions: int, steps: int
+) -> Iterator[Workload]:
+    """What one step of each Program takes, and how many of them the run does.
+
+    Args:
+        model: the architecture.
+        batches: the stages of the batch size, by first step.
+        vocab: ids that the head tells apart, without the rows that only round it up.
+        positions: tokens in a row.
+        steps: of the whole run.
+    """
+    ends = (*(stage.start for stage in batches[1:]), steps)
+    done = [max(0, min(end, steps) - stage.start) for stage, end in zip(batches, ends, strict=True)]
+    for own in distinct(batches):
+        alike = [n for n, stage in enumerate(batches) if _size(stage) == _size(own)]
+        tokens = own.plan.placed_rows * positions
+
+        def flops(attention: Literal["causal", "full"], tokens: int = tokens) -> float:
+            return (
+                tokens
+                * flops_per_token(model, vocab_size=vocab, context_length=positions, attention=attention).training
+            )
+
+        yield Workload(
+            program=program_name(own),
+            tokens=tokens,
+            unit="tokens",
+            items=tokens,
+            flops_full=flops("full"),
+            flops_causal=flops("causal"),
+            executions=sum(done[n] for n in alike),
+            reason="trainer.num_train_steps",
+        )
+
+
+WATCHED = "_watched"
+"""Behind the name of a train step: the same step, with histograms."""
+
+
+def program_name(stage: BatchStage) -> str:
+    """What the train step of a stage is called: `train_step`, and with the first step of later stages."""
+    return "train_step" if stage.start == 0 else f"train_step_from_{stage.start}"
+
+
+def stage_program(plan: RunPlan, batches: tuple[BatchStage, ...], step: int, *, watched: bool = False) -> Program:
+    """The train step that a step runs; `watched` asks for the one with histograms, where there is one."""
+    (*_, stage) = [stage for stage in batches if stage.start <= step]
+    own = program_name(next(each for each in distinct(batches) if _size(each) == _size(stage)))
+    there = {program.name for program in plan.programs}
+    return plan.program(own + WATCHED if watched and own + WATCHED in there else own)
+
+
+def distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
+    """The stages that need a Program of their own: one for each size."""
+    seen = set()
+    for stage in batches:
+        if _size(stage) not in seen:
+            yield stage
+        seen.add(_size(stage))
+
+
+def _size(stage: BatchStage) -> tuple[int, int]:
+    """What makes two stages one Program."""
+    return stage.plan.placed_rows, stage.plan.accumulation

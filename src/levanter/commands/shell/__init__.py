@@ -1,0 +1,1 @@
+"""A process from its command line to its exit code: devices, interrupts, peers, output."""

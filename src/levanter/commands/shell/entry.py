@@ -1,0 +1,103 @@
+"""The shell of every entry point: what a user sees of an error, and the exit code a script sees.
+
+0 done or fits; 1 internal error; 2 bad input or config; 3 does not fit; 4 compiler crash; 5 a peer is missing;
+75 preempted, saved, resumable; 130 Ctrl-C. `LEVANTER_TRACEBACK=1` shows where a user error was raised.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from levanter.commands.shell.interrupts import interrupts_kept
+from levanter.commands.shell.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
+from levanter.config import HelpRequested, load
+from levanter.io import output_is_lost, setup_logging
+from levanter.processes.barrier import current_peers
+from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
+
+C = TypeVar("C")
+OUR_PACKAGES = ("levanter", "haliax_ext")
+NOT_READ = "what it printed was not read"
+
+
+def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv: Sequence[str] | None = None) -> int:
+    """Parses the command line into `config_class`, runs `main`, and turns what happens into an exit code.
+
+    Args:
+        config_class: the entry point's config.
+        main: takes the config; may return an exit code.
+        argv: the command line without the program's name.
+    """
+
+    def run() -> int | None:
+        setup_logging()
+        return main(load(config_class, list(sys.argv[1:] if argv is None else argv)))
+
+    return shell(run)
+
+
+def shell(run: Callable[[], int | None]) -> int:
+    """Calls `run` and turns what happens into an exit code; errors of the user are shown without a traceback.
+
+    A process of several ends together with the others where all went well, and tells them where it failed. Where
+    nobody reads what is printed any more (`… | head`), it ends without a word.
+    """
+    try:
+        with interrupts_kept():
+            code = run()
+        if output_is_lost():
+            return end_alone(INTERNAL_ERROR, NOT_READ)
+        return end_together(code or OK)
+    except HelpRequested as help_text:
+        try:
+            print(help_text)
+        except BrokenPipeError as error:
+            output_is_lost(error)
+        output_is_lost()
+        return OK
+    except SystemExit:
+        output_is_lost()
+        raise
+    except KeyboardInterrupt as stop:
+        print(f"\ninterrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        return end_alone(INTERRUPTED, "interrupted")
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and output_is_lost(error):
+            return end_alone(INTERNAL_ERROR, NOT_READ)
+        if not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
+            if current_peers() is None:
+                raise
+            return end_with_traceback(error)
+        end_if_lost(error)
+        if not is_said_already(str(error)):
+            _show(error)
+        return end_alone(getattr(error, "exit_code", BAD_INPUT), str(error))
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether `error` tells a user about the input: it was raised by our own code, not by a library under it.
+
+    A `ValueError` that JAX raises during a run is a bug of ours and keeps its traceback.
+    """
+    if isinstance(error, RunRefused) or _is_ours(type(error).__module__):
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and _is_ours(frame.tb_frame.f_globals.get("__name__", ""))
+
+
+def _is_ours(module: str) -> bool:
+    if module == "__main__":
+        # `python -m levanter.main.x`: the module keeps its own name in its spec only.
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        module = spec.name if spec is not None else ""
+    return module.split(".")[0] in OUR_PACKAGES
+
+
+def _show(error: BaseException) -> None:
+    if os.environ.get("LEVANTER_TRACEBACK"):
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,198 @@
+"""One process among several: joining the others, ending with them, and ending when one of them is gone.
+
+A process whose peers are gone is usually stuck in a collective, where no exception reaches it. A thread notices, says
+who is gone and where, and ends the process with exit code 5. JAX's own service notices too and aborts the process with
+a C++ stack trace; while the run has several processes, that signal is caught, and the same error is printed instead.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import jax
+
+from levanter.io import setup_logging
+from levanter.processes.barrier import barrier, current_peers, set_peers
+from levanter.processes.distributed import DistributedConfig, find_place, join, on_tpu_pod, platforms, start_jax
+from levanter.processes.peers import PeerLostError, Peers
+from levanter.run import INTERNAL_ERROR, OK, PEER_LOST, PREEMPTED
+
+logger = logging.getLogger(__name__)
+
+PARTING_SECONDS = 0.3
+"""So long a process that ends with an error stays, that its last words reach the others."""
+SUSPECT_SECONDS = 3.0
+"""So long after an unexpected error it may turn out that a peer is gone, which then was its cause."""
+SAME_ERROR_SECONDS = 3.0
+_SIGABRT_ACTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+@dataclass
+class _Kept:
+    """What must live as long as the process."""
+
+    abort_action: Any = None
+    final: int | None = None
+    ending: threading.Lock = field(default_factory=threading.Lock)
+
+
+_kept = _Kept()
+
+
+def join_processes(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> None:
+    """Joins the other processes of this run, if there are any; call it before anything asks JAX for devices.
+
+    Raises:
+        PlaceError: this process's place is not known.
+        RollCallError: not all of them came in time.
+    """
+    if current_peers() is not None or jax.distributed.is_initialized():
+        return
+    place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
+    if place is None:
+        return
+    setup_logging(process_index=place.process, process_count=place.processes)
+    peers = join(config, place)
+    set_peers(peers)
+    peers.on_lost(_end_with)
+    _catch_aborts(peers)
+    start_jax(config, place)
+    if place.process == 0:
+        logger.info("%d processes, known from %s; process 0 is %s", place.processes, place.found, peers.roster[0])
+
+
+def left_to_process_0(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process has nothing to do: work that needs no device is process 0's, however many are started.
+
+    Raises:
+        PlaceError: this process's place is not known.
+    """
+    place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
+    return place is not None and place.process != 0
+
+
+def end_together(code: int) -> int:
+    """Ends a run that is done: waits for the others, so that nobody's service goes away under them.
+
+    Returns:
+        The exit code.
+    """
+    peers = current_peers()
+    if peers is None:
+        return code
+    barrier("the end")
+    # From here on some are faster than others, which is no loss.
+    _kept.final = code
+    peers.part()
+    jax.distributed.shutdown()
+    peers.leave(OK if code == PREEMPTED else code)
+    return code
+
+
+def end_alone(code: int, said: str) -> int:
+    """Ends a run that failed here; with several processes the others are told why, and this call does not return."""
+    peers = current_peers()
+    if peers is None:
+        return code
+    peers.leave(code, said)
+    _exit(code)
+
+
+def is_said_already(said: str) -> bool:
+    """Whether process 0 ended with the same error, which then need not be shown by every process."""
+    peers = current_peers()
+    return peers is not None and peers.process != 0 and peers.said_by(0, SAME_ERROR_SECONDS) == said
+
+
+def end_with_traceback(error: BaseException) -> int:
+    """Ends one process of several after an unexpected error; where a peer is gone, that was its cause."""
+    peers = current_peers()
+    assert peers is not None, "a process that is alone raises its errors"
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    if peers.wait_lost(SUSPECT_SECONDS):
+        if os.environ.get("LEVANTER_TRACEBACK"):
+            traceback.print_exception(error)
+        _end_with(peers.lost())
+    traceback.print_exception(error)
+    return end_alone(INTERNAL_ERROR, said)
+
+
+def end_if_lost(error: BaseException) -> None:
+    """Ends one process of several where an error for the user has its cause in a collective that a peer has left.
+
+    A checkpoint cannot be written where the step before it failed; that is then not the user's to mend.
+    """
+    peers = current_peers()
+    if peers is None or not any(isinstance(each, jax.errors.JaxRuntimeError) for each in _causes(error)):
+        return
+    if peers.wait_lost(SUSPECT_SECONDS):
+        if os.environ.get("LEVANTER_TRACEBACK"):
+            traceback.print_exception(error)
+        _end_with(peers.lost())
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on."""
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        at = at.__cause__
+
+
+def _end_with(error: PeerLostError) -> NoReturn:
+    """Prints the error and ends the process, whatever its other threads are doing."""
+    with _kept.ending:
+        os.write(2, f"\nerror: {error}\n".encode())
+        if os.environ.get("LEVANTER_TRACEBACK"):
+            faulthandler.dump_traceback(all_threads=True)
+        peers = current_peers()
+        if peers is not None:
+            peers.leave(PEER_LOST, str(error).splitlines()[0])
+        _exit(PEER_LOST)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends without waiting for anything that waits for peers."""
+    # Somebody may hold a stream's lock for ever.
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    time.sleep(PARTING_SECONDS)
+    flusher.join(1.0)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _catch_aborts(peers: Peers) -> None:
+    """Has an abort that a lost peer caused end like any other report of it; other aborts stay what they are."""
+
+    def action(number: int) -> None:
+        # Called in the thread that aborts, which is one of JAX's service.
+        if _kept.final is not None:
+            _exit(_kept.final)
+        if peers.wait_lost(SUSPECT_SECONDS):
+            # `on_lost` ends the process, or its own error does.
+            time.sleep(60)
+            os._exit(PEER_LOST)
+        _libc().signal(number, signal.SIG_DFL)
+
+    _kept.abort_action = _SIGABRT_ACTION(action)
+    _libc().signal(int(signal.SIGABRT), _kept.abort_action)
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None)

@@ -1,0 +1,1 @@
+"""`cache_dataset`: token stores, built ahead of a run."""

@@ -1,0 +1,117 @@
+"""Builds the token stores of a training run ahead of it.
+
+    python -m levanter.main.cache_dataset --config_path config/train/nano.yaml
+
+Takes a training configuration as it is (or a file with nothing but `data:`), tokenizes what its training sets need and
+has not been tokenized yet, and says what each store holds. A run that is stopped goes on where it was, file by file. No
+accelerator is used. `--verify true` reads every store once more against its checksums.
+
+As several processes, the first one builds while the others wait; these then find the stores, or build their own where
+`cache_dir` is a disk of each host's.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from levanter.commands.model.origin import find_tokenizer
+from levanter.commands.shell.lifecycle import join_processes
+from levanter.commands.train.run import DATA_SECONDS
+from levanter.commands.train.train_lm import TrainLmConfig
+from levanter.data import BuildProgress, TrainingSet, build_tokens, resolve_training
+from levanter.data.store import StoredTokens
+from levanter.io import Progress
+from levanter.io.progress import amount, duration
+from levanter.processes.barrier import is_process_0, process_0_first
+
+logger = logging.getLogger(__name__)
+
+VERIFIED_AT_ONCE = 1 << 22
+"""Tokens of one read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheDatasetConfig(TrainLmConfig):
+    """A training configuration, of which `data:` and the vocabulary's size are used.
+
+    Attributes:
+        verify: whether finished stores are read as a whole, which checks every checksum.
+    """
+
+    verify: bool = False
+
+
+def main(config: CacheDatasetConfig) -> int:
+    """Builds what is missing and prints what there is."""
+    join_processes(config.trainer.distributed)
+    with process_0_first("preparing data", seconds=DATA_SECONDS):
+        _build(config, show=is_process_0())
+    return 0
+
+
+def _build(config: CacheDatasetConfig, *, show: bool) -> None:
+    say = print if show else logger.debug
+    resolved = resolve_training(config.data)
+    size = config.model.vocab_size if config.data.vocab_size is None else config.data.vocab_size
+    tokenizer, check = find_tokenizer(config.data.tokenizer, origin=None, size=size)
+    if tokenizer is None:
+        assert check.error is not None
+        raise check.error
+    stored = [one for one in resolved.sets if one.folder is not None]
+    for line in (*resolved.describe(), *resolved.notes):
+        say(line)
+    without = [one.name for one in resolved.sets if one.folder is None]
+    if without:
+        say(f"{', '.join(without)}: tokenized when a run begins (data.cache_dir is null, or the text is in memory)")
+    if not stored:
+        return
+    say(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
+    began = time.perf_counter()
+    with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
+
+        def tell(step: BuildProgress) -> None:
+            # How many tokens there will be is known at the end; until then it is what the files' bytes suggest.
+            if step.fraction > 0:
+                progress.meter.total = max(step.tokens / step.fraction, step.tokens)
+            progress.advance_to(step.tokens)
+
+        tokens = build_tokens(config.data, stored, tokenizer, tell)
+        made = progress.meter.done
+        progress.meter.total = None
+    seconds = time.perf_counter() - began
+    for one, its in zip(stored, tokens, strict=True):
+        assert isinstance(its, StoredTokens)
+        say(f"  {store_line(one, its)}")
+    if made:
+        say(f"{made:,.0f} tokens in {duration(seconds)}, {made / seconds:,.0f} tokens/s")
+    else:
+        say("nothing was missing")
+    if config.verify:
+        _verify([its for its in tokens if isinstance(its, StoredTokens)], show=show)
+        say("verified: every token was read against its checksum")
+
+
+def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
+    """What a store holds, in one line."""
+    shards = tokens.manifest.shards or ()
+    size = sum(sum(shard.files.values()) for shard in shards)
+    skipped = sum(shard.skipped for shard in shards)
+    empty = f", {skipped:,} empty documents left out" if skipped else ""
+    return (
+        f"{one.name}: {tokens.manifest.tokens:,} tokens, {tokens.manifest.documents:,} documents{empty}, "
+        f"{len(shards)} shards, {amount(size, 'bytes')} in {tokens.folder}"
+    )
+
+
+def _verify(stores: list[StoredTokens], *, show: bool) -> None:
+    """Reads every token; raises a `StoreError` where a checksum is wrong."""
+    everything = sum(int(each.starts[-1]) for each in stores)
+    with Progress("verifying", total=everything, unit="tokens", show=show) as progress:
+        for each in stores:
+            total = int(each.starts[-1])
+            for begin in range(0, total, VERIFIED_AT_ONCE):
+                count = min(VERIFIED_AT_ONCE, total - begin)
+                each.read(np.array([begin]), np.array([count]))
+                progress.advance(count)

@@ -1,0 +1,1 @@
+"""`train_lm`: training, its evaluation, checkpoints and exports."""

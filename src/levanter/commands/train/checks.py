@@ -1,0 +1,130 @@
+"""What is looked at before a training run begins: data, token stores, folders, the checkpoint it goes on from.
+
+Nothing here reads a document or an array. Whatever is wrong becomes a `Check`, so that all of it is said at once. What
+another machine may have (files, folders, checkpoints) is an error where the run is, and is listed where it is planned.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
+from levanter.checkpoint.targets import check_leaves, saved_leaf
+from levanter.commands.shell.local import output_checks
+from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
+from levanter.data import AbsentTextError, DataError, LmDataConfig, Tokenizer, compare_stores, resolve_training
+from levanter.models.registry import LmConfig
+from levanter.run import BAD_INPUT, Check, RunRefused
+from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
+
+if TYPE_CHECKING:
+    from levanter.commands.train.train_lm import TrainLmConfig
+
+T = TypeVar("T")
+
+
+def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size: int) -> list[Check]:
+    """Whether the training data is there, its weights are of sets that there are, and its token stores fit.
+
+    Args:
+        config: the `data:` block; without a component it is not known here yet.
+        tokenizer: the run's; None where it is not here, and stores are not compared.
+        vocab_size: ids that the model tells apart.
+    """
+    if not config.components:
+        return []
+    try:
+        found = resolve_training(config)
+    except AbsentTextError as error:
+        return [Check(name="data", status="unchecked", message=str(error), error=error)]
+    except DataError as error:
+        return [Check(name="data", status="error", message=str(error), error=error)]
+    problems = [] if tokenizer is None else compare_stores(config, found.sets, tokenizer, vocab_size=vocab_size)
+    return [
+        *(Check(name="data", status="ok", message=line) for line in found.describe()),
+        *(Check(name="data", status="error", message=problem, error=DataError(problem)) for problem in problems),
+    ]
+
+
+def place_checks(config: "TrainLmConfig", model: LmConfig, plan: StatePlan) -> list[Check]:
+    """Whether a run may write where it will, and whether the checkpoint that it begins from is of what it trains.
+
+    What is in a run's own folder is known where the run has a name (`trainer.id`, `$RUN_ID`).
+
+    Args:
+        config: the run.
+        model: its architecture.
+        plan: where its state lies.
+    """
+    written = config.trainer.checkpointer
+    checks = [
+        *output_checks("trainer.log_dir", config.trainer.log_dir),
+        *output_checks("trainer.checkpointer.base_path", written.base_path),
+    ]
+    if written.temporary_base_path is not None:
+        checks += output_checks("trainer.checkpointer.temporary_base_path", written.temporary_base_path)
+    if config.hf_save_path is not None:
+        checks += output_checks("hf_save_path", config.hf_save_path)
+    for error in _checkpoint_problems(config, model, plan):
+        checks.append(Check(name="checkpoint", status="unchecked", message=str(error), error=error))
+    return checks
+
+
+def _checkpoint_problems(config: "TrainLmConfig", model: LmConfig, plan: StatePlan) -> Iterator[ValueError]:
+    named = config.trainer.id or os.environ.get("RUN_ID")
+    problems: list[ValueError] = []
+    resumed = None
+    if named is not None:
+        places = Places.of(config, named)
+        resumed = attempted(problems, lambda: find_resume(config, places))
+        attempted(problems, lambda: refuse_taken_exports(places, resumed))
+    if resumed is not None:
+        attempted(problems, lambda: check_leaves(resumed, _wanted(model, plan)))
+    elif not problems:
+        begins = {
+            config.initialize_from_checkpoint_path: (MODEL, OPTIMIZER),
+            config.initialize_model_from_checkpoint_path: (MODEL,),
+        }
+        for path, parts in begins.items():
+            if path is not None:
+                attempted(problems, lambda path=path, parts=parts: _check_parts(config, model, plan, path, parts))
+    yield from problems
+
+
+def _check_parts(
+    config: "TrainLmConfig", model: LmConfig, plan: StatePlan, path: str, parts: Sequence[str]
+) -> CheckpointRef:
+    """Whether some parts of a checkpoint are those of the run."""
+    ref = checkpoint_at(path)
+    prefixes = tuple(f"{part}." for part in parts)
+    wanted = {path: leaf for path, leaf in _wanted(model, plan).items() if path.startswith(prefixes)}
+    if config.trainer.allow_partial_checkpoint:
+        wanted = {path: leaf for path, leaf in wanted.items() if path in ref.leaves}
+    check_leaves(ref, wanted, within=prefixes)
+    return ref
+
+
+def _wanted(model: LmConfig, plan: StatePlan) -> Mapping[str, SavedLeaf]:
+    leaves = [each.leaf for each in plan.whole.leaves]
+    assert model.vocab_size is not None
+    used = used_shapes(leaves, {"vocab": model.vocab_size})
+    return {leaf.path: saved_leaf(leaf.shape, leaf.dtype, used=used.get(leaf.path)) for leaf in leaves}
+
+
+def attempted(problems: list[ValueError], make: Callable[[], T]) -> T | None:
+    """What `make` gives; where it refuses, None, and why is added to the problems."""
+    try:
+        return make()
+    except ValueError as error:
+        problems.append(error)
+        return None
+
+
+def refuse_all(checks: Sequence[Check], problems: Sequence[ValueError]) -> None:
+    """Raises the one problem, or all of them together with what else was found so far; nothing where there is none."""
+    if not problems:
+        return
+    before = [check.error for check in checks if check.error is not None and check.status == "error"]
+    if len(problems) == 1 and not before:
+        raise problems[0]
+    raise RunRefused([*before, *problems], exit_code=BAD_INPUT)

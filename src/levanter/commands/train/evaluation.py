@@ -1,0 +1,214 @@
+"""Evaluation during training: the validation sets of a run, scored with the training state between two steps.
+
+A configuration with validation sets has one Program more, `evaluate`; one without has none. The numbers are those of
+`eval_lm`, under the same names: the same rows, the same scoring, the same averages.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from haliax_ext.abstract import leaf_of
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.program import Input, Program, spec_of
+from levanter.data import (
+    AbsentTextError,
+    DataError,
+    DatasetComponent,
+    EvalBatches,
+    EvalRows,
+    EvalSequences,
+    EvaluationData,
+    LmDataConfig,
+    Tokenizer,
+    TrainingData,
+    build_sequences,
+    held_out_sequences,
+    joined,
+    resolve_evaluation,
+)
+from levanter.eval.perplexity import EvalResult, RowScores, summarize
+from levanter.io import Progress
+from levanter.mesh import ResolvedMesh
+from levanter.models.base import LmHeadModel
+from levanter.models.precision import Precision
+from levanter.models.scoring import token_logprobs
+from levanter.processes.together import jit_together
+from levanter.run import Check
+from levanter.tracker import Tracker
+from levanter.trainer.loss import in_compute_dtype
+from levanter.trainer.state import StatePlan, TrainState
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "evaluate"
+FETCH_BEHIND = 1
+
+
+def find_validation(config: LmDataConfig) -> tuple[EvaluationData | None, list[Check]]:
+    """The validation sets of a run, where it has any.
+
+    Where their text is not here there is an evaluation, though with nothing in it yet: its Program is planned, and a
+    run does not begin.
+    """
+    if not config.components:
+        return None, []
+    try:
+        found = resolve_evaluation(config, in_training=True)
+    except AbsentTextError as error:
+        absent = EvaluationData(sets=(), notes=())
+        return absent, [Check(name="validation", status="unchecked", message=str(error), error=error)]
+    except DataError as error:
+        return None, [Check(name="validation", status="error", message=str(error), error=error)]
+    notes = [
+        Check(name="validation", status="note", message=f"data.components.{name}: has no source; nothing is evaluated")
+        for name, component in config.components.items()
+        if isinstance(component, DatasetComponent) and component.source is None
+    ]
+    if not found.sets and not config.num_validation_sequences:
+        return None, notes
+    held_out = [f"{name}: {count} rows held out" for name, count in (config.num_validation_sequences or {}).items()]
+    message = "; ".join([*map(str, found.sets), *held_out])
+    return found, [Check(name="validation", status="ok", message=message), *notes]
+
+
+def evaluate_program(
+    model: LmHeadModel,
+    plan: StatePlan,
+    *,
+    rows: int,
+    positions: int,
+    precision: Precision,
+    resolved: ResolvedMesh,
+    compiler_options: dict[str, str],
+) -> Program:
+    """The Program that scores one batch with the parameters of a training run.
+
+    Args:
+        model: its parameters, abstract.
+        plan: where they lie.
+        rows: of a batch.
+        positions: tokens in a row.
+        precision: the run's.
+        resolved: its mesh and mappings.
+        compiler_options: see `Program`.
+    """
+    Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
+
+    def evaluate(model: LmHeadModel, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
+        usable = in_compute_dtype(model, precision.compute, plan.parameters)
+        return token_logprobs(usable, tokens, segment_ids=segment_ids)
+
+    return Program(
+        name=PROGRAM,
+        function=evaluate,
+        inputs=(
+            Input(name="model", value=model, placement=plan.parameters),
+            Input(name="tokens", value=ids, placement=resolved.mappings.compute),
+            Input(name="segment_ids", value=ids, placement=resolved.mappings.compute),
+        ),
+        mappings=resolved.mappings,
+        # A few kilobytes that every host reads: whole on every device.
+        out_placement=AxisMapping(),
+        matmul_precision=precision.matmul,
+        compiler_options=compiler_options,
+    )
+
+
+def validation_rows(
+    config: LmDataConfig, validation: EvaluationData, data: TrainingData, tokenizer: Tokenizer, *, vocab_size: int
+) -> EvalSequences:
+    """The rows of all validation sets: those with text of their own, and those held out of training data."""
+    own = None
+    if validation.sets:
+        own = build_sequences(
+            validation.sets,
+            tokenizer,
+            max_length=data.positions,
+            enforce_bos=config.enforce_bos,
+            enforce_eos=config.enforce_eos,
+            separate_documents=config.block_cross_document_attention,
+            vocab_size=vocab_size,
+        )
+    held_out = held_out_sequences(
+        data, tokenizer.byte_lengths(), separate_documents=config.block_cross_document_attention
+    )
+    found = joined(own, held_out)
+    assert found is not None, "a run without validation sets has no evaluation"
+    return found
+
+
+@dataclass(kw_only=True)
+class Evaluate:
+    """Evaluates between two steps, and logs what came of it under the last step's number.
+
+    Attributes:
+        program: `evaluate`.
+        mesh: the devices.
+        sequences: the rows.
+        tracker: where the numbers go.
+        every: steps between two evaluations.
+        last: the run's last step, which is evaluated in any case.
+        max_batches: batches of each set; None for all.
+        show: whether this process shows anything.
+        result: of the last evaluation.
+    """
+
+    program: Program
+    mesh: Mesh
+    sequences: EvalSequences
+    tracker: Tracker
+    every: int
+    last: int
+    max_batches: int | None
+    show: bool
+    result: EvalResult | None = None
+
+    def due(self, taken: int) -> bool:
+        """Whether it is time."""
+        return taken % self.every == 0 or taken == self.last
+
+    def __call__(self, taken: int, state: TrainState) -> None:
+        """Scores all sets."""
+        (Batch, _) = self.program.inputs[1].value.axes
+        batches = EvalBatches(
+            sequences=self.sequences,
+            batch_size=Batch.size,
+            max_rows_per_set=None if self.max_batches is None else self.max_batches * Batch.size,
+        )
+        score = jit_together(self.program, self.mesh)
+        scores = RowScores(self.sequences.row_count)
+        waiting: deque[tuple[EvalRows, hax.NamedArray]] = deque()
+        with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
+            for n in range(len(batches) + FETCH_BEHIND):
+                if n < len(batches):
+                    batch = batches[n]
+                    placed = [
+                        self._placed(declared, values)
+                        for declared, values in zip(
+                            self.program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True
+                        )
+                    ]
+                    waiting.append((batch, score(state.model, *placed)))
+                if n >= FETCH_BEHIND:
+                    batch, logprobs = waiting.popleft()
+                    scores.add(batch, np.asarray(logprobs.array.addressable_data(0)))
+                    progress.advance(1)
+        self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)
+        self.tracker.log(self.result.metrics(), step=taken - 1)
+        overall = self.result.overall.micro
+        bits = overall.bits_per_byte
+        told = "" if np.isnan(bits) else f", {bits:.4f} bits a byte"
+        logger.info("step %d: validation loss %.4f nats a token%s", taken, overall.loss, told)
+
+    def _placed(self, declared: Input, values: np.ndarray) -> hax.NamedArray:
+        assert declared.placement is not None
+        sharding = NamedSharding(self.mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
+        array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        return hax.NamedArray(array, declared.value.axes)

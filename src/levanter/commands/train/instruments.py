@@ -1,0 +1,188 @@
+"""What measures a training run and watches over it: metrics, watchdog, profile, guard; and what is said of it once.
+
+They are put together here from the configuration and the plan; `trainer` has each of them alone.
+"""
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from levanter.config import plain
+from levanter.models.precision import Precision
+from levanter.run import RunPlan
+from levanter.tracker import Tracker
+from levanter.trainer.guard import Guard
+from levanter.trainer.metrics import Peak, StepSize, Track, peak_flops
+from levanter.trainer.profile import Profile
+from levanter.trainer.watch import Watch
+from levanter.trainer.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from levanter.commands.train.train_lm import TrainWork
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orbax-checkpoint", "numpy", "levanter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruments:
+    """What measures and watches a run.
+
+    Attributes:
+        track: logs every step.
+        watch: what is seen inside of steps; None for nothing.
+        watchdog: says where a run hangs.
+        profile: of some steps; None for none.
+        tracker: where numbers go.
+    """
+
+    track: Track
+    watch: Watch | None
+    watchdog: Watchdog
+    profile: Profile | None
+    tracker: Tracker
+
+    @contextmanager
+    def running(self, first: int) -> Iterator[None]:
+        """For as long as the loop runs, from step `first` on; logs the summary behind it."""
+        assert self.track.peak is not None
+        logger.info("devices: %s", self.track.peak)
+        self.tracker.log_summary(self.track.peak.summary)
+        try:
+            with self.watchdog:
+                if self.profile is None:
+                    yield
+                    return
+                with self.profile:
+                    self.profile.begin(first)
+                    yield
+        finally:
+            self.tracker.log_summary(self.track.summary)
+
+    def watched(self, step: int) -> bool:
+        """Whether what was watched in a step is fetched."""
+        return self.watch is not None and self.watch.due(step)
+
+
+def instruments(
+    plan: RunPlan,
+    mesh: Mesh,
+    *,
+    tracker: Tracker,
+    run_id: str,
+    size_of: Callable[[int], StepSize],
+    steps: int,
+    tokens: int,
+) -> Instruments:
+    """Puts a run's instruments together.
+
+    Args:
+        plan: of the run.
+        mesh: its devices.
+        tracker: where numbers go.
+        run_id: names the folder of logs.
+        size_of: how much a step does, by its number.
+        steps: of the whole run.
+        tokens: of all steps before the first.
+    """
+    work: TrainWork = plan.work
+    trainer = work.config.trainer
+    folder = Path(trainer.log_dir) / run_id
+    watch = Watch.of(trainer.watch)
+    return Instruments(
+        track=Track(
+            tracker=tracker,
+            size_of=size_of,
+            steps=steps,
+            tokens=tokens,
+            peak=peak_of(plan, mesh),
+            devices=[each for each in mesh.devices.flat if each.process_index == jax.process_index()],
+            names={} if watch is None else watched_names(watch, work.state),
+            skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
+        ),
+        watch=watch,
+        watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt"),
+        profile=None if not trainer.profiler.enabled else _profile(plan, folder, tracker),
+        tracker=tracker,
+    )
+
+
+def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
+    """What the numbers that are watched are of, from the state without memory."""
+    return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
+
+
+def peak_of(plan: RunPlan, mesh: Mesh) -> Peak:
+    """What the devices of a run can do in its compute dtype."""
+    kind, precision = plan.target.kind, _matmuls(plan.work.precision)
+    return Peak(kind=kind, devices=mesh.devices.size, flops_per_device=peak_flops(kind, precision))
+
+
+def _matmuls(precision: Precision) -> Any:
+    """How `levanter.hardware` calls the products of a precision policy."""
+    if np.dtype(precision.compute).itemsize < 4:
+        return "bf16"
+    return {"default": "bf16", "high": "high", "highest": "f32"}[precision.matmul]
+
+
+def _profile(plan: RunPlan, folder: Path, tracker: Tracker) -> Profile:
+    def done(where: Path) -> None:
+        tracker.log_artifact(str(where), name="profile", type="jax_profile")
+
+    return Profile(config=plan.work.config.trainer.profiler, folder=folder / "profiler", done=done)
+
+
+def guard_of(plan: RunPlan, last_checkpoint: Callable[[], str]) -> Guard:
+    """What becomes of the run where its numbers are not finite."""
+    trainer = plan.work.config.trainer
+    return Guard(
+        nan=trainer.crash_on_nan,
+        inf=trainer.crash_on_inf,
+        in_a_row=trainer.skip_nonfinite_steps,
+        last_checkpoint=last_checkpoint,
+    )
+
+
+def run_facts(plan: RunPlan) -> Mapping[str, Any]:
+    """What a run logs of itself once: its resolved configuration, its plan in short, and the versions of what it is
+    made of."""
+    work: TrainWork = plan.work
+    parameters = [each.leaf for each in work.state_plan.parameters.leaves]
+    return {
+        "config": plain(work.config),
+        "mesh": str(plan.mesh),
+        "plan": {
+            "target": f"{plan.target.devices} × {plan.target.kind} on {plan.target.hosts} hosts",
+            "mappings": {name: str(getattr(plan.sharding.mappings, name)) for name in ("params", "compute")},
+            "bytes_per_device": dict(work.bytes_by_group),
+            "batches": [{"start": stage.start, "plan": str(stage.plan)} for stage in work.batches],
+            "parameters": sum(leaf.nbytes // leaf.dtype.itemsize for leaf in parameters),
+            "programs": [program.name for program in plan.programs],
+            "checks": [f"{check.name}: {check.message}" for check in plan.checks],
+        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's numbers, where they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if "GIT_COMMIT" in os.environ:
+        found["git_commit"] = os.environ["GIT_COMMIT"]
+    return found

@@ -1,0 +1,176 @@
+"""The folders of a training run: what it resumes from, and where it may write.
+
+All of it is looked at before text is read or anything is computed.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from levanter.checkpoint import CheckpointRef, Watch, checkpoint_at, find_checkpoints
+from levanter.compat.hf.export import ExportPathError
+from levanter.compat.hf.export_place import exports_in, is_whole
+from levanter.io import is_remote, join
+from levanter.io.paths import base_name, check_writable, filesystem
+from levanter.trainer.parts import CheckpointDebugConfig
+
+if TYPE_CHECKING:
+    from levanter.commands.train.train_lm import TrainLmConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class MissingResumeError(ValueError):
+    """A run was told to resume, and there is nothing to resume from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The folders of one run.
+
+    Attributes:
+        checkpoints: of its checkpoints.
+        temporary: of those that are deleted again, where they have a folder of their own.
+        exports: of its Hugging Face exports; None for none.
+    """
+
+    checkpoints: str
+    temporary: str | None
+    exports: str | None
+
+    @classmethod
+    def of(cls, config: "TrainLmConfig", run_id: str) -> "Places":
+        """The folders that a configuration says."""
+        written = config.trainer.checkpointer
+        own = (run_id,) if written.append_run_id_to_base_path else ()
+        return cls(
+            checkpoints=join(written.base_path, *own),
+            temporary=None if written.temporary_base_path is None else join(written.temporary_base_path, *own),
+            exports=None if config.hf_save_path is None else join(config.hf_save_path, run_id),
+        )
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Where checkpoints are found."""
+        return (self.checkpoints,) if self.temporary is None else (self.checkpoints, self.temporary)
+
+    def own(self, ref: CheckpointRef) -> bool:
+        """Whether a checkpoint is one of this run's."""
+        return any(ref.path == join(base, base_name(ref.path)) for base in self.bases)
+
+    def newest(self) -> CheckpointRef | None:
+        """The last complete checkpoint."""
+        found = find_checkpoints(*self.bases)
+        return found[-1] if found else None
+
+    def export(self, taken: int) -> str:
+        """The folder of the export after so many steps."""
+        assert self.exports is not None
+        return join(self.exports, f"step-{taken}")
+
+    def lacks_export(self, taken: int) -> bool:
+        """Whether there is no export after so many steps."""
+        return not is_whole(self.export(taken))
+
+
+def find_resume(config: "TrainLmConfig", places: Places) -> CheckpointRef | None:
+    """The checkpoint that the run goes on behind; None where it begins.
+
+    Its own comes first, then `trainer.load_checkpoint_path`, then `trainer.initialize_from`. With
+    `trainer.load_checkpoint: false` only the last of them counts.
+
+    Raises:
+        MissingResumeError: `trainer.load_checkpoint: true`, and there is none.
+        ValueError: a path that is given has none, or a checkpoint is damaged.
+    """
+    trainer = config.trainer
+    found = places.newest()
+    if trainer.load_checkpoint is False:
+        if found is not None:
+            logger.warning(
+                "trainer.load_checkpoint is false: the run begins anew, in a folder that has the %s; without it, the "
+                "next start goes on behind the highest step there is",
+                found,
+            )
+    elif found is not None:
+        return found
+    elif trainer.load_checkpoint_path is not None:
+        return checkpoint_at(trainer.load_checkpoint_path)
+    if trainer.initialize_from is not None:
+        return checkpoint_at(trainer.initialize_from)
+    if trainer.load_checkpoint:
+        raise MissingResumeError(
+            f"trainer.load_checkpoint is true, but there is no complete checkpoint in {' or '.join(places.bases)}; "
+            "give trainer.load_checkpoint_path, or the trainer.id of the run to resume"
+        )
+    return None
+
+
+def refuse_taken_exports(places: Places, resumed: CheckpointRef | None) -> None:
+    """Looks at where exports will go, before anything is computed.
+
+    A run that goes on behind a checkpoint of its own replaces what its earlier attempt exported. Where there is an
+    export, there is a checkpoint (it is saved first); an export that was killed half-way counts for nothing.
+
+    Raises:
+        ExportPathError: a run that begins would write where something is.
+        ValueError: no installed package knows the URL's scheme.
+    """
+    if places.exports is None:
+        return
+    begins = resumed is None or not places.own(resumed)
+    if begins and exports_in(places.exports):
+        raise ExportPathError(
+            places.exports,
+            "there are exports of another run here",
+            suggestion="give another hf_save_path or trainer.id, or move the folder away",
+        )
+
+
+def check_exports_writable(places: Places) -> None:
+    """Writes and deletes a small file where exports will go, if that is elsewhere; one process does.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+    if places.exports is None or not is_remote(places.exports):
+        return
+    try:
+        filesystem(places.exports)
+        check_writable(places.exports)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"hf_save_path: {places.exports}: cannot be written ({error})") from error
+
+
+def what_is_left(config: "TrainLmConfig", run_id: str) -> str:
+    """What a run that was interrupted can go back to, in a line."""
+    places = Places.of(config, run_id)
+    try:
+        ref = places.newest()
+    except (OSError, ValueError) as error:
+        return f"its checkpoints cannot be listed ({error})"
+    if ref is None:
+        return f"no checkpoint was saved in {' or '.join(places.bases)}"
+    return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} goes on behind it"
+
+
+def checkpoint_watch(debug: CheckpointDebugConfig) -> Watch | None:
+    """What saves report about themselves, as `trainer.checkpointer.debug` says.
+
+    Raises:
+        ValueError: an interval or a number in it is senseless.
+    """
+    if not debug.enabled:
+        return None
+    try:
+        return Watch(
+            interval=debug.log_interval,
+            stacks_after=debug.dump_stacks_after,
+            frames=debug.tracemalloc_frames,
+            top=debug.top_allocations,
+            collect=debug.force_gc_before_serialize,
+            flush=debug.flush_logs,
+        )
+    except ValueError as error:
+        raise ValueError(f"trainer.checkpointer.debug: {error}") from error

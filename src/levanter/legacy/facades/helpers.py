@@ -1,0 +1,52 @@
+"""Small helpers that scripts of earlier generations import from `levanter.utils`."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from levanter.processes.barrier import barrier
+
+AXES = ("data", "replica", "model")
+
+
+def use_cpu_device() -> AbstractContextManager[Any]:
+    """Arrays that are made inside of it lie on the host."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+@contextmanager
+def local_cpu_mesh() -> Iterator[Mesh]:
+    """A mesh of one device of the host, in scope."""
+    one = np.array(jax.local_devices(backend="cpu")[:1]).reshape([1] * len(AXES))
+    mesh = Mesh(one, AXES)
+    with use_cpu_device(), jax.set_mesh(mesh):
+        yield mesh
+
+
+def is_inexact_arrayish(value: Any) -> bool:
+    """Whether a value has a floating-point or complex dtype."""
+    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
+    """Random keys without end, each another one."""
+    key = jax.random.PRNGKey(key) if isinstance(key, int) else key
+    while True:
+        key, one = jax.random.split(key)
+        yield one
+
+
+def non_caching_cycle(items: Iterable[Any]) -> Iterator[Any]:
+    """The items over and over, asked for anew each time."""
+    return itertools.chain.from_iterable(itertools.repeat(items))
+
+
+def barrier_sync(timeout: float = 200) -> None:
+    """Waits until every process of the run is here."""
+    barrier("a script's barrier", seconds=timeout)

@@ -1,0 +1,50 @@
+"""Keywords that configuration classes had in earlier generations, as those of today.
+
+    TrainerConfig(tensor_parallel_axes=["mlp", "heads"], model_axis_size=2)      # today: mesh=MeshConfig(…)
+    LlamaConfig(seq_len=2048)                                                   # today: max_seq_len=2048
+
+The translation is the one that documents get (`levanter.config.legacy`); what it contradicts or does not know stays an
+error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import yaml
+
+from levanter.config import ConfigError, parse_text, plain
+from levanter.config.legacy import old_keys, translate_plain
+from levanter.legacy.imports import warn_once
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+
+def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `cls` that earlier ones stand for.
+
+    Raises:
+        ConfigError: a value cannot be understood, or contradicts another one.
+    """
+    block = "model" if issubclass(cls, LmConfig) else "trainer"
+    earlier = {name: value for name, value in keys.items() if name in old_keys((block,)) and name not in _known(cls)}
+    if not earlier:
+        return dict(keys)  # a misspelt one is the class's own error
+    written = {name: plain(value) if is_dataclass(value) else value for name, value in earlier.items()}
+    document, translation = translate_plain({block: written}, source=f"{cls.__name__}(…)")
+    if translation.problems:
+        raise ConfigError(translation.problems)
+    for change in translation.changes:
+        warn_once(f"{cls.__name__}: {change.key}", f"{cls.__name__}: {change}", stacklevel=4)
+    new: dict[str, Any] = document[block]
+    if block == "trainer":
+        read = parse_text(TrainerConfig, yaml.safe_dump(new), source=f"{cls.__name__}(…)")
+        new = {name: getattr(read, name) for name in new}
+    today = {name: value for name, value in keys.items() if name not in earlier}
+    if both := sorted(set(today) & set(new)):
+        raise ValueError(f"{cls.__name__}: {', '.join(both)} and {', '.join(sorted(earlier))} say the same; keep one")
+    return {**today, **new}
+
+
+def _known(cls: type) -> set[str]:
+    return {one.name for one in fields(cls)}

@@ -1,0 +1,349 @@
+"""Names of earlier generations that are not carried over, and what there is instead.
+
+    GONE_IN["levanter.trainer"]["Trainer TrainerHooks"]    names of a module (or class, `module:Class`), and why
+    GONE_MODULES["levanter.inference"]                     a module with all that is in it and below it, and why
+
+`levanter.legacy.imports` refuses them with the reason, `levanter.legacy.migration_tables` lists them in
+`docs/migrating.md`.
+"""
+
+from collections.abc import Mapping
+
+_HARNESS = "the evaluation harness is not here yet; `eval_lm` gives losses and bits per byte"
+_FAMILY = "a family that is not here yet; its blocks are read and refused by name"
+_LORA = "low-rank adapters are not here yet"
+_HISTOGRAM = "`levanter.memorization.plots` draws them, and every run writes one"
+_STEP = "a step returns what is logged; nothing is logged from inside of it"
+_EVALUATES = "train_lm evaluates at every trainer.steps_per_eval"
+_EVAL_LM = "levanter.main.eval_lm.describe and execute evaluate; levanter.eval adds up"
+_OPTIMIZER = "an optimizer that is not here; its blocks are read and refused by name"
+_DESCRIBED = "a run is described, then executed: levanter.main.train_lm.describe and execute"
+_HOOKS = "train_lm has what hooks did: evaluation, exports, statistics, profiles, by their keys in `trainer`"
+_ROWS = "levanter.data.build_training makes the rows of a run"
+_PREFERENCES = "preference optimization is not here yet; `train_lm` trains on chosen answers (format: {type: chat})"
+_STORE = "tokens are kept in stores of ours: levanter.data.build_tokens writes and reads them"
+_SPEECH = "text is what this project trains on"
+_SAMPLING = "sampling is not here yet; an exported folder (hf_save_path) works with any tool that samples"
+_LAYERS = "models are one decoder made of specs: levanter.models.decoder, levanter.layers"
+_OPTIMIZERS = "optax transformations are made by the config: `OptimizerConfig.build(steps)`"
+_LAUNCH = "levanter.infra.launch starts runs on TPU VMs, under Slurm and Ray"
+_PARTS = "JAX has it, or a run does it by itself"
+_EXAMPLE = "rows are `levanter.legacy.facades.models.LmExample` for scripts; a run's are made by levanter.data"
+
+GONE_IN: Mapping[str, Mapping[str, str]] = {
+    "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not here"},
+    "levanter.trainer": {
+        "Trainer": _DESCRIBED,
+        "TrainerHooks TrainStepResult WrappedLossFunction": _HOOKS,
+        "AllConfig initialize DEFAULT_JAX_CONFIG": "`levanter.initialize(config)` begins a script",
+        "StepInfo": "levanter.trainer.report.StepReport",
+    },
+    "levanter.trainer.config:TrainerConfig": {
+        "batch_axis_at_step batch_schedule": "trainer.train_batch_size is a number, or a list of {start, value}",
+        "checkpoint_search_paths": "levanter.checkpoint.latest(base, …) looks below several folders",
+        "mesh_axis_specs": "trainer.mesh is the config, trainer.device_mesh the mesh",
+    },
+    "levanter.trainer.parts:CheckpointerConfig": {
+        "create": "Checkpointer(base, …).save(step, arrays, metadata)",
+        "expanded_path": "base_path, with the run's id behind it where append_run_id_to_base_path",
+    },
+    "levanter.data.config:LmDataConfig": {
+        "build_caches build_token_datasets cache_dir_for train_grug_sets train_set train_sets": _ROWS,
+        "tagged_eval_sets validation_grug_sets validation_set validation_sets": "levanter.data.resolve_evaluation "
+        "finds the sets, build_sequences makes their rows",
+    },
+    "levanter.trainer_state": {
+        "TrainerState": "levanter.trainer.state.TrainState holds what a step carries on",
+        "InsideJitInfo cast_params_by_trainability init_optimizer_for_trainables make_floating_point_trainable_filter "
+        "saveable_training_mask take_train_step trainables_only": "every parameter is trained; " + _DESCRIBED,
+    },
+    "levanter.checkpoint": {
+        "load_checkpoint": "restore(latest(base), planned_targets(plan, mesh)) reads into final shards",
+        "load_checkpoint_or_initialize": "train_lm resumes by itself; restore(…) for the rest",
+        "save_checkpoint": "Checkpointer(base, …).save(step, arrays, metadata)",
+        "CheckpointDebugConfig CheckpointDebugStateProvider register_debug_checkpointer_state_provider "
+        "unregister_debug_checkpointer_state_provider": "how long saves take is logged anyway",
+        "CheckpointCandidate discover_checkpoint_candidates": "levanter.checkpoint.find_checkpoints",
+    },
+    "levanter.checkpoint.checkpointer:Checkpointer": {
+        "on_step load_checkpoint load_model wait_until_finished": "save(step, arrays, metadata), and restore(…)",
+    },
+    "levanter.compat.hf_checkpoints": {
+        "save_hf_checkpoint_callback": "train_lm exports at every hf_save_steps",
+        "upload_to_hub": "folders are written, not uploaded; `hf upload` uploads one",
+        "build_generation_config GenerationConfigDict": "train_lm writes generation_config.json "
+        "(hf_generation_eos_token_ids)",
+        "ASRWithHfSerializationMixin load_processor": _SPEECH,
+    },
+    "levanter.compat.hf.converter:HFCheckpointConverter": {
+        "with_tokenizer_padded_to_match_model": "not needed: a tokenizer may have fewer ids than the model has rows",
+    },
+    "levanter.models.base:LmHeadModel": {
+        "resize_vocab": "rows are neither made up nor cut; rows beyond the tokenizer's ids do no harm",
+    },
+    "levanter.eval": {
+        "TaggedEvaluator eval_model": _EVAL_LM,
+        "cb_tagged_evaluate cb_tagged_lm_evaluate": _EVALUATES,
+        "BatchedTagArray DomainTaggedDataset EvalResult LabeledEvalResult LabeledEvaluator LabeledLossFnOutput "
+        "LmEvalExample LossFnOutput TagArray construct_labeled_log_dict construct_log_dict "
+        "eval_labeled_model": _EVAL_LM,
+    },
+    "levanter.eval_harness": {
+        "run_lm_eval_harness LevanterHarnessLM SampleLoggingConfig lm_eval_harness log_report_to_tracker "
+        "run_eval_harness_main get_padding_count_from_batch get_segment_ids_from_batch": _HARNESS,
+    },
+    "levanter.callbacks": {
+        "pbar_logger": "levanter.io.Progress",
+        "log_performance_stats log_step_info": "train_lm logs throughput itself",
+        "compute_validation_loss": _EVALUATES,
+        "eval_loss_loop": _EVAL_LM,
+        "profile profile_ctx start_profiler stop_profiler_and_maybe_wait": "trainer.profiler says which steps are "
+        "profiled",
+        "wandb_xla_logger": "`levanter.main.plan … --keep_hlo FOLDER` writes the programs",
+        "CBInfo Callback CallbackStateView JitCallback LambdaCallback StateCallbackRunner": _HOOKS,
+    },
+    "levanter.callbacks.watch": {"WatchCallback compute_watch_stats": "trainer.watch says what is watched"},
+    "levanter.callbacks.profiler": {"ProfileOptionsConfig profile": "trainer.profiler says which steps are profiled"},
+    "levanter.tracker": {
+        "jit_log defer_tracker_for_jit": _STEP,
+        "BackgroundTracker LoggableValue": "levanter.tracker.Tracker is the protocol",
+        "capture_time": "time.perf_counter",
+        "log_optimizer_hyperparams": "train_lm logs the learning rate itself",
+    },
+    "levanter.tracker.tracker": {"DictTracker": "levanter.tracker.Tracker is a protocol of five methods"},
+    "levanter.tracker.tracker_fns": {"jit_log defer_tracker_for_jit LoggableValue": _STEP},
+    "levanter.tracker.wandb": {"WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"},
+    "levanter.tracker.trackio": {"TrackioRun": "levanter.tracker.TrackioConfig"},
+    "levanter.data": {
+        "DataLoader": "levanter.data.batches reads rows ahead of the devices",
+        "ListAsyncDataset": "levanter.data.DirectDatasetComponent holds texts in place",
+        "AsyncDataset BlockShufflingDataset ConcatDataset EpochDataset EraShufflingDataset MappedAsyncDataset "
+        "MixtureDataset PermutationDataset StopStrategy SyncDataset": _ROWS,
+        "BatchProcessor ShardedDataSource datasource_from_hf datasource_from_json datasource_from_jsonl "
+        "datasource_from_parquet batched": "data.components say what is read; levanter.data.read_records reads a file",
+    },
+    "levanter.data.text": {
+        "CausalLmDataset ChatDataset EpochDataset MultiturnChatDataset NamedLmDataset TokenSeqDataset TokenSeqDict "
+        "TraceChatDataset mk_chat_sft_dataset mk_supervised_dataset dataset_for_component "
+        "dataset_for_trace_chat_format DEFAULT_LM_DATA_SHUFFLE": _ROWS,
+        "BatchTokenizer ChatProcessor SupervisedProcessor SupervisedTextProcessor PrebuiltCacheProcessor "
+        "ProcessedChatDict ProcessedTraceChatDict TraceChatProcessor preprocessor_for_format "
+        "build_lm_dataset_cache build_trace_chat_dataset_cache cached_token_count count_corpus_sizes "
+        "load_lm_dataset_cache": _STORE,
+        "ChatUrlDataSourceConfig SupervisedHfSourceConfig SupervisedSourceConfig SupervisedUrlSourceConfig": "a "
+        "DatasetComponent with format ChatLmDatasetFormat or SupervisedLmDatasetFormat",
+        "DpoExample PreferenceChatLmDatasetFormat PreferenceChatProcessor PreferenceLmDataConfig "
+        "PreferencePairDataset ProcessedPreferenceChatDict dataset_for_preference_format "
+        "preprocessor_for_preference_format": _PREFERENCES,
+        "GrugAttentionMask GrugLmExample LabeledLmExample LmExample LossLabelSpan LossLabelSpec LOSS_IGNORE_LABEL "
+        "grug_attention_mask_from_named grug_lm_example_from_named loss_label_spec_for_trace_tags "
+        "loss_labels_from_spans named_attention_mask_from_grug named_lm_example_from_grug "
+        "named_lm_example_from_labeled TraceChatEvaluationFormat": _EXAMPLE,
+    },
+    "levanter.data.loader": {
+        "DataLoader DataLoaderIterator check_sharded_consistency stack_batches stack_tree": "levanter.data.batches "
+        "reads rows ahead of the devices",
+    },
+    "levanter.data.mixture": {"ConcatDataset MixtureDataset rescale_mixture_schedule_for_batch_schedule": _ROWS},
+    "levanter.data.packing": {
+        "GreedyPrepackedDataset PromptCompletion SequencePacker greedy_pack_prompt_completions pack_documents "
+        "pack_prompt_completions per_segment_correct per_segment_loss": "components pack themselves: `pack: …`",
+    },
+    "levanter.distributed": {"LevanterSlurmCluster": "Slurm is found by itself; " + _LAUNCH},
+    "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config reads the types it knows"},
+    "levanter.layers": {
+        "Attention AttentionBackend AttentionConfig AttentionWithSink GatedAttention dot_product_attention "
+        "LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
+    },
+    "levanter.layers.attention": {
+        "Attention AttentionBackend AttentionConfig AttentionWithSink GatedAttention MultiHeadLatentAttention "
+        "MultiHeadLatentAttentionConfig default_attention_type default_ragged_paged_attention dot_product_attention "
+        "dot_product_attention_with_sink ragged_paged_attention simple_attention_with_dropout": _LAYERS,
+    },
+    "levanter.layers.rotary": {
+        "DefaultRotaryEmbeddings Llama3RotaryEmbeddings RotaryEmbeddings YarnRotaryEmbeddings": _LAYERS,
+    },
+    "levanter.models.lm_model": {"LmConfigT LmT": "type variables of upstream's own"},
+    "levanter.models.loss": {
+        "next_token_loss maybe_fused_next_token_loss": "levanter.models.scoring.token_logprobs",
+        "cross_entropy_and_logsumexp_penalty fused_cross_entropy_loss_and_logsumexp_penalty DEFAULT_REDUCTION": "the "
+        "loss never holds a whole [batch, position, vocab]: levanter.models.scoring",
+    },
+    "levanter.models.attention": {
+        "Attention AttentionBackend AttentionConfig dot_product_attention simple_attention_with_dropout": _LAYERS,
+    },
+    "levanter.models.gemma": {
+        "Gemma2DecoderLayer Gemma2Transformer GemmaDecoderLayer GemmaNormConfig GemmaRMSNorm GemmaTransformer": _LAYERS,
+    },
+    "levanter.models.gpt2": {"Gpt2Attention Gpt2Block Gpt2Embeddings Gpt2Mlp Gpt2Transformer": _LAYERS},
+    "levanter.models.llama": {
+        "LlamaAttention LlamaDecoderLayer LlamaEmbedding LlamaMlp LlamaRMSNorm LlamaTransformer": _LAYERS,
+    },
+    "levanter.models.mixtral": {
+        "MixtralDecoderLayer MixtralMoEMlp MixtralSparseMoeBlock MixtralTransformer": _LAYERS,
+    },
+    "levanter.models.olmo": {"Olmo2Attention Olmo2DecoderLayer Olmo2Embedding Olmo2Transformer": _LAYERS},
+    "levanter.models.olmo3": {"Olmo3DecoderLayer Olmo3Transformer": _LAYERS},
+    "levanter.models.qwen": {"QwenDecoderLayer QwenTransformer": _LAYERS},
+    "levanter.models.qwen3_moe": {
+        "Qwen3MoeDecoderLayer Qwen3MoeExperts Qwen3MoeSparseMoeBlock Qwen3MoeTransformer": _LAYERS,
+    },
+    "levanter.optim": {
+        "AdamHConfig AdoptConfig CautiousConfig GrugMuonConfig KronConfig MarsConfig MiniConfig MuonHConfig NamoConfig "
+        "NamoDConfig ScionConfig SoapConfig SophiaHConfig": _OPTIMIZER,
+        "EmaDecaySqrtConfig EmaModelAveragingConfig ModelAveragingConfig": "trainer.model_averaging is not supported "
+        "yet, and refused by name",
+        "ScaleByAdoptState ScaleByMarsState ScaleByMiniState ScaleByMuonState ScaleByRMSPropMomState "
+        "ScaleByScionState": _OPTIMIZERS,
+    },
+    "levanter.optim.config": {
+        "ConstantLrSchedule CosineLrSchedule InvLrSchedule InvSqrtDecayLrSchedule InvSqrtLrSchedule LinearLrSchedule "
+        "LrScheduleContext PolynomialLrSchedule PowerLrSchedule": "`lr_schedule` takes a name or {type: …}; "
+        "`OptimizerConfig.schedule(steps)` is the function",
+        "HessianOptConfig": _OPTIMIZER,
+    },
+    "levanter.optim.muon": {"ScaleByMuonState scale_with_muon": _OPTIMIZERS},
+    "levanter.optim.clip_update_norm": {"ClipUpdateNormState clip_update_by_historical_norm": _OPTIMIZERS},
+    "levanter.optim.skipstep": {"SkipStepState": _OPTIMIZERS},
+    "levanter.optim.rmsprop": {"ScaleByRMSPropMomState scale_by_rmsprop_momentum": _OPTIMIZERS},
+    "levanter.tokenizers": {"TokenizerBackend": "tokenizer.json is read by the `tokenizers` library, always"},
+    "levanter.books.util": {
+        "create_pz_histogram create_pz_histogram_linear": _HISTOGRAM,
+        "sliding_lm_examples": "levanter.memorization.windows.build_windows makes one token matrix",
+        "token_sliding_lm_examples": "levanter.memorization.windows.build_windows makes one matrix",
+    },
+    "levanter.utils.mesh": {
+        "create_mesh_from_axis_specs": "trainer.device_mesh, or MeshSpec.of(…).build(devices)",
+        "DEFAULT_DCN_AXIS_SPEC DEFAULT_DP_AXES DEFAULT_ICI_AXIS_SPEC DEFAULT_SHARED_MAPPING": "they are the defaults "
+        "of levanter.mesh.MeshConfig",
+    },
+    "levanter.utils.jax_utils": {
+        "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` says what lies on each device",
+        "assert_equal axis_resource_is_explicit broadcast_one_to_all broadcast_shard flops_estimate is_inside_jit "
+        "is_in_jit jnp_to_python join_key leaf_key_paths move_tree_to_memory_kind multihost_broadcast_sync "
+        "sync_global_devices tree_broadcast_to zeros_like_tree": _PARTS,
+    },
+    "levanter.utils.fsspec_utils": {
+        "mkdirs": "levanter.io.atomic_write makes the folders that it writes into",
+        "expand_glob": "levanter.io.expand takes braces and wildcards",
+        "remove": "fsspec has it",
+    },
+    "levanter.utils.py_utils": {
+        "FailSafeJSONEncoder actual_sizeof dataclass_with_default_init logical_cpu_core_count "
+        "set_global_rng_seeds": _PARTS,
+    },
+    "levanter.utils.tree_utils": {
+        "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PARTS,
+    },
+    "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files themselves"},
+    "levanter.main.inference_repl": {"main repl_mode cli_mode ReplContext console": _SAMPLING},
+    "levanter.main.lora_dpo": {"main": _PREFERENCES},
+    "levanter.main.lora_lm": {"main train": _LORA},
+    "levanter.main.perplexity_gap": {
+        "main score_main ModelPerplexityConfig": "`eval_lm` once for each model: bits per byte compare",
+    },
+    "levanter.main.sample_lm": {"main": _SAMPLING},
+    "levanter.main.sft": {"main train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
+    "levanter.main.sft_mixture": {"main train": "`train_lm` trains on conversations"},
+    "levanter.main.train_asr": {"main": _SPEECH},
+    "levanter.main.train_dpo": {
+        "main AdapterBaseReferenceConfig AdapterBaseReferenceModelProvider DpoReferenceConfig "
+        "SeparateReferenceConfig": _PREFERENCES,
+    },
+}
+"""Module (or `module:Class`) → names there, space between them → what there is instead, or why there is nothing."""
+
+GONE_MODULES: Mapping[str, str] = {
+    "levanter.adaptor": _LORA,
+    "levanter.lora": _LORA,
+    "levanter.analysis": "`viz_logprobs` and `plan` write pages",
+    "levanter.visualization": "`viz_logprobs` writes the page",
+    "levanter.callbacks.labeled_eval": "evaluation by labels is not here yet; tags are evaluated one by one",
+    "levanter.callbacks.state_adapter": _HOOKS,
+    "levanter.callbacks.tensorstore_callbacks": "checkpoints are written by Orbax",
+    "levanter.compat.fsspec_safetensor": "levanter.compat.hf.index.open_weights reads safetensors by ranges",
+    "levanter.data.audio": _SPEECH,
+    "levanter.data.dataset": _ROWS,
+    "levanter.data.metrics_monitor": _STORE,
+    "levanter.data.permutation": _ROWS,
+    "levanter.data.sharded_datasource": "data.components say what is read; levanter.data.read_records reads a file",
+    "levanter.data.text.cache": _STORE,
+    "levanter.data.text.datasets": "levanter.data has the configurations; " + _ROWS,
+    "levanter.data.text.examples": _EXAMPLE,
+    "levanter.data.text.formats": "levanter.data has the formats",
+    "levanter.data.text.preference": _PREFERENCES,
+    "levanter.data.text.trace_chat": "evaluation of traces is not here yet",
+    "levanter.data.utils": _PARTS,
+    "levanter.dpo": _PREFERENCES,
+    "levanter.generator": _SAMPLING,
+    "levanter.grad_accum": "a step divides its batch by itself: trainer.per_device_parallelism",
+    "levanter.grug": "array-first models are not here; every model has named axes",
+    "levanter.inference": _SAMPLING,
+    "levanter.infra.cli_helpers": _LAUNCH,
+    "levanter.infra.docker": _LAUNCH,
+    "levanter.infra.ray_tpu": _LAUNCH,
+    "levanter.infra.tpus": _LAUNCH,
+    "levanter.kernels": "kernels are chosen by `model.attn_backend`: levanter.layers.attention",
+    "levanter.layers.attention_mask": "levanter.layers.attention.AttentionMask",
+    "levanter.layers.gated_deltanet": _LAYERS,
+    "levanter.layers.kv_cache": _SAMPLING,
+    "levanter.layers.normalization": "levanter.layers.norm",
+    "levanter.layers.page_table": _SAMPLING,
+    "levanter.layers.sampler": _SAMPLING,
+    "levanter.logging": "levanter.io.setup_logging",
+    "levanter.megascale": _LAUNCH,
+    "levanter.metrics": "levanter.trainer.metrics",
+    "levanter.main.model_init": "levanter.commands.model.pretrained describes and loads models",
+    "levanter.models.apertus": _FAMILY,
+    "levanter.models.asr_model": _SPEECH,
+    "levanter.models.flash_attention": "kernels are chosen by `model.attn_backend`: levanter.layers.attention",
+    "levanter.models.gpt2_hyena": _FAMILY,
+    "levanter.models.hyena": _FAMILY,
+    "levanter.models.linear": _LAYERS,
+    "levanter.models.whisper": _FAMILY,
+    "levanter.newdata": _ROWS,
+    "levanter.optim.adam_mini": _OPTIMIZER,
+    "levanter.optim.adamh": _OPTIMIZER,
+    "levanter.optim.adopt": _OPTIMIZER,
+    "levanter.optim.cautious": _OPTIMIZER,
+    "levanter.optim.grugmuon": _OPTIMIZER,
+    "levanter.optim.kron": _OPTIMIZER,
+    "levanter.optim.mars": _OPTIMIZER,
+    "levanter.optim.model_averaging": "trainer.model_averaging is not supported yet, and refused by name",
+    "levanter.optim.muonh": _OPTIMIZER,
+    "levanter.optim.namo": _OPTIMIZER,
+    "levanter.optim.scion": _OPTIMIZER,
+    "levanter.optim.soap": _OPTIMIZER,
+    "levanter.optim.sophia": _OPTIMIZER,
+    "levanter.optim.util": _OPTIMIZERS,
+    "levanter.schedule": "trainer.train_batch_size takes a list of {start, value}",
+    "levanter.shapes": _PARTS,
+    "levanter.store": _STORE,
+    "levanter.tensorstore_serialization": "checkpoints are written by Orbax; levanter.checkpoint reads and writes them",
+    "levanter.tracker.helpers": "levanter.tracker.Tracker is a protocol of five methods",
+    "levanter.tracker.histogram": "trainer.watch.include_histograms",
+    "levanter.utils.activation": "levanter.layers.activation",
+    "levanter.utils.background_iterable": "levanter.data.batches reads rows ahead of the devices",
+    "levanter.utils.cloud_utils": _LAUNCH,
+    "levanter.utils.datetime_utils": "levanter.config.durations",
+    "levanter.utils.flop_utils": "levanter.models.flops",
+    "levanter.utils.hf_utils": "levanter.data.Tokenizer has byte_lengths()",
+    "levanter.utils.index": _PARTS,
+    "levanter.utils.json_utils": _PARTS,
+    "levanter.utils.logging": "levanter.io.setup_logging",
+    "levanter.utils.profile_dirs": "trainer.profiler says which steps are profiled, and a run says where",
+    "levanter.utils.ray_utils": _LAUNCH,
+    "levanter.utils.stat_utils": _PARTS,
+    "levanter.utils.thread_utils": _PARTS,
+    "levanter.utils.token_init": "rows are neither made up nor cut; rows beyond the tokenizer's ids do no harm",
+    "levanter.utils.types": _PARTS,
+}
+"""A module → what there is instead of all that is in it and below it."""
+
+GONE: Mapping[str, str] = {
+    f"{at.replace(':', '.')}.{name}": why
+    for at, rows in GONE_IN.items()
+    for names, why in rows.items()
+    for name in names.split()
+}
+"""Each name of `GONE_IN` → why."""

@@ -1,0 +1,140 @@
+"""Writes a document of an earlier generation in today's spelling, and says what was changed and why.
+
+    python -m levanter.main.migrate old.yaml                            the new document, changes as comments above it
+    python -m levanter.main.migrate old.yaml --output new.yaml          the same into a file; the changes are printed
+    python -m levanter.main.migrate old.yaml --entry_point eval_lm      and reads the result as that entry point would
+
+What is included or extended is written in place, and comments of the old document are not kept. Reading the new
+document changes nothing any more. The translation is the one every entry point makes when it reads a document
+(`levanter.config.legacy`); this only writes it down.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from levanter.commands.catalog import ENTRY_POINTS
+from levanter.commands.model.defaults import differing
+from levanter.commands.shell.entry import shell
+from levanter.config import ConfigError, parse_text
+from levanter.config.errors import Problem
+from levanter.config.files import read_documents
+from levanter.config.legacy import Change, translate
+from levanter.config.legacy.changes import PlainDumper
+from levanter.config.legacy.model import MODEL, ROW_LENGTH
+from levanter.config.nodes import to_plain
+from levanter.config.schema import config_fields
+from levanter.io import atomic_write, exists, setup_logging
+from levanter.legacy.absent import ABSENT
+
+CLASSES = {
+    **{name: entry.config for name, entry in ENTRY_POINTS.items()},
+    "cache_dataset": "CacheDatasetConfig",
+}
+"""Entry point → its configuration class in its module."""
+
+
+class MigrateUsageError(ValueError):
+    """The command line asks for nothing that can be migrated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migrated:
+    """A document in today's spelling.
+
+    Attributes:
+        text: the document.
+        changes: what was translated.
+        notes: what it leaves out and what then means another thing here.
+    """
+
+    text: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def annotated(self) -> str:
+        """The document with its changes and notes as comments above it."""
+        said = [*map(str, self.changes), *(f"note: {note}" for note in self.notes)]
+        comments = "".join(f"# {line}\n" for each in said for line in each.splitlines())
+        return comments + ("\n" if comments else "") + self.text
+
+
+def migrate(path: str, entry_point: str | None = None) -> Migrated:
+    """Reads a document and writes it anew.
+
+    Args:
+        path: the document.
+        entry_point: what reads it; None where that is not said.
+
+    Raises:
+        ConfigError: it cannot be read, or contradicts itself.
+    """
+    problems: list[Problem] = []
+    document = read_documents([path], problems)
+    translation = translate(document, () if entry_point is None else config_fields(config_class(entry_point)))
+    problems += translation.problems
+    if problems:
+        raise ConfigError(problems)
+    plain = to_plain(translation.document)
+    text = yaml.dump(plain, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+    model = plain.get("model")
+    notes = [*differing(str(model.get("type")), model)] if isinstance(model, dict) else []
+    old = document.at((*MODEL, "seq_len"))
+    if old is not None and entry_point is None and ROW_LENGTH not in document:
+        length = to_plain(old.node)
+        notes.append(
+            f"for eval_lm and viz_logprobs it also means {ROW_LENGTH}: {length} (--entry_point eval_lm writes it)"
+        )
+    return Migrated(text=text, changes=translation.changes, notes=tuple(notes))
+
+
+def config_class(entry_point: str) -> type:
+    """The configuration class of an entry point, of those that are not here yet too.
+
+    Raises:
+        MigrateUsageError: there is none of that name.
+    """
+    if entry_point in CLASSES:
+        return getattr(importlib.import_module(f"levanter.main.{entry_point}"), CLASSES[entry_point])
+    if entry_point in ABSENT:
+        return ABSENT[entry_point].config
+    known = ", ".join(sorted({*CLASSES, *ABSENT}))
+    raise MigrateUsageError(f"unknown entry point {entry_point!r}; known: {known}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Migrates the document that a command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m levanter.main.migrate", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("document", help="the YAML file")
+    parser.add_argument("--output", help="where the new document is written; it must not exist")
+    parser.add_argument("--entry_point", help="what reads it: the document is checked as it would")
+    asked = parser.parse_args(argv)
+    if asked.output is not None and exists(asked.output):
+        raise MigrateUsageError(f"{asked.output} exists already; name another file")
+    done = migrate(asked.document, asked.entry_point)
+    if asked.entry_point is not None:
+        parse_text(config_class(asked.entry_point), done.text, source=f"{asked.document}, migrated")
+    if asked.output is None:
+        sys.stdout.write(done.annotated)
+        return 0
+    with atomic_write(asked.output) as file:
+        file.write(done.annotated.encode())
+    for change in done.changes:
+        print(change)
+    for note in done.notes:
+        print(f"note: {note}")
+    print(f"{len(done.changes)} changes; the new document is {asked.output}")
+    return 0
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The entry point: exit code 0, or 2 for a document that cannot be read."""
+    setup_logging()
+    return shell(lambda: main(sys.argv[1:] if argv is None else argv))

@@ -1,0 +1,113 @@
+"""The tables of `docs/migrating.md`, made from the tables that the code uses.
+
+The document holds each between `<!-- table: name -->` and `<!-- end -->`; `filled` puts the present ones there.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from levanter.commands.model.defaults import UPSTREAM, shown
+from levanter.config import plain
+from levanter.config.legacy import TABLE
+from levanter.legacy.absent import ABSENT
+from levanter.legacy.gone import GONE_IN, GONE_MODULES
+from levanter.legacy.names import NAMES
+from levanter.models.absent import AbsentModelConfig
+from levanter.models.registry import LmConfig
+from levanter.optim.absent import AbsentOptimizerConfig
+from levanter.optim.config import OptimizerConfig
+
+_PLACE = re.compile(r"(?P<begin><!-- table: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+
+def keys() -> str:
+    """Old keys of documents."""
+    rows = []
+    for row in TABLE:
+        new = row.new or "dropped, and said so"
+        default = f" (absent: {row.default})" if row.default else ""
+        rows.append((f"`{row.path}`{default}", new, row.why))
+    return _table(("old key", "new", "why"), rows)
+
+
+def entry_points() -> str:
+    """Entry points that are not here yet."""
+    rows = [(f"`{name}`", row.what, row.instead) for name, row in ABSENT.items()]
+    return _table(("entry point", "what it is", "today"), rows)
+
+
+def families() -> str:
+    """Model families and optimizers that are not here yet."""
+    models = [name for name, cls in LmConfig.get_known_choices().items() if issubclass(cls, AbsentModelConfig)]
+    optimizers = [
+        name for name, cls in OptimizerConfig.get_known_choices().items() if issubclass(cls, AbsentOptimizerConfig)
+    ]
+    return f"- `model.type`: {_listed(models)}\n- `optimizer.type`: {_listed(optimizers)}\n"
+
+
+def defaults() -> str:
+    """Keys of `model:` whose default is another one."""
+    rows = []
+    for kind, keys in UPSTREAM.items():
+        ours = plain(LmConfig.get_choice_class(kind)())
+        rows += [
+            (f"`{kind}`", f"`{key}`", f"`{shown(theirs)}`", f"`{shown(ours[key])}`") for key, theirs in keys.items()
+        ]
+    return _table(("model.type", "key", "upstream, where it is left out", "here"), rows)
+
+
+def imports() -> str:
+    """Names in scripts, and where they are now."""
+    rows = []
+    for at, names in NAMES.items():
+        by_place: dict[str, list[str]] = {}
+        for name, target in names.items():
+            module, _, attribute = target.partition(":")
+            same = attribute == name
+            by_place.setdefault(f"`{module}`" if same else f"`{module}.{attribute}`".rstrip("."), []).append(name)
+        rows += [(f"`{at.replace(':', '.')}`", _listed(found, sort=False), place) for place, found in by_place.items()]
+    return _table(("old module or class", "names", "now"), rows)
+
+
+def gone() -> str:
+    """Names and modules in scripts that are not carried over."""
+    rows = [
+        (f"`{at.replace(':', '.')}`", _listed(names.split(), sort=False), why)
+        for at, reasons in GONE_IN.items()
+        for names, why in reasons.items()
+    ]
+    rows += [(f"`{module}`", "all of it", why) for module, why in GONE_MODULES.items()]
+    return _table(("old module or class", "names", "instead"), rows)
+
+
+TABLES = {
+    "keys": keys,
+    "defaults": defaults,
+    "entry-points": entry_points,
+    "families": families,
+    "imports": imports,
+    "gone": gone,
+}
+
+
+def filled(document: str) -> str:
+    """A document with its tables as they are now.
+
+    Raises:
+        KeyError: it has a place for a table that there is not.
+    """
+
+    def fill(place: re.Match[str]) -> str:
+        return f"{place['begin']}{TABLES[place['name']]()}{place['end']}"
+
+    return _PLACE.sub(fill, document)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _listed(names: Iterable[str] | Mapping[str, object], *, sort: bool = True) -> str:
+    ordered = sorted(names) if sort else list(names)
+    return ", ".join(f"`{name}`" for name in ordered) or "none"

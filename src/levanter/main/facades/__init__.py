@@ -1,4 +1,0 @@
-"""What scripts of earlier generations call and the project has in another shape: small faces over what is here.
-
-Nothing in the project uses these; `levanter.main.legacy_imports` points to them.
-"""

@@ -1,0 +1,178 @@
+"""No key is a silent no-op: what is asked for and not carried is refused, or said to have no effect."""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from helpers import hf_folder
+
+import levanter
+from levanter.commands.catalog import ENTRY_POINTS
+from levanter.commands.evaluate.eval_lm import EvalLmConfig
+from levanter.commands.model.not_carried import REFUSED, WITHOUT_EFFECT, not_carried
+from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.config import load, parse
+from levanter.config.schema import config_fields, is_choice, union_members
+from levanter.legacy.migrate import config_class
+from levanter.run import Target
+
+MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+BASE = {"model": MODEL, "data": {"tokenizer": "passthrough", "vocab_size": 64}, "trainer": {"train_batch_size": 8}}
+CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
+ASKED = {
+    "adapter.type": {"adapter": {"type": "lora"}},
+    "eval_harness": {"eval_harness": {"task_spec": ["boolq"]}},
+    "labeled_eval": {"labeled_eval": {"a": 1}},
+    "trainer.quantization": {"trainer": {"quantization": {"int8": True}}},
+    "trainer.model_averaging": {"trainer": {"model_averaging": {"type": "ema"}}},
+    "log_entropy": {"log_entropy": True},
+    "pad_tokenizer_to_match_model": {"pad_tokenizer_to_match_model": True},
+    "trainer.use_explicit_mesh_axes": {"trainer": {"use_explicit_mesh_axes": True}},
+    "trainer.shutdown_at_exit": {"trainer": {"shutdown_at_exit": 60.0}},
+    "trainer.log_jaxprs": {"trainer": {"log_jaxprs": True}},
+    "trainer.log_xla_hlo": {"trainer": {"log_xla_hlo": True}},
+    "trainer.checkpointer.debug.enabled": {"trainer": {"checkpointer": {"debug": {"enabled": True}}}},
+}
+
+
+def asking(key: str) -> TrainLmConfig:
+    return parse(TrainLmConfig, overrides={**ASKED.get(key, {key: "x"})})
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_what_is_asked_for_and_not_here_is_refused(key: str):
+    (check,) = not_carried(asking(key))
+    assert check.status == "error"
+    assert check.message == f"{key}: {REFUSED[key]}"
+
+
+@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
+def test_what_has_no_effect_is_said(key: str):
+    (check,) = not_carried(asking(key))
+    assert check.status == "note" and check.message == f"{key}: no effect; {WITHOUT_EFFECT[key]}"
+
+
+def test_defaults_ask_for_nothing():
+    assert not_carried(TrainLmConfig()) == []
+    assert not_carried(EvalLmConfig(hf_checkpoint="x")) == []
+    assert not_carried(parse(TrainLmConfig, overrides={"trainer": {"log_jaxprs": False}, "adapter": None})) == []
+
+
+def test_a_run_is_refused_and_names_all_of_them(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {shutdown_at_exit: true}\npeft_save_path: out\n")
+    config = load(TrainLmConfig, ["--config_path", str(path), *(f"--{k}={v}" for k, v in flat(BASE))])
+    with pytest.raises(ValueError, match=r"(?s)peft_save_path.*shutdown_at_exit"):
+        describe(config, CPU).check()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("asked")
+    hf_folder.write_folder(where / "model")
+    (where / "text.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
+    turns = '{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " sat"}'
+    (where / "rows.jsonl").write_text(f'{{"messages": [{turns}]}}\n')
+    (where / "book.txt").write_text("the cat sat on the mat " * 20)
+    return where
+
+
+@pytest.mark.parametrize("name", ["eval_lm", "viz_logprobs", "eval_careless_lm", "eval_sliding_lm"])
+def test_every_entry_point_refuses_what_it_does_not_carry(name: str, folder):
+    texts = {"data": {"components": {"a": {"source": {"validation_urls": [str(folder / "text.jsonl")]}}}}}
+    rows = {
+        "data": {"components": {"a": {"source": {"validation_urls": [str(folder / "rows.jsonl")]}, "format": CHAT}}}
+    }
+    own = {
+        "eval_lm": texts,
+        "viz_logprobs": texts,
+        "eval_careless_lm": {
+            "txt_path": str(folder / "book.txt"),
+            "output_base_path": str(folder / "out"),
+            "chunk_size": 20,
+            "prompt_tokens": 10,
+        },
+        "eval_sliding_lm": {**rows, "output_base_path": str(folder / "out")},
+    }[name]
+    module, cls = importlib.import_module(f"levanter.main.{name}"), config_class(name)
+
+    def said(**trainer: Any) -> str:
+        """What is wrong with a run, when its document is read or when it is described."""
+        document = {"hf_checkpoint": str(folder / "model"), **own, "trainer": {"tracker": {"type": "noop"}, **trainer}}
+        try:
+            plan = module.describe(parse(cls, overrides=document), CPU)
+        except ValueError as error:
+            return str(error)
+        return "\n".join(check.message for check in plan.checks if check.status == "error")
+
+    assert said() == ""
+    asked = {"quantization": {"int8": True}, "use_explicit_mesh_axes": True, "shutdown_at_exit": True}
+    for key, value in asked.items():
+        assert f"trainer.{key}: {REFUSED[f'trainer.{key}']}" in said(**{key: value})
+
+
+def flat(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# Keys below a block that is refused as a whole, and those that only entry points use which are not here.
+BELOW = ("trainer.quantization.", "trainer.model_averaging.", "trainer.checkpointer.debug.", "eval_harness_steps")
+ELSEWHERE = ("chosen_field", "rejected_field", "slice_strategy")
+CHAT = {"type": "chat", "chat_template": "{{ messages[0]['content'] }}", "mask_user_turns": False, "single_turn": True}
+WITHOUT_MEANING_HERE = ("use_cpu", "comparison_is_hf")
+"""An export uses no device anyway; the second model that `comparison_is_hf` is of is refused."""
+NOT_UPSTREAM_EITHER = ("optimizer.lr",)
+"""Keys that upstream reads and does not use."""
+
+
+def keys_below(cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iterator[str]:
+    for name, one in config_fields(cls).items():
+        yield ".".join((*path, name))
+        for outer in union_members(one.type):
+            for member in (outer, *get_args(outer)):
+                if not isinstance(member, type) or member in seen:
+                    continue
+                classes = list(member.get_known_choices().values()) if is_choice(member) else [member]
+                for each in classes:
+                    if dataclasses.is_dataclass(each) and "Absent" not in each.__name__:
+                        yield from keys_below(each, (*path, name), (*seen, cls, each))
+
+
+def test_every_key_is_read_somewhere_or_listed():
+    """A key that no code mentions is a no-op; the list above is what such keys are held against.
+
+    A model's keys are its family's business: tests/levanter/models.
+    """
+    root = Path(levanter.__file__).parent
+    not_readers = ("absent", "facades", "legacy", "not_carried", "migration_tables")
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in root.rglob("*.py")
+        if not any(part in str(path.relative_to(root)) for part in not_readers)
+    )
+    mentioned = set(re.findall(r"\.([a-zA-Z_]\w*)\b", code)) | set(re.findall(r"\"([a-zA-Z_]\w*)\"", code))
+    listed = {
+        *REFUSED,
+        *WITHOUT_EFFECT,
+        *NOT_UPSTREAM_EITHER,
+        *WITHOUT_MEANING_HERE,
+        *(key.partition(".")[0] for key in REFUSED),
+    }
+    listed -= {"trainer"}
+    silent = []
+    for cls in map(config_class, (*ENTRY_POINTS, "cache_dataset")):
+        for key in keys_below(cls, (), ()):
+            name = key.rpartition(".")[2]
+            if key.startswith("model."):
+                continue
+            if name not in mentioned and key not in listed and not key.startswith(BELOW) and name not in ELSEWHERE:
+                silent.append(key)
+    assert dict.fromkeys(silent) == {}

@@ -1,0 +1,73 @@
+"""Interrupts end the program wherever they come: in callbacks that may not raise, and in libraries that do not ask."""
+
+import gc
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from levanter.commands.shell.interrupts import interrupts_kept
+
+
+def test_an_interrupt_inside_of_garbage_collection_is_raised_again():
+    def interrupted(phase, _):
+        if phase == "start":
+            gc.callbacks.remove(interrupted)
+            signal.raise_signal(signal.SIGINT)
+
+    def collect_and_wait():
+        gc.collect()
+        time.sleep(10)
+
+    gc.callbacks.append(interrupted)
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        collect_and_wait()
+
+
+def test_other_exceptions_are_told_of_as_before(monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+
+    class Bad:
+        def __del__(self):
+            raise ValueError("in a destructor")
+
+    with interrupts_kept():
+        Bad()
+    assert [found.exc_type for found in heard] == [ValueError]
+    assert sys.unraisablehook == heard.append
+
+
+BUSY = """
+import hashlib, threading
+from levanter.commands.shell.interrupts import interrupts_kept
+with interrupts_kept(patience=0.2):
+    # Said by another thread when this one has been inside of the library for a while.
+    threading.Timer(0.5, print, ["busy"], {"flush": True}).start()
+    # As a compiler does: the interpreter is free for other threads, and nobody looks for signals before this returns.
+    hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 500_000_000)
+"""
+
+
+def test_the_second_interrupt_ends_what_does_not_look_for_the_first():
+    command = [sys.executable, "-c", BUSY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "busy\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "\n"
+        assert process.stderr.readline().startswith("interrupted: ending as soon as what is under way returns")
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+
+
+def test_one_interrupt_of_a_program_that_looks_for_them_ends_it_without_a_word(capsys):
+    ended = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), interrupts_kept(patience=5.0, end=ended.append):
+            signal.raise_signal(signal.SIGINT)
+    # Each program has a first interrupt of its own.
+    assert not ended and capsys.readouterr().err == ""

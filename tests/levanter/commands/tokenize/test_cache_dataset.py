@@ -1,0 +1,124 @@
+"""`cache_dataset`: stores are built from a training file, or from the old shape of its own; and go on."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig, main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A byte-level tokenizer, and two files of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for name in "ab":
+        lines = [json.dumps({"text": f"{name}{i} é"}) + "\n" for i in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join([*lines, '{"text": ""}\n']))
+    return tmp_path
+
+
+def write(folder, document):
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def run(path, *words):
+    return run_entry_point(CacheDatasetConfig, main, ["--config_path", path, *words])
+
+
+def training_file(folder):
+    return {
+        "data": {
+            "tokenizer": str(folder / "tokenizer.json"),
+            "cache_dir": str(folder / "cache"),
+            "components": {
+                "both": {"source": {"train_urls": [f"{folder}/{{a,b}}.jsonl"]}},
+                "docs": {"source": {"type": "python_docs", "hold_out_every": 4}},
+                "held": {"source": {"validation_urls": [f"{folder}/a.jsonl"]}},
+            },
+        },
+        "model": {"type": "llama", "vocab_size": 256},
+        "trainer": {"train_batch_size": 8, "tracker": {"type": "noop"}},
+    }
+
+
+def test_from_a_training_file(folder, capsys):
+    path = write(folder, training_file(folder))
+    assert run(path) == 0
+    out = capsys.readouterr().out
+    tokens = sum(len(f"{name}{i} é".encode()) for name in "ab" for i in range(20))
+    assert f"both: {tokens} tokens, 40 documents, 2 empty documents left out, 2 shards" in out
+    assert f"{folder}/cache/docs/train" in out
+    assert "data.components.held: no training data, not trained on" in out
+    assert "tokens/s" in out
+    assert run(path, "--verify", "true") == 0
+    out = capsys.readouterr().out
+    assert "nothing was missing" in out and "every token was read against its checksum" in out
+
+
+def test_pythons_documentation_needs_a_folder_that_is_written_down(folder, capsys, monkeypatch, caplog):
+    """And what is there already is no progress."""
+    monkeypatch.chdir(folder)
+    document = training_file(folder)
+    document["data"]["components"] = {"docs": document["data"]["components"]["docs"]}
+    del document["data"]["cache_dir"]
+    assert run(write(folder, document)) == 0
+    assert "docs: tokenized when a run begins" in capsys.readouterr().out
+    for times in (1, 2):
+        caplog.clear()
+        assert run(write(folder, document), "--data.cache_dir", "tokens") == 0
+        assert (folder / "tokens" / "docs" / "train" / "manifest.json").exists()
+        assert any("tokenizing: done" in message for message in caplog.messages) == (times == 1)
+    assert "nothing was missing" in capsys.readouterr().out
+
+
+def test_damage_is_found_by_verifying(folder, capsys):
+    path = write(folder, training_file(folder))
+    assert run(path) == 0
+    ids = folder / "cache" / "both" / "train" / "shards" / "00001" / "ids" / "c" / "0"
+    content = bytearray(ids.read_bytes())
+    content[8] ^= 1
+    ids.write_bytes(content)
+    assert run(path) == 0
+    assert run(path, "--verify", "true") == 2
+    assert "shards/00001/ids: tokens 0 to " in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(folder, capsys):
+    document = training_file(folder)
+    assert run(write(folder, document)) == 0
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["pre_tokenizer"]["add_prefix_space"] = True
+    (folder / "other.json").write_text(json.dumps(definition))
+    document["data"]["tokenizer"] = str(folder / "other.json")
+    assert run(write(folder, document)) == 2
+    error = capsys.readouterr().err
+    assert "tokenizer: built with" in error and "configured" in error
+
+
+def test_the_old_shape(folder, capsys):
+    old = {
+        "train_urls": [f"{folder}/a.jsonl"],
+        "validation_urls": [f"{folder}/b.jsonl"],
+        "tokenizer": str(folder / "tokenizer.json"),
+        "cache_dir": str(folder / "cache"),
+        "cache_options": {"num_shard_groups": 4},
+    }
+    assert run(write(folder, old)) == 0
+    assert (folder / "cache" / "train" / "manifest.json").exists()
+
+
+def test_without_data(folder, capsys):
+    assert run(write(folder, {"data": {"tokenizer": str(folder / "tokenizer.json")}})) == 2
+    assert "no data set is configured" in capsys.readouterr().err
+    document = training_file(folder)
+    document["data"]["components"]["gone"] = {"source": {"train_urls": [f"{folder}/c.jsonl"]}}
+    assert run(write(folder, document)) == 2
+    assert "c.jsonl: no such file; did you mean" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""What is not here yet: read, checked, migrated, and refused by name with exit code 2 when it is run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers.legacy_documents import FOLDER
+
+from levanter.commands.train.train_lm import TrainLmConfig, describe
+from levanter.config import parse
+from levanter.legacy.absent import ABSENT, run_absent
+from levanter.legacy.migrate import config_class
+from levanter.models.absent import FAMILIES, AbsentFamilyError, AbsentModelConfig
+from levanter.models.registry import LmConfig
+from levanter.optim.absent import AbsentOptimizerConfig, AbsentOptimizerError
+from levanter.optim.config import OptimizerConfig
+from levanter.run import Target
+
+CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
+DOCUMENTS = {
+    "sample_lm": "sampler/20_sample_llama8b.yaml",
+    "eval_harness": "harness/21_eval_llama3.yaml",
+    "sft_mixture": "22_sft_llama3_mixture.yaml",
+    "train_dpo": "26_new_lora_dpo_tp4.yaml",
+}
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTS))
+def test_a_sound_document_is_read_and_refused_by_name(name: str, capsys):
+    assert run_absent(name, ["--config_path", str(FOLDER / DOCUMENTS[name])]) == 2
+    said = capsys.readouterr().err
+    assert f"levanter.main.{name} is not here yet ({ABSENT[name].what})" in said
+    assert f"today: {ABSENT[name].instead}" in said
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_help_and_misspelt_keys(name: str, capsys):
+    assert run_absent(name, ["--help"]) == 0
+    assert "--trainer." in capsys.readouterr().out or name == "export_hf_to_lm"
+    assert run_absent(name, ["--config_path", os.devnull, "--dta.tokenizer", "x"]) == 2
+    assert "dta: unknown key" in capsys.readouterr().err
+    assert config_class(name) is ABSENT[name].config
+
+
+AS_USERS_HAVE_THEM = {
+    "lora_lm": (
+        "data: {tokenizer: passthrough, vocab_size: 8, train_urls: [a.jsonl]}\n"
+        "initialize_from_hf: acme/llama\nlora: {r: 16, alpha: 32.0, target_modules: [q_proj, v_proj]}\n"
+        "max_train_length: 64\ntrainer: {wandb: {project: p}, model_axis_size: 4}\n"
+    ),
+    "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
+    "sample_lm": (
+        "hf_checkpoint: acme/llama\nprompts: [one, two]\nengine: {max_pages_per_seq: 4, page_size: 16}\n"
+        "trainer: {tensor_parallel_axes: [mlp, heads, kv_head, vocab], ray: {auto_start_cluster: false}}\n"
+    ),
+    "inference_repl": "checkpoint: acme/llama\nmodel: {type: llama, seq_len: 64}\nserver: {port: 10243}\n",
+    "sft": (
+        "model: {type: llama, seq_len: 64}\nsupervised_data: {a: {train_urls: [a.jsonl]}}\nepoch: 2\n"
+        "reinit_tokens: ['<|user|>']\ntrainer: {fsdp_axis: embed, profiler: true}\n"
+    ),
+    "sft_mixture": "mixture_weights: {a: 0.5, b: 0.5}\nsupervised_data: {a: {id: x}, b: {id: y}}\n",
+    "train_dpo": "data: {tokenizer: passthrough, vocab_size: 8}\nbeta: 0.2\nadapter: {type: lora, r: 8}\n",
+    "lora_dpo": "initialize_from_hf: acme/llama\nlora: {r: 8}\ntrainer: {batch_axis: batch}\n",
+    "perplexity_gap": (
+        "model_a: {checkpoint_path: acme/a, checkpoint_is_hf: true}\nmodel_b: {checkpoint_path: acme/b}\n"
+        "datasets: {one: {source: {validation_urls: [a.jsonl]}}}\n"
+    ),
+    "train_asr": "data: {id: acme/speech}\nbatch_size: 8\nmodel: {type: whisper}\n",
+    "eval_harness": (
+        "eval_harness: {task_spec: [hellaswag, {task: boolq, num_fewshot: 3}], max_eval_length: 512}\n"
+        "tokenizer: acme/llama\ncheckpoint_path: acme/llama\ncheckpoint_is_hf: true\n"
+    ),
+}
+
+
+def test_every_absent_entry_point_has_a_document_here():
+    assert set(AS_USERS_HAVE_THEM) == set(ABSENT)
+
+
+@pytest.mark.parametrize("name", sorted(AS_USERS_HAVE_THEM))
+def test_a_users_document_is_read_then_refused(name: str, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(AS_USERS_HAVE_THEM[name])
+    assert run_absent(name, ["--config_path", str(path)]) == 2
+    said = capsys.readouterr().err
+    error = said[said.index("error: ") :]
+    assert error.startswith(
+        f"error: levanter.main.{name} is not here yet ({ABSENT[name].what}); the configuration was read"
+    )
+    assert f"today: {ABSENT[name].instead}" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(AS_USERS_HAVE_THEM))
+def test_a_module_is_one_call(name: str, tmp_path):
+    """As a user starts it, with old keys in it: exit code 2, the reason, no traceback."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(AS_USERS_HAVE_THEM[name])
+    done = subprocess.run(
+        [sys.executable, "-m", f"levanter.main.{name}", "--config_path", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 2
+    assert f"error: levanter.main.{name} is not here yet ({ABSENT[name].what})" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    if name == "lora_lm":
+        assert "max_train_length: 64 → train_seq_len: 64" in done.stderr
+
+
+def absent_families() -> list[str]:
+    return [name for name, cls in LmConfig.get_known_choices().items() if issubclass(cls, AbsentModelConfig)]
+
+
+def test_absent_families_are_refused_by_name_at_run_time():
+    config = parse(TrainLmConfig, paths=[str(FOLDER / "07_gpt2_hyena_nano.yaml")])
+    with pytest.raises(AbsentFamilyError, match=r"model\.type: gpt2_hyena is a family of upstream's .* llama"):
+        describe(config, CPU)
+    for name in absent_families():
+        with pytest.raises(AbsentFamilyError, match=f"model.type: {name} "):
+            LmConfig.get_known_choices()[name]().for_platform("cpu", compute_dtype="float32")
+    assert set(absent_families()) <= set(FAMILIES)
+
+
+def test_absent_optimizers_are_refused_by_name_at_run_time():
+    overrides = {"model": {"type": "llama", "hidden_dim": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}}
+    data = {"data": {"tokenizer": "passthrough", "vocab_size": 64}}
+    config = parse(TrainLmConfig, overrides={**overrides, **data, "optimizer": {"type": "sophia-h", "gamma": 0.01}})
+    assert isinstance(config.optimizer, AbsentOptimizerConfig)
+    with pytest.raises(AbsentOptimizerError, match=r"optimizer\.type: sophia-h is an optimizer of upstream's .* adam"):
+        describe(config, CPU)
+    for name, cls in OptimizerConfig.get_known_choices().items():
+        if issubclass(cls, AbsentOptimizerConfig):
+            with pytest.raises(AbsentOptimizerError, match=f"optimizer.type: {name} "):
+                cls().build(10)
+
+
+def test_several_books_are_another_name_of_what_is_here(capsys):
+    from levanter.commands.memorize import eval_careless_lm
+    from levanter.config import HelpRequested, load
+    from levanter.main import eval_sliding_total
+
+    assert eval_sliding_total.main is eval_careless_lm.main
+    assert eval_sliding_total.describe is eval_careless_lm.describe
+    cls = eval_sliding_total.EvalCarelessLmConfig
+    config = parse(cls, paths=[str(FOLDER / "books/24_eval_sliding_total_8b.yaml")])
+    assert list(config.books) == ["first", "second"]
+    with pytest.raises(HelpRequested):
+        load(cls, ["--help"])

@@ -1,0 +1,356 @@
+"""Roll call, barriers and departures over real sockets, without JAX: each process of the run is a thread here."""
+
+import logging
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.processes import free_port
+
+from levanter.processes import barrier as barriers
+from levanter.processes import hub, peers
+from levanter.processes.barrier import (
+    agreed,
+    agreed_stop,
+    barrier,
+    process_0_first,
+    require_same,
+    require_same_values,
+    set_peers,
+)
+from levanter.processes.hub import RollCallError, shown
+from levanter.processes.peers import PeerLostError, Peers, PeersDifferError, Timeouts
+from levanter.processes.roll_call import Place, call_roll
+
+VERSIONS = {"jax": "1"}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(peers, "SECOND_THOUGHTS", 0.2)
+
+
+def together(call, count):
+    """Calls `call(number)` in as many threads; what each returned or raised."""
+
+    def kept(number):
+        try:
+            return call(number)
+        except Exception as error:  # noqa: BLE001 - it is the result
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(kept, range(count)))
+
+
+def met(count, *, told=None, versions=None, port=None, **timeouts):
+    """The roll call of a run: peers of each process, or its error."""
+    port = port or free_port()
+    waits = Timeouts(**{"roll": 10.0, "barrier": 10.0, "heartbeat": 60.0, **timeouts})
+
+    def one(number):
+        place = Place(coordinator=f"localhost:{port}", processes=told or count, process=number)
+        return call_roll(place, versions=(versions or {}).get(number, VERSIONS), timeouts=waits)
+
+    return together(one, count)
+
+
+@pytest.fixture
+def four():
+    found = met(4)
+    assert all(isinstance(each, Peers) for each in found), found
+    yield found
+    for each in found:
+        each.leave(0)
+
+
+def close(one):
+    """What the kernel does when a process is killed."""
+    one._leaving = True
+    one._wire.close()
+
+
+def test_all_know_all(four):
+    for number, each in enumerate(four):
+        assert (each.process, each.count) == (number, 4)
+        assert [member.process for member in each.roster] == [0, 1, 2, 3]
+        assert each.roster[2].host == socket.gethostname()
+
+
+def test_the_port_is_free_again_behind_the_roll_call():
+    port = free_port()
+    found = met(3, port=port)
+    # JAX's service listens there next, while our connections on it stay open.
+    for _ in range(50):
+        try:
+            listener = hub.listen(port)
+            break
+        except RollCallError:
+            time.sleep(0.02)
+    assert together(lambda n: found[n].meet("still open"), 3) == [("", {})] * 3
+    listener.close()
+
+
+def test_who_is_missing_is_named_on_all_that_are_there(caplog, monkeypatch):
+    monkeypatch.setattr(hub, "TELL_SECONDS", 0.3)
+    with caplog.at_level(logging.WARNING):
+        found = met(3, told=6, roll=1.5)
+    for error in found:
+        assert isinstance(error, RollCallError) and error.exit_code == 5
+        assert re.search(r"3 of 6 processes are here after 2 s; missing: 3–5; here: 0 \(", str(error))
+    assert "3 of 6 processes are here after 1 s; missing: 3–5" in caplog.text
+
+
+def test_without_process_0_the_others_say_so():
+    place = Place(coordinator=f"localhost:{free_port()}", processes=2, process=1)
+    with pytest.raises(RollCallError, match=r"process 1 of 2: process 0 does not answer at localhost:\d+ \(.*refused"):
+        call_roll(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
+
+
+def test_a_taken_port_is_named():
+    with socket.create_server(("", 0)) as other:
+        place = Place(coordinator=f"localhost:{other.getsockname()[1]}", processes=2, process=0)
+        with pytest.raises(RollCallError, match=r"process 0 cannot listen on port \d+ of .*in use"):
+            call_roll(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"versions": {1: {"jax": "2"}}}, "process 1 on .* has jax 2, process 0 has jax 1"),
+        ({"numbers": [0, 1, 1]}, r"two processes were given number 1: on .* \(pid \d+\) and on"),
+        ({"counts": [3, 3, 4]}, "process 2 on .* was told that there are 4 processes, process 0 that there are 3"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_processes_that_do_not_belong_together(what, message):
+    port = free_port()
+
+    def one(n):
+        place = Place(
+            coordinator=f"localhost:{port}",
+            processes=what.get("counts", [3] * 3)[n],
+            process=what.get("numbers", [0, 1, 2])[n],
+        )
+        return call_roll(place, versions=what.get("versions", {}).get(n, VERSIONS), timeouts=Timeouts(roll=5.0))
+
+    found = together(one, 3)
+    assert any(isinstance(each, RollCallError) and re.search(message, str(each)) for each in found), found
+    assert not any(isinstance(each, Peers) for each in found), found
+
+
+def test_strangers_at_the_port_do_no_harm():
+    port = free_port()
+
+    def one(number):
+        if number == 2:
+            time.sleep(0.2)
+            with socket.create_connection(("localhost", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                return stranger.recv(10)
+        time.sleep(0.6 * number)
+        place = Place(coordinator=f"localhost:{port}", processes=2, process=number)
+        return call_roll(place, versions=VERSIONS, timeouts=Timeouts(roll=10.0))
+
+    found = together(one, 3)
+    assert isinstance(found[0], Peers) and isinstance(found[1], Peers) and found[2] == b""
+
+
+def test_barriers_hold_back_and_pass_values(four):
+    order = []
+
+    def one(number):
+        time.sleep(0.05 * number)
+        order.append(number)
+        first = four[number].meet("first", value=f"v{min(number, 1)}")
+        assert sorted(order[:4]) == [0, 1, 2, 3]
+        return first, four[number].meet("first"), four[number].meet("second")
+
+    values = ("v0", {1: "v1", 2: "v1", 3: "v1"})
+    assert together(one, 4) == [(values, ("", {}), ("", {}))] * 4
+
+
+def test_who_does_not_come_is_named_with_where_it_was():
+    found = met(4)
+
+    def one(number):
+        found[number].meet("loading weights")
+        if number == 2:
+            time.sleep(1.4)
+            return None
+        return found[number].meet("the first step", seconds=0.9)
+
+    results = together(one, 4)
+    for number in (0, 1, 3):
+        text = str(results[number])
+        assert isinstance(results[number], PeerLostError)
+        assert f"process {number} of 4 waited 0.9 s in barrier 'the first step'; missing:" in text
+        assert re.search(r"process 2 \(.*\): last seen behind barrier 'loading weights'", text)
+        assert "here: 0, 1, 3" in text
+
+
+@pytest.mark.parametrize("victims", [[1], [3, 2]])
+def test_who_is_killed_is_named_within_seconds(victims):
+    found = met(4)
+    together(lambda n: found[n].meet("loading weights"), 4)
+    told = {}
+    ended = threading.Event()
+    survivors = [n for n in range(4) if n not in victims]
+    for n in survivors:
+
+        def end(error, n=n):
+            told[n] = str(error)
+            if len(told) == len(survivors):
+                ended.set()
+
+        found[n].on_lost(end)
+    for victim in victims:
+        close(found[victim])
+    assert ended.wait(5.0)
+    for n, text in told.items():
+        assert text.startswith(f"process{'es' * (len(victims) > 1)} {shown(victims)} of 4 ")
+        assert f"process {n} noticed behind barrier 'loading weights'" in text
+        for victim in victims:
+            assert re.search(rf"process {victim} \(.*\) is gone: its connection closed", text)
+
+
+def test_waiting_in_a_barrier_ends_when_somebody_is_gone():
+    found = met(3)
+
+    def one(number):
+        if number == 1:
+            time.sleep(0.3)
+            close(found[1])
+            return None
+        return found[number].meet("saving", seconds=60)
+
+    results = together(one, 3)
+    assert "process 1 of 3 is missing; process 0 noticed in barrier 'saving'" in str(results[0])
+    assert "process 1 of 3 is missing; process 2 noticed in barrier 'saving'" in str(results[2])
+
+
+def test_silence_counts_as_gone():
+    found = met(3, heartbeat=0.5)
+    # It is there, and hangs: nothing is said and nothing is closed.
+    found[1]._leaving = True
+    assert found[0].wait_lost(10) and found[2].wait_lost(10)
+    assert re.search(r"process 1 \(.*\) is gone: no sign of life for 0", str(found[2].lost()))
+
+
+def test_who_ends_with_an_error_says_why(four):
+    four[2].leave(2, "no such file: books/gatsby.txt")
+    assert four[0].wait_lost(5)
+    text = str(four[0].lost())
+    assert re.search(r"process 2 \(.*\) ended with exit code 2: no such file: books/gatsby.txt", text)
+    # Who ends because of that is no cause.
+    four[0].leave(5, text)
+    assert four[1].wait_lost(5)
+    assert str(four[1].lost()).startswith("process 2 of 4 is missing")
+    assert four[3].said_by(2, 1.0) == "no such file: books/gatsby.txt"
+
+
+def in_all(found, call):
+    """Calls `call(number)` for one process after another to be the current one; for calls that wait for nobody."""
+    for number, each in enumerate(found):
+        set_peers(each)
+        try:
+            call(number)
+        finally:
+            set_peers(None)
+
+
+def test_alone_every_barrier_is_open():
+    barrier("x")
+    assert agreed("id", "a") == "a"
+    require_same("text", "a", advice="none")
+    with process_0_first("data", seconds=1):
+        pass
+    told = threading.Event()
+    assert agreed_stop(told.is_set)() is False
+
+
+def test_one_that_is_told_to_stop_stops_all_behind_the_same_step():
+    found = met(3)
+    told = [threading.Event() for _ in found]
+    asks = []
+    in_all(found, lambda n: asks.append(agreed_stop(told[n].is_set)))
+
+    def one(number):
+        for step in range(1000):
+            if (number, step) == (2, 5):
+                told[2].set()
+            # As a collective would, at some distance: nobody is more than a step ahead.
+            time.sleep(0.002 * (number + 1))
+            if asks[number]():
+                return step
+        return None
+
+    steps = together(one, 3)
+    assert len(set(steps)) == 1 and 5 <= steps[0] < 100
+
+
+def test_what_differs_is_listed():
+    found = met(3)
+    errors = []
+
+    def one(number):
+        first, others = found[number].meet("the checkpoint", value="none" if number == 1 else "step 4")
+        return first, others
+
+    assert together(one, 3) == [("step 4", {1: "none"})] * 3
+
+    def refuse(number):
+        # `require_same` on process 1 while the others answer directly.
+        if number == 1:
+            set_peers(found[1])
+            try:
+                require_same("the checkpoint to resume from", "none", advice="share the disk")
+            except PeersDifferError as error:
+                errors.append(str(error))
+            finally:
+                set_peers(None)
+        else:
+            found[number].meet("the checkpoint to resume from", value="step 4")
+
+    together(refuse, 3)
+    (text,) = errors
+    assert re.match(r"the checkpoint to resume from differs between processes:\n  process 0 \(.*\): step 4\n", text)
+    assert re.search(r"  process 1 \(.*\): none\n  → share the disk", text)
+
+
+def test_which_of_many_values_differ_is_listed(monkeypatch):
+    found, mine = met(3), threading.local()
+
+    class Current:
+        """Each thread is a process of its own."""
+
+        @property
+        def peers(self):
+            return mine.peers
+
+    monkeypatch.setattr(barriers, "_current", Current())
+
+    def run(number, values):
+        mine.peers = found[number]
+        require_same_values("the configuration", values, advice="the same words")
+
+    same = {f"key{n}": "1" for n in range(9)}
+    assert together(lambda number: run(number, same), 3) == [None] * 3
+    other = {**dict.fromkeys(same, "2"), "more": "3"}
+    errors = together(lambda number: run(number, other if number == 2 else same), 3)
+    assert all(isinstance(error, PeersDifferError) for error in errors)
+    lines = str(errors[1]).splitlines()
+    assert lines[0] == "the configuration differs between processes:" and lines[1].endswith("): 9 values")
+    assert lines[2].endswith("key0 2 (process 0: 1); key1 2 (process 0: 1); key2 2 (process 0: 1), and 7 more")
+    assert lines[3] == "  → the same words" and len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([1], "1"), ([1, 2], "1, 2"), ([0, 1, 2, 5, 7, 8, 9, 10], "0–2, 5, 7–10"), ([], "")],
+)
+def test_numbers_are_shown_with_ranges(numbers, text):
+    assert shown(numbers) == text
