@@ -143,8 +143,8 @@ def upstream_style(arguments, windows) -> tuple[Callable[[int], list], float]:
     @jax.jit
     def suffix_probabilities(model, ids):
         tokens = hax.NamedArray(ids, (Batch, Pos))
-        logits = model.logits(model(tokens)).rearrange(("batch", "position", "vocab")).array.astype(jnp.float32)
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        logits = model.logits(model(tokens).activations).rearrange(("batch", "position", "vocab"))
+        logprobs = jax.nn.log_softmax(logits.array.astype(jnp.float32), axis=-1)
         targets = jnp.roll(ids, -1, axis=1)
         chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
         at = jnp.arange(LENGTH + 1)

@@ -63,6 +63,6 @@ def logits(config: LlamaConfig, values: dict[str, np.ndarray], ids: np.ndarray) 
     """What our model computes on one device, without the rows that pad."""
     rows = values["embeddings.token_embeddings.weight"].shape[0]
     model = with_arrays(abstract_model(config, rows), {path: jax.numpy.asarray(x) for path, x in values.items()})
-    hidden = model(hax.named(jax.numpy.asarray(ids, jax.numpy.int32), ("batch", "position")))
+    hidden = model(hax.named(jax.numpy.asarray(ids, jax.numpy.int32), ("batch", "position"))).activations
     found = hax.dot(hidden, model.head_weight(), axis="embed", precision="highest")
     return np.asarray(found.array)[..., : config.vocab_size]

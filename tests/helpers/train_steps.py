@@ -102,7 +102,8 @@ class Setup:
         state, step, history = self.start(mesh, arrays), program.jit(mesh), []
         for n in range(steps):
             state, metrics = step(state, self.batch(n, mesh))
-            history.append({k: float(v) for k, v in vars(metrics).items() if isinstance(v, jax.Array)})
+            numbers = {**vars(metrics), **metrics.auxiliary}
+            history.append({k: float(v) for k, v in numbers.items() if isinstance(v, jax.Array)})
         for leaf, array in zip(leaves(state), jax.tree.leaves(state), strict=True):
             assert array.sharding.is_equivalent_to(plan.whole.sharding(leaf.path, mesh), array.ndim), leaf.path
         return history, on_host(state)

@@ -29,9 +29,18 @@ from haliax_ext.errors import IndivisibleError, named_shape
 from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear
+from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.saved import saved
 
 Dispatch = Literal["grouped", "dense"]
+
+LOAD_BALANCING_LOSS = "load_balancing_loss"
+"""The auxiliary sum that keeps experts in balance: `experts / chosen · Σ_e f_e · P_e`, where `f_e` is how many of a
+token's choices are expert e and `P_e` its probability, both averaged over the tokens; 1 where all experts are used
+alike (Fedus et al., Switch Transformers, arXiv:2101.03961, equation 4). The gradient comes from `P_e`."""
+ROUTER_Z_LOSS = "router_z_loss"
+"""The auxiliary sum that keeps a router's logits small: the mean over tokens of their squared log-sum-exp (Zoph et al.,
+ST-MoE, arXiv:2202.08906, equation 5)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +63,6 @@ class Routing:
         return weights, ids
 
 
-class RouterLosses(eqx.Module):
-    """What keeps a router in balance, to be added to a training loss; float32 scalars.
-
-    Attributes:
-        balance: `experts / chosen · Σ_e f_e · P_e`, where `f_e` is how many of a token's choices are expert e and `P_e`
-            its probability, both averaged over the tokens; 1 where all experts are used alike (Fedus et al., Switch
-            Transformers, arXiv:2101.03961, equation 4). The gradient comes from `P_e`.
-        z: the mean over tokens of the router's squared log-sum-exp (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5).
-    """
-
-    balance: jax.Array
-    z: jax.Array
-
-    @staticmethod
-    def none() -> "RouterLosses":
-        """Of no layer, to add those of layers to."""
-        return RouterLosses(balance=jnp.float32(0), z=jnp.float32(0))
-
-    def __add__(self, other: "RouterLosses") -> "RouterLosses":
-        return RouterLosses(balance=self.balance + other.balance, z=self.z + other.z)
-
-
 class _Tally(eqx.Module):
     """Sums over tokens: choices of each expert, probabilities of each, squared log-sum-exps, and how many tokens."""
 
@@ -95,11 +82,10 @@ class _Tally(eqx.Module):
             tokens=jnp.float32(logits.shape[0]),
         )
 
-    def losses(self, chosen: int) -> RouterLosses:
+    def sums(self, chosen: int) -> Sums:
         shares, likely = self.choices / self.tokens, self.probabilities / self.tokens
-        return RouterLosses(
-            balance=jnp.sum(shares * likely) * (self.choices.shape[0] / chosen), z=self.squares / self.tokens
-        )
+        balance = jnp.sum(shares * likely) * (self.choices.shape[0] / chosen)
+        return Sums({LOAD_BALANCING_LOSS: balance, ROUTER_Z_LOSS: self.squares / self.tokens})
 
 
 class RoutedMlp(eqx.Module):
@@ -120,14 +106,10 @@ class RoutedMlp(eqx.Module):
     activation: str = eqx.field(static=True)
     dispatch: Dispatch = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Maps `[…, embed]` to itself."""
-        return self.with_losses(x)[0]
-
-    def with_losses(self, x: NamedArray) -> tuple[NamedArray, RouterLosses]:
-        """The result, and what is added to a training loss."""
+    def __call__(self, x: NamedArray) -> Outputs:
+        """Maps `[…, embed]` to itself, with the sums `LOAD_BALANCING_LOSS` and `ROUTER_Z_LOSS`."""
         found, tally = self._dense(x) if self.dispatch == "dense" else self._grouped(x)
-        return found, tally.losses(self.routing.chosen)
+        return Outputs(activations=found, auxiliary=tally.sums(self.routing.chosen))
 
     def _dense(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
         Expert = self.router.weight.resolve_axis("expert")

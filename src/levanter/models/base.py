@@ -1,6 +1,7 @@
 """`LmHeadModel`: what every causal language model is to the rooms above."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import equinox as eqx
 import haliax as hax
@@ -9,7 +10,7 @@ from haliax import Axis, NamedArray
 
 from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.reference import soft_capped
-from levanter.layers.experts import RouterLosses
+from levanter.layers.outputs import Outputs
 from levanter.models.registry import LmConfig
 
 
@@ -29,24 +30,18 @@ class LmHeadModel(eqx.Module):
         segment_ids: NamedArray | None = None,
         attn_mask: AttentionMask | None = None,
         positions: NamedArray | None = None,
-    ) -> NamedArray:
-        """Activations after the final norm, `[…, position, embed]`.
+        auxiliary: Sequence[str] = (),
+    ) -> Outputs:
+        """Activations after the final norm, `[…, position, embed]`, and the auxiliary sums that are asked for.
 
         Args:
             input_ids: token ids, `[…, position]`.
             segment_ids: `[…, position]`; tokens see only their own segment.
             attn_mask: which positions see which; causal by default.
             positions: the position of each token, where it is not its index.
+            auxiliary: names of the sums that are wanted of the layers (`config.auxiliary_weights` knows them); 0 where
+                no layer makes one of that name.
         """
-
-    def with_router_losses(
-        self, input_ids: NamedArray, *, segment_ids: NamedArray | None = None
-    ) -> tuple[NamedArray, RouterLosses | None]:
-        """What a call gives, and the sums over layers of what is added to a training loss for the routers' sake.
-
-        None where there are no routers, or `config.router_loss_weights` wants nothing of them.
-        """
-        return self(input_ids, segment_ids=segment_ids), None
 
     @abstractmethod
     def head_weight(self) -> NamedArray:

@@ -67,9 +67,9 @@ class LmConfig(draccus.ChoiceRegistry):
         """The axes of the model's weights by name, without `vocab`."""
 
     @property
-    def router_loss_weights(self) -> tuple[float, float] | None:
-        """What the routers' balance and z losses, summed over layers, count in training; None for nothing."""
-        return None
+    def auxiliary_weights(self) -> Mapping[str, float]:
+        """What auxiliary sums of the layers, by name, count in a training loss; what is not named is not made."""
+        return {}
 
     @property
     def max_Pos(self) -> Axis:

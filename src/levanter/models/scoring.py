@@ -96,7 +96,7 @@ def token_logprobs(
         and of each segment, is 0.
     """
     if activations is None:
-        activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions)
+        activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
     logprobs, _ = _scores(model, activations, tokens, segment_ids, chunk, normalizers=False)
     return logprobs
 
@@ -120,7 +120,7 @@ def token_scores(
         Both as `token_logprobs` returns the first: float32, 0 where nothing follows.
     """
     if activations is None:
-        activations = model(tokens, segment_ids=segment_ids)
+        activations = model(tokens, segment_ids=segment_ids).activations
     logprobs, normalizers = _scores(model, activations, tokens, segment_ids, chunk, normalizers=True)
     assert normalizers is not None
     return logprobs, normalizers

@@ -11,17 +11,19 @@ Layers that differ are scanned in *periods*: the body of the scan is a few layer
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
 import jax
-from haliax import Axis, NamedArray
+from haliax import Axis
 from haliax.nn import ScanCheckpointPolicy
 from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.errors import nearest
 from levanter.layers.saved import SAVED_NAMES
+
+C = TypeVar("C")
 
 POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested")
 
@@ -81,15 +83,15 @@ class Period(eqx.Module):
         places = tuple(block.init(spec, key=key[n]) for n, spec in enumerate(specs))
         return Period(places=places, policy=policy)
 
-    def __call__(self, x: NamedArray, *args: Any) -> NamedArray:
-        """Maps the residual stream through each layer in turn."""
+    def __call__(self, carry: C, *args: Any) -> C:
+        """Maps the residual stream, and what goes from layer to layer beside it, through each layer in turn."""
 
-        def call(place: Any, x: NamedArray, *args: Any) -> NamedArray:
-            return place(hax.tree_checkpoint_name(x, "carry"), *args)
+        def call(place: Any, carry: C, *args: Any) -> C:
+            return place(hax.tree_checkpoint_name(carry, "carry"), *args)
 
         for place in self.places:
-            x = self.policy.checkpoint("carry", "input", call)(place, x, *args)
-        return x
+            carry = self.policy.checkpoint("carry", "input", call)(place, carry, *args)
+        return carry
 
 
 def stack_of(

@@ -70,7 +70,7 @@ def suffix_scores(
     """
     Pos = tokens.resolve_axis("position")
     assert 0 < suffix < Pos.size, f"{suffix} of {Pos.size} tokens cannot be a suffix with something before it"
-    activations = model(tokens, segment_ids=segment_ids, positions=positions)
+    activations = model(tokens, segment_ids=segment_ids, positions=positions).activations
     first = Pos.size - suffix
     predicting = activations[Pos.name, first - 1 : Pos.size - 1].rename({Pos.name: "suffix"})
     targets = tokens[Pos.name, first:].rename({Pos.name: "suffix"})

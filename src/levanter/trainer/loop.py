@@ -102,6 +102,7 @@ class Loop:
                 metrics = replace(metrics, watched=None)
             numbers = {name: value for name, value in vars(jax.device_get(metrics)).items() if value is not None}
             watched, skipped = numbers.pop("watched", None), bool(numbers.pop("skipped", False))
+            auxiliary = {name: float(value) for name, value in numbers.pop("auxiliary").items()}
             now = self.clock()
             report = StepReport(
                 step=step,
@@ -110,6 +111,7 @@ class Loop:
                 paused=paused,
                 skipped=skipped,
                 watched=watched,
+                auxiliary=auxiliary,
                 **{name: float(value) for name, value in numbers.items()},
             )
             since, paused = now, 0.0

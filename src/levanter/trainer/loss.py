@@ -6,7 +6,7 @@ devices then gather is the narrow copy, and what they add up in the backward pas
 parameter, layer by layer. The embedding table is not cast, its rows are: the sum over a token's places is float32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from haliax_ext.abstract import Leaf, map_arrays, path_string
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
 from levanter.layers.embedding import Embedding
-from levanter.layers.experts import RouterLosses
+from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_next, token_logprobs, token_scores
 from levanter.models.stack import Period
@@ -79,16 +79,16 @@ class LossSums(eqx.Module):
     Attributes:
         loss: the weighted sum of −log p.
         z: the weighted sum of the squared log-normalizers, which z-loss keeps near 0; None where it is not wanted.
-        router: the losses of the routers of a mixture of experts, times the sum of the weights; None without.
+        auxiliary: the model's auxiliary sums that are wanted, times the sum of the weights.
     """
 
     loss: jax.Array
     z: jax.Array | None
-    router: RouterLosses | None = None
+    auxiliary: Sums = eqx.field(default_factory=Sums)
 
 
 def loss_sums(
-    model: LmHeadModel, batch: LmBatch, *, z: bool = False, routers: bool = False, chunk: int | None = None
+    model: LmHeadModel, batch: LmBatch, *, z: bool = False, auxiliary: Sequence[str] = (), chunk: int | None = None
 ) -> LossSums:
     """The sums of a batch.
 
@@ -96,16 +96,13 @@ def loss_sums(
         model: as in `loss_sum`.
         batch: what to predict.
         z: whether z-loss is wanted.
-        routers: whether the routers' losses are wanted.
+        auxiliary: names of the auxiliary sums that are wanted.
         chunk: positions scored at a time; see `token_logprobs`.
     """
     tokens, segment_ids = batch.tokens, batch.segment_ids
-    if routers:
-        activations, router = model.with_router_losses(tokens, segment_ids=segment_ids)
-    else:
-        activations, router = model(tokens, segment_ids=segment_ids), None
+    outputs = model(tokens, segment_ids=segment_ids, auxiliary=auxiliary)
     scores = token_scores if z else token_logprobs
-    found = scores(model, tokens, segment_ids=segment_ids, chunk=chunk, activations=activations)
+    found = scores(model, tokens, segment_ids=segment_ids, chunk=chunk, activations=outputs.activations)
     logprobs, normalizers = found if isinstance(found, tuple) else (found, None)
     counts = batch.counts()
 
@@ -113,12 +110,12 @@ def loss_sums(
         return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
 
     with jax.named_scope("loss"):
-        if router is not None:
-            # A mean over tokens that is added to sums over tokens.
-            weight = hax.sum(counts).scalar()
-            router = jax.tree.map(lambda x: x * weight, router)
+        made = outputs.auxiliary
+        if made:
+            # Means over tokens that are added to sums over tokens.
+            made = made * hax.sum(counts).scalar()
         z_sum = None if normalizers is None else counted(normalizers * normalizers)
-        return LossSums(loss=-counted(logprobs), z=z_sum, router=router)
+        return LossSums(loss=-counted(logprobs), z=z_sum, auxiliary=made)
 
 
 @dataclass(frozen=True)

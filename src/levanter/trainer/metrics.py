@@ -187,9 +187,8 @@ class Track:
             "global_step": report.step,
             "run_progress": report.taken / self.steps,
         }
-        for name in ("z_loss", "load_balancing_loss", "router_z_loss"):
-            if (value := getattr(report, name)) is not None:
-                found[f"train/{name}"] = value
+        added = {"z_loss": report.z_loss, **report.auxiliary}
+        found |= {f"train/{name}": value for name, value in added.items() if value is not None}
         if self.skipped is not None:
             self.skipped += report.skipped
             found |= {"optim/skipped_step": float(report.skipped), "optim/skipped_steps": self.skipped}

@@ -1,6 +1,7 @@
 """`StepReport`: what is known of a step once its numbers are on the host."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from levanter.trainer.watch import Watched
 
@@ -20,8 +21,7 @@ class StepReport:
         seconds: since the numbers of the step before, pauses left out; of the first, compilation included.
         waited: seconds of them that the loop waited for its batch.
         z_loss: what z-loss adds to the loss; None where there is none.
-        load_balancing_loss: what is added for the balance of a mixture of experts; None where there is none.
-        router_z_loss: what is added for the size of its routers' logits; None where there is none.
+        auxiliary: what the model's auxiliary sums add to it, by name.
         skipped: whether the step was left out: the state behind it is the one before it.
         watched: arrays on the host, where the step was watched.
         paused: seconds of pauses between the step before and this one.
@@ -37,8 +37,7 @@ class StepReport:
     seconds: float
     waited: float
     z_loss: float | None = None
-    load_balancing_loss: float | None = None
-    router_z_loss: float | None = None
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
     watched: Watched | None = None
     paused: float = 0.0

@@ -8,7 +8,7 @@ Microbatches take every n-th row of the batch, so each device finds its rows of 
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import equinox as eqx
@@ -22,7 +22,7 @@ from haliax_ext.abstract import map_arrays
 from haliax_ext.mapping import Mappings
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
-from levanter.layers.experts import RouterLosses
+from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.optim.outliers import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
@@ -45,8 +45,7 @@ class StepMetrics(eqx.Module):
         parameter_norm: global norm of the parameters before the step.
         learning_rate: of this step.
         z_loss: what z-loss adds to `loss`; None where there is none.
-        load_balancing_loss: what is added for the balance of a mixture of experts; None where there is none.
-        router_z_loss: what is added for the size of its routers' logits; None where there is none.
+        auxiliary: what the model's auxiliary sums add, by name.
         skipped: 1 where the state stayed as it was, else 0; None where no step is ever left out.
         watched: see `trainer.watch`; None where nothing is.
     """
@@ -58,8 +57,7 @@ class StepMetrics(eqx.Module):
     parameter_norm: jax.Array
     learning_rate: jax.Array
     z_loss: jax.Array | None = None
-    load_balancing_loss: jax.Array | None = None
-    router_z_loss: jax.Array | None = None
+    auxiliary: Sums = eqx.field(default_factory=Sums)
     skipped: jax.Array | None = None
     watched: Watched | None = None
 
@@ -76,7 +74,7 @@ class StepRecipe:
         parameters: where the parameters lie, by their paths in the model; None pins nothing.
         chunk: positions scored at a time; None for the model's own.
         z_loss_weight: of the squared log-normalizer, which is added to the loss; 0 for none.
-        router_loss_weights: of the routers' balance and z losses in a mixture of experts; None for none.
+        auxiliary_weights: of the model's auxiliary sums, by name, in the loss.
         skip_nonfinite: whether a step whose loss or gradient is not finite leaves the state as it was.
         outliers: likewise for a step far from those before; the optimizer's state then ends with their numbers.
         watch: what else is seen of the step; None for nothing.
@@ -89,7 +87,7 @@ class StepRecipe:
     parameters: ShardingPlan | None = None
     chunk: int | None = None
     z_loss_weight: float = 0.0
-    router_loss_weights: tuple[float, float] | None = None
+    auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
     skip_nonfinite: bool = False
     outliers: SkipStepConfig | None = None
     watch: Watch | None = None
@@ -100,19 +98,12 @@ class StepRecipe:
         return self.skip_nonfinite or self.outliers is not None
 
     @property
-    def router_weights(self) -> tuple[float, float]:
-        """`router_loss_weights`, 0 for none."""
-        return self.router_loss_weights or (0.0, 0.0)
-
-    @property
     def outputs(self) -> tuple[str, ...]:
         """The paths of everything in the metrics of a step."""
-        always = [each.name for each in fields(StepMetrics) if each.default is MISSING]
-        routed = self.router_loss_weights is not None
+        always = [each.name for each in fields(StepMetrics) if each.default is each.default_factory is MISSING]
         sometimes = {
             "z_loss": self.z_loss_weight != 0,
-            "load_balancing_loss": routed,
-            "router_z_loss": routed,
+            **{f"auxiliary.{name}": True for name in self.auxiliary_weights},
             "skipped": self.skips,
         }
         watched = () if self.watch is None else self.watch.outputs()
@@ -147,8 +138,7 @@ def _updated(
         parameter_norm=global_norm(state.model),
         learning_rate=jnp.asarray(recipe.schedule(state.step), jnp.float32),
         z_loss=None if loss.z is None else recipe.z_loss_weight * loss.z,
-        load_balancing_loss=None if loss.router is None else recipe.router_weights[0] * loss.router.balance,
-        router_z_loss=None if loss.router is None else recipe.router_weights[1] * loss.router.z,
+        auxiliary=Sums({name: recipe.auxiliary_weights[name] * value for name, value in loss.auxiliary.items()}),
         watched=_watched(recipe.watch, grads=grads, params=state.model, updates=updates, opt_state=state.optimizer),
     )
     model = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.model, updates)
@@ -191,17 +181,16 @@ def loss_and_gradients(
 
     What is added to the loss (z-loss, the routers') is in the gradient with its weight.
     """
-    weight, routers = recipe.z_loss_weight, recipe.router_loss_weights is not None
+    weight, auxiliary = recipe.z_loss_weight, tuple(recipe.auxiliary_weights)
 
     def of_part(part: LmBatch) -> tuple[LossSums, LmHeadModel]:
         def objective(parameters: LmHeadModel) -> tuple[jax.Array, LossSums]:
             usable = in_compute_dtype(parameters, recipe.precision.compute, recipe.parameters)
-            sums = loss_sums(usable, part, chunk=recipe.chunk, z=weight != 0, routers=routers)
+            sums = loss_sums(usable, part, chunk=recipe.chunk, z=weight != 0, auxiliary=auxiliary)
             sums = jax.tree.map(lambda x: x * scale, sums)
             total = sums.loss if sums.z is None else sums.loss + weight * sums.z
-            if sums.router is not None:
-                balance, router_z = recipe.router_weights
-                total = total + balance * sums.router.balance + router_z * sums.router.z
+            for name, value in sums.auxiliary.items():
+                total = total + recipe.auxiliary_weights[name] * value
             return total, sums
 
         (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(model)
@@ -221,7 +210,7 @@ def loss_and_gradients(
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), model)
     parts = jax.tree.map(lambda x: x.unflatten_axis(Batch, (Rows, Micro)), batch, is_leaf=_is_named)
     zero = jnp.float32(0)
-    sums = LossSums(loss=zero, z=zero if weight else None, router=RouterLosses.none() if routers else None)
+    sums = LossSums(loss=zero, z=zero if weight else None, auxiliary=Sums.zeros(auxiliary))
     start = (sums, _pinned(nothing, recipe.parameters))
     return hax.fold(add, Micro)(start, parts)
 

@@ -12,7 +12,7 @@ from haliax import Axis
 from haliax_ext.errors import IndivisibleError
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
-from levanter.layers.experts import ExpertsSpec, Routing
+from levanter.layers.experts import LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
 
 Batch, Pos = Axis("batch", 4), Axis("position", 6)
 SPEC = ExpertsSpec(
@@ -64,9 +64,10 @@ def run(layer, x, spec=None, mapping=None):
     weigh = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
 
     def loss(layer, x):
-        y, losses = layer.with_losses(hax.named(x, (Batch, Pos, SPEC.Embed)))
-        y = y.rearrange((Batch, Pos, SPEC.Embed)).array
-        return jnp.sum(y * weigh) + 3 * losses.balance + 2 * losses.z, (y, losses.balance, losses.z)
+        made = layer(hax.named(x, (Batch, Pos, SPEC.Embed)))
+        y = made.activations.rearrange((Batch, Pos, SPEC.Embed)).array
+        balance, z = made.auxiliary[LOAD_BALANCING_LOSS], made.auxiliary[ROUTER_Z_LOSS]
+        return jnp.sum(y * weigh) + 3 * balance + 2 * z, (y, balance, z)
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     if spec is None:
@@ -93,10 +94,8 @@ def dense():
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_each_token_meets_its_experts(dispatch, normalized, chosen):
     layer = dataclasses.replace(dispatched(LAYER, dispatch), routing=Routing(chosen=chosen, normalized=normalized))
-    y = jax.jit(lambda layer, x: layer(hax.named(x, (Batch, Pos, SPEC.Embed))).rearrange((Batch, Pos, SPEC.Embed)))(
-        layer, X
-    )
-    np.testing.assert_allclose(y.array, by_numpy(layer, X), atol=1e-5)
+    y = jax.jit(lambda layer, x: layer(hax.named(x, (Batch, Pos, SPEC.Embed))).activations)(layer, X)
+    np.testing.assert_allclose(y.rearrange((Batch, Pos, SPEC.Embed)).array, by_numpy(layer, X), atol=1e-5)
 
 
 def test_both_ways_have_the_same_gradients(dense):
@@ -159,7 +158,7 @@ def test_experts_that_do_not_divide_are_named():
 def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32():
     layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), LAYER)
     x = hax.named(jnp.asarray(X, jnp.bfloat16), (Batch, Pos, SPEC.Embed))
-    y = jax.jit(lambda layer, x: layer(x))(layer, x)
+    y = jax.jit(lambda layer, x: layer(x).activations)(layer, x)
     assert y.dtype == jnp.bfloat16
     exact = by_numpy(jax.tree.map(lambda w: np.asarray(w, np.float64), layer), np.asarray(x.array, np.float64))
     error = np.abs(np.asarray(y.array, np.float64) - exact).max() / np.abs(exact).max()

@@ -42,7 +42,7 @@ def test_each_row_scores_as_it_would_alone(devices):
     for n, (tokens, prompt) in enumerate(ROWS):
         logits = (
             run_on(
-                lambda model, ids: model.logits(model(ids)),
+                lambda model, ids: model.logits(model(ids).activations),
                 CONFIG,
                 ARRAYS,
                 np.repeat(tokens[None], 2, 0),

@@ -38,7 +38,13 @@ def logprobs(devices):
     """log p of every token of every suffix, from all logits."""
     spec = MeshSpec.of(data=1, model=1)
     logits = run_on(
-        lambda model, ids: model.logits(model(ids)), CONFIG, ARRAYS, WINDOWS, spec, mappings_for(CONFIG, spec), devices
+        lambda model, ids: model.logits(model(ids).activations),
+        CONFIG,
+        ARRAYS,
+        WINDOWS,
+        spec,
+        mappings_for(CONFIG, spec),
+        devices,
     ).array.astype(np.float64)
     logits -= logits.max(-1, keepdims=True)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -51,7 +51,7 @@ def model_with(policy):
 
 def loss(model):
     ids = hax.named(np.arange(32, dtype=np.int32).reshape(2, 16) * 7 % Vocab.size, (Batch, Pos))
-    return hax.sum(hax.square(model(ids))).scalar()
+    return hax.sum(hax.square(model(ids).activations)).scalar()
 
 
 def residuals(policy, capsys) -> list[str]:

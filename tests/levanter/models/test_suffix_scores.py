@@ -117,7 +117,7 @@ def of_model(model, tokens):
 
 
 def all_logits(model, tokens):
-    return model.logits(model(tokens))
+    return model.logits(model(tokens).activations)
 
 
 def meshes():

@@ -248,7 +248,7 @@ def test_log_normalizers_leave_out_what_only_rounds_the_vocabulary_up():
 
     @jax.jit
     def both(model):
-        hidden = model(tokens, segment_ids=segments).rearrange(("batch", "position", "embed"))
+        hidden = model(tokens, segment_ids=segments).activations.rearrange(("batch", "position", "embed"))
         return hidden.array, token_scores(model, tokens, segment_ids=segments, chunk=6)
 
     hidden, (logprobs, normalizers) = both(model)

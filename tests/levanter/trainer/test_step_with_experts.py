@@ -36,7 +36,7 @@ def setup(axes, rules, per_device=-1):
         per_device=per_device,
         packed=False,
         config=CONFIG,
-        more=(("router_loss_weights", CONFIG.router_loss_weights),),
+        more=(("auxiliary_weights", CONFIG.auxiliary_weights),),
     )
 
 

@@ -271,7 +271,7 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
             accumulation=batches.accumulation,
             parameters=state_plan.parameters,
             z_loss_weight=config.z_loss_weight,
-            router_loss_weights=model.router_loss_weights,
+            auxiliary_weights=model.auxiliary_weights,
             skip_nonfinite=trainer.skip_nonfinite_steps > 0,
             outliers=config.optimizer.outliers,
             watch=watch,

@@ -227,6 +227,6 @@ def activations_of(model: LmHeadModel) -> Callable[..., NamedArray]:
         tokens: NamedArray, attn_mask: AttentionMask | None = None, *, key: Any = None, pos_ids: Any = None
     ) -> NamedArray:
         del key
-        return model(tokens, attn_mask=attn_mask, positions=pos_ids)
+        return model(tokens, attn_mask=attn_mask, positions=pos_ids).activations
 
     return activations

@@ -10,6 +10,7 @@ compiled Program, speak of `layers.self_attn.q_proj` and `lm_head`.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -23,16 +24,13 @@ from haliax_ext.mapping import shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention
 from levanter.layers.attention.grouped import RotaryTables
 from levanter.layers.embedding import Embedding, PositionEmbedding
-from levanter.layers.experts import RouterLosses
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
+from levanter.layers.outputs import Outputs, Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.spec import BlockSpec, Run
 from levanter.models.stack import Period, checkpoint_policy, stack_of
-
-Carry = NamedArray | tuple[NamedArray, RouterLosses]
-"""What goes from block to block: the residual stream, and where a model has experts and is trained, their losses."""
 
 
 class DecoderBlock(eqx.Module):
@@ -64,9 +62,9 @@ class DecoderBlock(eqx.Module):
             parallel=spec.parallel,
         )
 
-    def __call__(self, carry: Carry, mask: AttentionMask, tables: RotaryTables) -> Carry:
-        """Maps the residual stream `[…, position, embed]` to itself, and adds to the losses beside it."""
-        x, losses = carry if isinstance(carry, tuple) else (carry, None)
+    def __call__(self, carry: Outputs, mask: AttentionMask, tables: RotaryTables) -> Outputs:
+        """Maps the residual stream `[…, position, embed]` to itself, and adds to the sums beside it."""
+        x = carry.activations
 
         def norm(name: str, y: NamedArray) -> NamedArray:
             module = getattr(self, name)
@@ -80,14 +78,10 @@ class DecoderBlock(eqx.Module):
         between = x if self.parallel else shard_residual(x + attended)
         normed = norm("post_attention_layernorm", between)
         with jax.named_scope("mlp"):
-            if losses is None:
-                fed = self.mlp(normed)
-            else:
-                fed, own = self.mlp.with_losses(normed)
-                losses = losses + own
-        fed = norm("post_mlp_layernorm", fed).rearrange(x.axes)
+            made = Outputs.of(self.mlp(normed))
+        fed = norm("post_mlp_layernorm", made.activations).rearrange(x.axes)
         x = shard_residual(x + attended + fed if self.parallel else between + fed)
-        return x if losses is None else (x, losses)
+        return Outputs(activations=x, auxiliary=carry.auxiliary.plus(made.auxiliary))
 
 
 class DecoderTransformer(eqx.Module):
@@ -118,15 +112,17 @@ class DecoderTransformer(eqx.Module):
         first, *later = (_scanned(run, config, keys[run.start : run.start + run.layers]) for run in config.runs)
         return DecoderTransformer(layers=first, later=tuple(later), norm=norm, config=config)
 
-    def __call__(self, carry: Carry, mask: AttentionMask, positions: NamedArray | None) -> Carry:
+    def __call__(
+        self, x: NamedArray, mask: AttentionMask, positions: NamedArray | None, *, auxiliary: Sequence[str] = ()
+    ) -> Outputs:
         """Maps embedded tokens to the activations that the head reads.
 
         Args:
-            carry: `[…, position, embed]`; with the experts' losses so far, to have them added up.
+            x: `[…, position, embed]`.
             mask: which positions see which.
             positions: the position of each token, where it is not its index.
+            auxiliary: names of the sums that are wanted of the blocks.
         """
-        x, losses = carry if isinstance(carry, tuple) else (carry, None)
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
         with jax.named_scope("rope"):
@@ -135,16 +131,14 @@ class DecoderTransformer(eqx.Module):
                 for name, rope in self.config.ropes.items()
             }
         # A scan is named after its axis; unrolled blocks are given the same name.
-        x = shard_residual(x)
-        carry = x if losses is None else (x, losses)
+        carry = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
         for layers in (self.layers, *self.later):
             unrolled = isinstance(layers, BlockSeq)
             with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
                 carry = layers.fold(carry, mask, tables)
-        x, losses = carry if isinstance(carry, tuple) else (carry, None)
         with jax.named_scope("norm"):
-            x = hax.auto_sharded(self.norm(x))
-        return x if losses is None else (x, losses)
+            x = hax.auto_sharded(self.norm(carry.activations))
+        return Outputs(activations=x, auxiliary=carry.auxiliary)
 
 
 def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
@@ -238,22 +232,11 @@ class DecoderLmHeadModel(LmHeadModel):
         segment_ids: NamedArray | None = None,
         attn_mask: AttentionMask | None = None,
         positions: NamedArray | None = None,
-    ) -> NamedArray:
+        auxiliary: Sequence[str] = (),
+    ) -> Outputs:
         positions = self._positions(positions, segment_ids)
-        found = self.transformer(self.embeddings(input_ids, positions), _mask(attn_mask, segment_ids), positions)
-        assert isinstance(found, NamedArray)
-        return found
-
-    def with_router_losses(
-        self, input_ids: NamedArray, *, segment_ids: NamedArray | None = None
-    ) -> tuple[NamedArray, RouterLosses | None]:
-        if self.config.router_loss_weights is None:
-            return self(input_ids, segment_ids=segment_ids), None
-        positions = self._positions(None, segment_ids)
-        start = (self.embeddings(input_ids, positions), RouterLosses.none())
-        found = self.transformer(start, _mask(None, segment_ids), positions)
-        assert isinstance(found, tuple)
-        return found
+        embedded = self.embeddings(input_ids, positions)
+        return self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
 
     def head_weight(self) -> NamedArray:
         return self.embeddings.token_embeddings.weight if self.lm_head is None else self.lm_head.weight

@@ -37,7 +37,7 @@ class FeedForward(Protocol):
         ...
 
     def init(self, *, key: jax.Array) -> Any:
-        """The module: `[…, embed]` to `[…, embed]`."""
+        """The module: `[…, embed]` to `[…, embed]`, as an array, or as `Outputs` where it makes sums too."""
         ...
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from haliax import Axis
 
-from levanter.layers.experts import ExpertsSpec, Routing
+from levanter.layers.experts import LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.mistral.config import MistralConfig
@@ -101,9 +101,9 @@ class MixtralConfig(RoutedConfig, MistralConfig):
         return self.n_routed_experts
 
     @property
-    def router_loss_weights(self) -> tuple[float, float] | None:
-        weights = (self.lbl_coef or 0.0, self.rzl_coef or 0.0)
-        return weights if any(weights) else None
+    def auxiliary_weights(self) -> Mapping[str, float]:
+        weights = {LOAD_BALANCING_LOSS: self.lbl_coef or 0.0, ROUTER_Z_LOSS: self.rzl_coef or 0.0}
+        return weights if any(weights.values()) else {}
 
     def _problems(self) -> list[str]:
         problems = super()._problems()
@@ -160,8 +160,9 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
         return self.num_experts
 
     @property
-    def router_loss_weights(self) -> tuple[float, float] | None:
-        return (self.router_aux_loss_coef, 0.0) if self.router_aux_loss_coef else None
+    def auxiliary_weights(self) -> Mapping[str, float]:
+        # The router's z-loss is shown, though it counts for nothing.
+        return {LOAD_BALANCING_LOSS: self.router_aux_loss_coef, ROUTER_Z_LOSS: 0.0} if self.router_aux_loss_coef else {}
 
     @property
     def normalized_routing(self) -> bool:
