@@ -4,15 +4,19 @@
 `Leaf(path, axes, dtype)`. Paths are the attribute names joined by dots, list indices included.
 """
 
+# pyright: reportMissingTypeStubs=false
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+from haliax_ext.pytree import Array, PyTree, eval_shape, is_arraylike, is_named, leaves_with_paths, map_with_paths
 
 M = TypeVar("M")
 
@@ -50,62 +54,36 @@ class Leaf:
 
 def abstract(init: Callable[..., M], *args: Any, **kwargs: Any) -> M:
     """What `init(*args, **kwargs)` would return, with `jax.ShapeDtypeStruct` in place of arrays."""
-    return eqx.filter_eval_shape(init, *args, **kwargs)
+    return eval_shape(init, *args, **kwargs)
 
 
-def _is_named(x: Any) -> bool:
-    return isinstance(x, hax.NamedArray)
-
-
-def _is_arraylike(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray)
-
-
-def path_string(keys: tuple[Any, ...]) -> str:
-    """A JAX key path as dotted attribute names."""
-    parts = []
-    for key in keys:
-        for attribute in ("name", "key", "idx"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return ".".join(parts)
-
-
-def _named_arrays(module: Any) -> list[tuple[str, Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(module, is_leaf=_is_named)[0]
-    return [
-        (path_string(keys), x)
-        for keys, x in flat
-        if (_is_named(x) and _is_arraylike(x.array)) or (not _is_named(x) and _is_arraylike(x))
-    ]
-
-
-def leaf_of(path: str, x: Any) -> Leaf:
+def leaf_of(path: str, x: hax.NamedArray | Array) -> Leaf:
     """The `Leaf` of a `NamedArray` (abstract or not) or of a plain array."""
-    if _is_named(x):
-        return Leaf(path, tuple((a.name, a.size) for a in x.axes), np.dtype(x.array.dtype))
+    if isinstance(x, hax.NamedArray):
+        return Leaf(path, tuple((axis.name, axis.size) for axis in x.axes), np.dtype(x.array.dtype))
     return Leaf(path, tuple((f"_{i}", size) for i, size in enumerate(x.shape)), np.dtype(x.dtype))
 
 
-def leaves(module: Any) -> tuple[Leaf, ...]:
+def leaves(module: PyTree) -> tuple[Leaf, ...]:
     """Every array of `module` (abstract or not), in tree order."""
-    return tuple(leaf_of(path, x) for path, x in _named_arrays(module))
+    return tuple(leaf_of(path, x) for path, x in leaves_with_paths(module) if _has_array(x))
+
+
+def _has_array(x: object) -> bool:
+    return is_arraylike(x.array if is_named(x) else x)
 
 
 def map_arrays(fn: Callable[[Leaf, Any], Any], module: M) -> M:
     """Replaces the raw array of every leaf by `fn(leaf, array)`, keeping names and everything else."""
 
-    def visit(keys: tuple[Any, ...], x: Any) -> Any:
-        if _is_named(x) and _is_arraylike(x.array):
-            return hax.NamedArray(fn(leaf_of(path_string(keys), x), x.array), x.axes)
-        if not _is_named(x) and _is_arraylike(x):
-            return fn(leaf_of(path_string(keys), x), x)
-        return x
+    def visit(path: str, x: Any) -> Any:
+        if not _has_array(x):
+            return x
+        if is_named(x):
+            return hax.NamedArray(fn(leaf_of(path, x), x.array), x.axes)
+        return fn(leaf_of(path, x), x)
 
-    return jax.tree_util.tree_map_with_path(visit, module, is_leaf=_is_named)
+    return map_with_paths(visit, module)
 
 
 def with_arrays(module: M, arrays: Mapping[str, Any]) -> M:
@@ -113,11 +91,11 @@ def with_arrays(module: M, arrays: Mapping[str, Any]) -> M:
     return map_arrays(lambda leaf, _: arrays[leaf.path], module)
 
 
-def cast(module: M, dtype: Any) -> M:
+def cast(module: M, dtype: DTypeLike) -> M:
     """An abstract module with its floating-point leaves in `dtype`."""
 
-    def as_dtype(leaf: Leaf, x: Any) -> Any:
-        if not jax.dtypes.issubdtype(leaf.dtype, np.floating):
+    def as_dtype(leaf: Leaf, x: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, np.floating):
             return x
         return jax.ShapeDtypeStruct(leaf.shape, np.dtype(dtype))
 

@@ -12,13 +12,12 @@ import functools
 import math
 from collections.abc import Sequence
 
-import haliax as hax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from haliax_ext.errors import ReplicationError, ShardingError, gib
-from haliax_ext.meshspec import Device, MeshSpec
+from haliax_ext.meshspec import AnyMesh, Device, MeshSpec, mesh_in_scope
 
 LARGE_BYTES = 32 << 20
 """Arrays of at least this many bytes must not stay whole."""
@@ -32,7 +31,7 @@ def best_effort_sharding(
     shape: Sequence[int],
     *,
     devices: Sequence[Device] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
     dtype: DTypeLike = np.float32,
     large_bytes: int = LARGE_BYTES,
 ) -> NamedSharding:
@@ -57,7 +56,7 @@ def explain_best_effort(
     shape: Sequence[int],
     *,
     devices: Sequence[Device] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
     dtype: DTypeLike = np.float32,
     large_bytes: int = LARGE_BYTES,
 ) -> tuple[NamedSharding, str]:
@@ -84,10 +83,10 @@ def explain_best_effort(
     return NamedSharding(where, PartitionSpec(*entries)), _reason(shape, cuts, nbytes, share, whole, spec, large)
 
 
-def _mesh(mesh: Mesh | AbstractMesh | None, devices: Sequence[Device] | None) -> Mesh | AbstractMesh:
+def _mesh(mesh: AnyMesh | None, devices: Sequence[Device] | None) -> AnyMesh:
     if mesh is None and devices is None:
-        mesh = hax.partitioning._get_mesh()
-        if mesh is None or mesh.empty:
+        mesh = mesh_in_scope()
+        if mesh is None:
             raise ShardingError(
                 "best_effort_sharding: there is no mesh in scope",
                 suggestion="pass mesh=…, or devices=…, or call it under `with jax.set_mesh(mesh): …`",
@@ -105,7 +104,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None, devices: Sequence[Device] | None) ->
 
 def _mesh_of_primes(devices: Sequence[Device]) -> Mesh:
     """A mesh whose axes are the prime factors of the number of devices, so that any divisor of it can cut."""
-    primes, rest = [], len(devices)
+    primes: list[int] = []
+    rest = len(devices)
     while rest > 1:
         prime = next(p for p in range(2, rest + 1) if rest % p == 0)
         primes.append(prime)

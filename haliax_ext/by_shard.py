@@ -5,14 +5,14 @@ the compiler may well put the collective in every step. `opened` makes the shard
 same mesh axes, so that the loop adds up partial sums and one reduction over that axis follows it.
 """
 
+# pyright: reportMissingTypeStubs=false
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
-import haliax as hax
 from haliax import Axis, NamedArray
 
-from haliax_ext.mapping import compute_mapping_in_scope, ways_in_scope
+from haliax_ext.mapping import compute_mapping, compute_mapping_in_scope, ways_in_scope
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Opened:
     @staticmethod
     def of(axes: Iterable[Axis]) -> "Opened":
         """Those of `axes` that are cut, under the compute mapping and the mesh in scope."""
-        pairs = []
+        pairs: list[tuple[Axis, Axis]] = []
         for axis in axes:
             ways = ways_in_scope(axis.name)
             if ways > 1 and axis.size % ways == 0:
@@ -42,19 +42,19 @@ class Opened:
     def open(self, x: NamedArray) -> NamedArray:
         """`x` with each of the axes cut in two, major first."""
         for axis, shards in self.pairs:
-            x = x.unflatten_axis(axis, (shards, axis.resize(axis.size // shards.size)))
+            x = x.unflatten_axis(axis, (shards, Axis(axis.name, axis.size // shards.size)))
         return x
 
     def close(self, x: NamedArray) -> NamedArray:
         """The inverse of `open`."""
         for axis, shards in self.pairs:
-            x = x.flatten_axes((shards, axis.resize(axis.size // shards.size)), axis)
+            x = x.flatten_axes((shards, Axis(axis.name, axis.size // shards.size)), axis)
         return x
 
     @contextlib.contextmanager
-    def mapped(self) -> Iterator[None]:
+    def mapped(self) -> Generator[None]:
         """The compute mapping with the shards in the place of the axes."""
         mapping = compute_mapping_in_scope()
         rules = {shards.name: mapping.mesh_axes(axis.name) for axis, shards in self.pairs}
-        with hax.axis_mapping(mapping.merged({**{axis.name: None for axis, _ in self.pairs}, **rules})):
+        with compute_mapping(mapping.merged({**{axis.name: None for axis, _ in self.pairs}, **rules})):
             yield

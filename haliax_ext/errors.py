@@ -7,6 +7,7 @@ values before JAX is called: inside `jit` JAX would silently replicate, outside 
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import cast
 
 
 class ShardingError(ValueError):
@@ -60,7 +61,7 @@ def raise_all(errors: Iterable[ShardingError]) -> None:
 
 def named_shape(axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> str:
     """Formats axes as `[layers 32, mlp 8192, embed 2048]`."""
-    items = axes.items() if isinstance(axes, Mapping) else axes
+    items = cast("Mapping[str, int]", axes).items() if isinstance(axes, Mapping) else axes
     return "[" + ", ".join(f"{name} {size}" for name, size in items) + "]"
 
 

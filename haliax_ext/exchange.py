@@ -15,11 +15,12 @@ So what lives on a device at every moment is known beforehand. Where it would be
 into *pieces* along `layers` (or another axis that stays whole), which are exchanged one after another.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import haliax as hax
 import jax
@@ -320,7 +321,7 @@ def _exchange_local(exchange: Exchange, piece: Span, x: jax.Array) -> jax.Array:
         if move.kind == "all_to_all":
             x = jax.lax.all_to_all(x, move.mesh_axes, split_axis=move.to, concat_axis=move.axis, tiled=True)
         elif move.kind == "all_gather":
-            x = jax.lax.all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
+            x = _all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
         elif move.kind == "trim":
             size = piece[1] - piece[0] if move.axis == exchange.cut else exchange.leaf.shape[move.axis]
             x = jax.lax.slice_in_dim(x, 0, size, axis=move.axis)
@@ -329,6 +330,9 @@ def _exchange_local(exchange: Exchange, piece: Span, x: jax.Array) -> jax.Array:
             start = jax.lax.axis_index(move.mesh_axes) * np.int32(size)
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=move.axis)
     return x
+
+
+_all_gather = cast("Callable[..., jax.Array]", jax.lax.all_gather)
 
 
 def _spec(cuts: Cuts) -> PartitionSpec:
@@ -397,6 +401,10 @@ def piece_program(name: str, exchange: Exchange, piece: Span, placement: Placeme
     )
 
 
+def _as_they_are(seconds: hax.NamedArray) -> hax.NamedArray:
+    return seconds
+
+
 @functools.lru_cache(maxsize=64)
 def seconds_program(mesh: MeshSpec) -> Program:
     """The Program that tells every host how long each took: one number for each device in, all of them out."""
@@ -404,7 +412,7 @@ def seconds_program(mesh: MeshSpec) -> Program:
     value = _abstract((axis,), np.dtype(np.float32))
     return Program(
         name="load.seconds",
-        function=lambda seconds: seconds,
+        function=_as_they_are,
         inputs=(Input(name="seconds", value=value, placement=AxisMapping({"device": mesh.names})),),
         out_placement=AxisMapping(),
     )

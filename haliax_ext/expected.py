@@ -34,7 +34,7 @@ class ExpectedSource:
             dtype: in which the weights are stored.
         """
         table = rules.by_target()
-        tensors = {}
+        tensors: dict[str, TensorInfo] = {}
         for leaf in leaves:
             rule = table[leaf.path]
             shape = rule.source_shape(leaf)

@@ -47,8 +47,8 @@ class Arrival:
     boxes: list[Box]
     which: np.ndarray
     unit: Unit
-    blocks: dict[int, np.ndarray] = field(default_factory=dict)
-    futures: list[Future[None]] = field(default_factory=list)
+    blocks: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
+    futures: list[Future[None]] = field(default_factory=list[Future[None]])
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from haliax_ext.reading import GAP_BYTES, Unit, distinct, flat_stack, reads, shard_boxes, units
 from haliax_ext.rules import WeightRule
-from haliax_ext.slices import Box, Layout, Span, to_slices
+from haliax_ext.slices import Box, LeafLayout, Span, to_slices
 from haliax_ext.sources import ByteRange, TensorSource
 
 TOGETHER_BYTES = 64 << 20
@@ -61,7 +61,7 @@ class LeafLoad:
 
     leaf: Leaf
     rule: WeightRule
-    layout: Layout
+    layout: LeafLayout
     sources: tuple[str, ...]
     source_dtype: np.dtype
     bytes_per_element: float
@@ -107,7 +107,7 @@ class LeafLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LoadStep:
     """Leaves, or a piece of one, that arrive together.
 
     Attributes:
@@ -185,22 +185,22 @@ class LoadPlan:
         return np.flatnonzero(np.asarray(self.hosts) == host)
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[LoadStep, ...]:
         """What is loaded one after another; the same on all hosts."""
-        found: list[Step] = []
+        found: list[LoadStep] = []
         together: list[LeafLoad] = []
         room = 0
 
         def flush() -> None:
             if together:
-                found.append(Step(loads=tuple(together)))
+                found.append(LoadStep(loads=tuple(together)))
                 together.clear()
 
         for load in self.loads:
             if load.exchange is None:
-                found.append(Step(loads=(load,)))
+                found.append(LoadStep(loads=(load,)))
             elif load.exchange.cut is not None:
-                found += [Step(loads=(load,), piece=piece) for piece in load.pieces]
+                found += [LoadStep(loads=(load,), piece=piece) for piece in load.pieces]
             else:
                 room += load.transient_device_bytes
                 if room > TOGETHER_BYTES:
@@ -222,14 +222,14 @@ class LoadPlan:
             found[program.name] = program
         return tuple(found.values())
 
-    def step_programs(self, step: Step) -> tuple[Program, ...]:
+    def step_programs(self, step: LoadStep) -> tuple[Program, ...]:
         """The Programs of a step: none (direct), the exchange, or making room and the exchange of a piece."""
         return self._step_programs[self.steps.index(step)]
 
     @cached_property
     def _step_programs(self) -> tuple[tuple[Program, ...], ...]:
         made: dict[str, Program] = {}
-        found = []
+        found: list[tuple[Program, ...]] = []
         for number, step in enumerate(self.steps):
             programs: list[Program] = []
             exchange = step.loads[0].exchange

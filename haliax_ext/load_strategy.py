@@ -7,7 +7,7 @@ stays below 1.02 times the checkpoint; every other leaf is read once and exchang
 import math
 from dataclasses import replace
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haliax_ext.exchange import TRANSIENT_LIMIT, plan_exchange
@@ -16,7 +16,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import LeafPlan, ShardingPlan
 from haliax_ext.reading import distinct
 from haliax_ext.rules import Match, WeightRules
-from haliax_ext.slices import Span
+from haliax_ext.slices import Box, Span
 from haliax_ext.sources import TensorSource
 
 DIRECT_AMPLIFICATION = 1.25
@@ -64,7 +64,7 @@ def plan_loading(
         # Slabs of two pieces are on a host at a time, one of them being read.
         per_host = max(np.bincount(of_device).tolist())
         limit = min(limit, max(memory_bytes // (2 * per_host), 1))
-    loads = []
+    loads: list[LeafLoad] = []
     for match in matches:
         leaf_plan = plan.by_path[match.leaf.path]
         load = _direct(match, leaf_plan, source, of_device, mesh, dtype)
@@ -98,7 +98,7 @@ def _direct(
 ) -> LeafLoad:
     info = source.tensors[match.names[0]]
     leaf = match.leaf
-    if dtype is not None and jax.dtypes.issubdtype(leaf.dtype, np.floating):
+    if dtype is not None and jnp.issubdtype(leaf.dtype, np.floating):
         leaf = replace(leaf, dtype=np.dtype(dtype))
     per_element = info.nbytes / max(info.size, 1)
     load = LeafLoad(
@@ -162,7 +162,7 @@ def _host_bytes(load: LeafLoad, hosts: np.ndarray, mesh: MeshSpec) -> tuple[tupl
     num_hosts = int(hosts.max()) + 1
     elements = np.zeros(num_hosts)
     largest = 0
-    known: dict[tuple, tuple[int, int]] = {}
+    known: dict[tuple[Box, ...], tuple[int, int]] = {}
     lengths: dict[int, list[Span]] = {}
     for piece in load.pieces:
         lengths.setdefault(piece[1] - piece[0], []).append(piece)

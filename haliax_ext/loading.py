@@ -5,12 +5,14 @@ steps, and runs the plan's exchange Programs, on all hosts in the same order. Bl
 a device stay within a budget, except that one *unit* (blocks that are read together) is always admitted.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import haliax as hax
 import jax
@@ -19,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_ext.exchange import seconds_program
 from haliax_ext.host_reader import READ_BYTES, Arrival, HostReader
-from haliax_ext.load_plan import LoadPlan, Step
+from haliax_ext.load_plan import LoadPlan, LoadStep
 from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
 from haliax_ext.load_strategy import plan_loading as plan_loading
-from haliax_ext.meshspec import MeshSpec
+from haliax_ext.meshspec import Device, MeshSpec
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
 from haliax_ext.reading import distinct
@@ -56,8 +58,13 @@ def default_memory_bytes(local_device_bytes: int) -> int:
 
 def hosts_of(mesh: Mesh) -> np.ndarray:
     """The host of each device of a mesh, of the mesh's shape: its processes, numbered from 0 without gaps."""
-    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
+    processes = np.asarray([device.process_index for device in _flat_devices(mesh)], dtype=np.int64)
     return np.unique(processes, return_inverse=True)[1].reshape(mesh.devices.shape)
+
+
+def _flat_devices(mesh: Mesh) -> list[Device]:
+    """The devices of a mesh, in its row-major order."""
+    return cast("list[Device]", mesh.devices.reshape(-1).tolist())
 
 
 def load(
@@ -122,7 +129,7 @@ def _this_host(plan: LoadPlan, mesh: Mesh) -> int:
             f"{max(found) + 1}; make it with plan_loading(…, hosts=hosts_of(mesh))"
         )
     here = jax.process_index()
-    mine = {n for n, device in zip(found, mesh.devices.flat, strict=True) if device.process_index == here}
+    mine = {n for n, device in zip(found, _flat_devices(mesh), strict=True) if device.process_index == here}
     if len(mine) != 1:
         raise ValueError(f"process {here} has no device in mesh {MeshSpec.from_mesh(mesh)}")
     return mine.pop()
@@ -149,7 +156,7 @@ class _Admission:
         completes: whether the step can be finished once it is there.
     """
 
-    step: Step
+    step: LoadStep
     arrivals: list[Arrival]
     completes: bool
 
@@ -176,7 +183,8 @@ class _Job:
         self._progress, self._began, self._told = progress, began, -math.inf
         self._bytes_total, self._job_bytes = plan.bytes_by_host[host], sum(plan.bytes_by_host)
         self._local = plan.devices_of(host)
-        self._devices = [mesh.devices.reshape(-1)[n] for n in self._local]
+        everyone = _flat_devices(mesh)
+        self._devices: list[Device] = [everyone[n] for n in self._local.tolist()]
         self._arrays: dict[str, jax.Array] = {}
         self._shards: dict[int, jax.Array] = {}
         self._arriving: Mapping[str, hax.NamedArray] | None = None
@@ -198,7 +206,7 @@ class _Job:
 
     def _admissions(self) -> Iterator[_Admission]:
         for step in self._plan.steps:
-            arrivals = []
+            arrivals: list[Arrival] = []
             for load in step.loads:
                 boxes, which = distinct(load.device_boxes(self._plan.sharding.mesh, step.piece or (0, 0))[self._local])
                 arrivals += [Arrival(load=load, boxes=boxes, which=which, unit=unit) for unit in load.units(boxes)]
@@ -222,7 +230,7 @@ class _Job:
 
     def _put(self, arrivals: list[Arrival]) -> dict[int, jax.Array]:
         """Blocks → single-device arrays, by position among this host's devices."""
-        found = {}
+        found: dict[int, jax.Array] = {}
         for arrival in arrivals:
             for position, number in enumerate(arrival.which.tolist()):
                 if number in arrival.blocks:
@@ -243,9 +251,9 @@ class _Job:
             self._arrays[leaf_load.path] = self._assemble(leaf_load.leaf.shape, leaf_load.spec, self._shards)
             self._shards = {}
 
-    def _exchange(self, step: Step, arrivals: list[Arrival]) -> None:
+    def _exchange(self, step: LoadStep, arrivals: list[Arrival]) -> None:
         piece = step.piece or (0, 0)
-        slabs = []
+        slabs: list[hax.NamedArray] = []
         for leaf_load in step.loads:
             exchange = leaf_load.exchange
             assert exchange is not None

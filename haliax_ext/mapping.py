@@ -8,14 +8,15 @@ Path patterns: segments are separated by dots, `*` stands for one segment, `**` 
 everything below what it matches, so `**.self_attn.*` covers `layers.self_attn.q_proj.weight`.
 """
 
+# pyright: reportMissingTypeStubs=false
 import contextlib
 import contextvars
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import haliax as hax
 import jax
@@ -36,6 +37,7 @@ class AxisMapping(Mapping[str, MeshAxes]):
 
     __slots__ = ("_entries", "unmapped")
 
+    _entries: dict[str, MeshAxes]
     unmapped: frozenset[str]
 
     def __init__(self, entries: Mapping[str, str | Iterable[str] | None] | None = None):
@@ -61,7 +63,8 @@ class AxisMapping(Mapping[str, MeshAxes]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, AxisMapping):
             return self._entries == other._entries and self.unmapped == other.unmapped
-        return isinstance(other, Mapping) and not self.unmapped and self._entries == dict(other)
+        plain = isinstance(other, Mapping) and not self.unmapped
+        return plain and self._entries == dict(cast("Mapping[object, object]", other))
 
     def __repr__(self) -> str:
         return f"AxisMapping({self})"
@@ -107,7 +110,8 @@ class AxisMapping(Mapping[str, MeshAxes]):
         Raises:
             UnknownAxisError: with all unknown logical and mesh axes and their near matches.
         """
-        problems, notes = [], []
+        problems: list[str] = []
+        notes: list[str] = []
         everything = set(known) | set(used)
         strangers = [name for name in (*self, *sorted(self.unmapped)) if name not in everything]
         for name in strangers:
@@ -141,8 +145,9 @@ def _hint(word: str, known: Iterable[str]) -> str:
 def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | None:
     if value is None or isinstance(value, str):
         return value or None
-    axes = tuple(value)
-    if not all(isinstance(axis, str) for axis in axes):
+    given = tuple(cast("Iterable[object]", value))  # YAML may hold anything.
+    axes = tuple(axis for axis in given if isinstance(axis, str))
+    if len(axes) != len(given):
         raise ShardingError(f"mapping of {name!r}: expected a mesh axis or a list of mesh axes, got {value!r}")
     if len(set(axes)) != len(axes):
         raise ShardingError(f"mapping of {name!r} names a mesh axis twice: {list(axes)}")
@@ -231,11 +236,11 @@ _params: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("pa
 
 
 @contextlib.contextmanager
-def mappings_in_scope(mappings: Mappings) -> Iterator[None]:
+def mappings_in_scope(mappings: Mappings) -> Generator[None]:
     """Puts the compute mapping in Haliax's scope and the residual and parameter mappings in ours, for tracing."""
     residual, params = _residual.set(mappings.residual_stream), _params.set(mappings.params)
     try:
-        with hax.axis_mapping(mappings.compute):
+        with compute_mapping(mappings.compute):
             yield
     finally:
         _residual.reset(residual)
@@ -264,9 +269,22 @@ def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
     return hax.shard(x, AxisMapping(free))
 
 
+@contextlib.contextmanager
+def compute_mapping(mapping: AxisMapping) -> Generator[None]:
+    """Puts `mapping` in Haliax's scope, where `haliax.auto_sharded` finds it."""
+    with hax.axis_mapping(mapping):  # pyright: ignore[reportUnknownMemberType]
+        yield
+
+
+def mapping_in_scope() -> AxisMapping | None:
+    """The mapping of `haliax.axis_mapping`; None outside of it."""
+    held = cast("Mapping[str, str | Iterable[str] | None] | None", current_thread_local_mapping())
+    return None if held is None else AxisMapping(held)
+
+
 def compute_mapping_in_scope() -> AxisMapping:
     """The mapping that activations are constrained by while tracing; empty where none is in scope."""
-    return AxisMapping(current_thread_local_mapping() or {})
+    return mapping_in_scope() or AxisMapping()
 
 
 def ways_in_scope(axis_name: str) -> int:

@@ -5,11 +5,13 @@ in the project makes a mesh. A *granule* is what the axes in `dcn` count: a slic
 hosts), or a process where devices have no slices.
 """
 
+# pyright: reportMissingTypeStubs=false
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import haliax as hax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -17,6 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from haliax_ext.errors import MeshError, UnknownAxisError, nearest
 
 MeshAxes = str | tuple[str, ...]
+AnyMesh = Mesh | AbstractMesh
+"""A mesh of devices, or one that only has names and sizes."""
 
 
 class Device(Protocol):
@@ -63,7 +67,7 @@ class MeshSpec:
         return cls(axes=tuple(sizes.items()))
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh | AbstractMesh) -> "MeshSpec":
+    def from_mesh(cls, mesh: AnyMesh) -> "MeshSpec":
         """The names and sizes of an existing JAX mesh (nothing is known of its DCN axes)."""
         return cls(axes=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
 
@@ -149,3 +153,9 @@ def granules(devices: Sequence[Device], kind: Literal["slice", "process"]) -> Ma
             index = getattr(device, "slice_index", None) or 0
         counts[index] = counts.get(index, 0) + 1
     return counts
+
+
+def mesh_in_scope() -> AnyMesh | None:
+    """The mesh of `jax.set_mesh` (the abstract one while tracing), or of Haliax's older scopes; None without either."""
+    mesh = hax.partitioning._get_mesh()  # pyright: ignore[reportPrivateUsage]
+    return None if mesh is None or mesh.empty else mesh

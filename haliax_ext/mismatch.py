@@ -47,7 +47,7 @@ def mismatch(
     candidates = unexpected or list(tensors)
     if missing:
         lines.append("missing:")
-        shown = []
+        shown: list[str] = []
         for name, path in missing[:SHOWN]:
             close = nearest(name, candidates)
             shown.append(f"  {name} (for {path})" + (f"; nearest: {', '.join(close)}" if close else ""))

@@ -112,7 +112,7 @@ def place(
     findings: list[Finding] = []
     # Where conflicts are allowed the mapping's order decides who comes first; otherwise the order has no meaning.
     for name in sorted(leaf.names, key=lambda n: order.get(n, len(order))):
-        kept = []
+        kept: list[str] = []
         for axis in mapping.mesh_axes(name):
             if axis not in taken:
                 taken[axis] = name
@@ -122,7 +122,8 @@ def place(
         chosen[name] = tuple(kept)
 
     entries: list[MeshAxes | None] = []
-    shard_shape, reasons = [], []
+    shard_shape: list[int] = []
+    reasons: list[str] = []
     for name, size in leaf.axes:
         axes = chosen[name]
         ways = mesh.ways(axes)

@@ -217,7 +217,7 @@ def _findings(plan: ShardingPlan) -> list[str]:
     whole.sort(key=lambda f: -f.nbytes)
     wasted = gib(sum(f.nbytes for f in whole))
     notes = [f.message for f in plan.notes if f.kind != "replicated"]
-    sections = []
+    sections: list[str] = []
     for title, messages in (
         (f"stays whole ({wasted} repeated on each device)", [f.message for f in whole]),
         ("notes", notes),

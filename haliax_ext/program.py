@@ -7,31 +7,36 @@ output shardings. Inputs reach XLA as dictionaries from leaf path to array, so t
 the path of each parameter.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeAlias, cast, overload
 
-import equinox as eqx
 import haliax as hax
 import jax
-from haliax.partitioning import current_thread_local_mapping
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_ext.abstract import Leaf, leaf_of, path_string
-from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
+from haliax_ext.abstract import Leaf, leaf_of
+from haliax_ext.mapping import AxisMapping, Mappings, mapping_in_scope, mappings_in_scope
+from haliax_ext.meshspec import AnyMesh, mesh_in_scope
 from haliax_ext.planner import ShardingPlan
+from haliax_ext.pytree import (
+    Array,
+    PyTree,
+    eval_shape,
+    is_array,
+    is_named,
+    joined,
+    leaves_with_paths,
+    map_with_paths,
+    split_arrays,
+)
 
-AnyMesh = Mesh | AbstractMesh
 Placement = AxisMapping | Mappings | ShardingPlan | None
 Jit = Callable[["Program", Mesh], Callable[..., Any]]
 """What makes a Program callable: `Program.jit`, or what has processes wait for each other around its first call."""
-
-
-def is_array(x: Any) -> bool:
-    """Whether `x` is an array, concrete or abstract."""
-    return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,7 @@ class Input:
     """
 
     name: str
-    value: Any
+    value: PyTree
     placement: Placement
 
 
@@ -73,7 +78,7 @@ class Program:
     out_placement: Placement = None
     donate: tuple[str, ...] = ()
     matmul_precision: str | None = None
-    compiler_options: Mapping[str, str] = field(default_factory=dict)
+    compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self):
         names = [i.name for i in self.inputs]
@@ -96,7 +101,7 @@ class Program:
         """The function to call with real values of the same structure as the inputs."""
         compiled = self._on(mesh)
 
-        def call(*values: Any) -> Any:
+        def call(*values: PyTree) -> PyTree:
             assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
             for declared, value in zip(self.inputs, values, strict=True):
                 _assert_same_arrays(self.name, declared, value)
@@ -106,7 +111,7 @@ class Program:
 
         return functools.update_wrapper(call, self.function)
 
-    def prepare(self, mesh: Mesh, *values: Any) -> None:
+    def prepare(self, mesh: Mesh, *values: PyTree) -> None:
         """Compiles for real values, so that the first call of `jit(mesh)` with their like only runs.
 
         Nothing runs here, and nothing is donated. Processes that compile at their own pace can meet behind it.
@@ -124,7 +129,7 @@ class Program:
         return self._on(mesh).prepared
 
     @contextlib.contextmanager
-    def _scope(self, mesh: AnyMesh) -> Iterator[None]:
+    def _scope(self, mesh: AnyMesh) -> Generator[None]:
         # An abstract mesh cannot be "set" for execution; tracing under it is all that lowering needs.
         enter = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
         precision = (
@@ -145,13 +150,13 @@ class Program:
     def _make(self, mesh: AnyMesh) -> "_Compiled":
         templates = [i.value for i in self.inputs]
 
-        def flat_function(*arrays: Mapping[str, Any]) -> dict[str, Any]:
+        def flat_function(*arrays: Mapping[str, Array]) -> dict[str, Array]:
             values = [_fill(template, given) for template, given in zip(templates, arrays, strict=True)]
             return _arrays(self.function(*values))
 
         flat_function.__name__ = flat_function.__qualname__ = self.name
         with self._scope(mesh):
-            out = eqx.filter_eval_shape(self.function, *templates)
+            out = eval_shape(self.function, *templates)
         in_shardings = tuple(_shardings(i.value, i.placement, mesh) for i in self.inputs)
         placement = self.mappings.compute if self.out_placement is None else self.out_placement
         jitted = jax.jit(
@@ -162,41 +167,40 @@ class Program:
             # They go into whatever is lowered from the jit: `.lower(mesh).compile()` needs none of its own.
             compiler_options=dict(self.compiler_options) or None,
         )
-        return _Compiled(jitted=jitted, template=out)
+        return _Compiled(jitted=cast(_Jitted, jitted), template=out)
+
+
+class _Jitted(Protocol):
+    """What a Program needs of `jax.jit`'s result: by path, arrays in and arrays out."""
+
+    def __call__(self, *arrays: Mapping[str, Array]) -> dict[str, Array]: ...
+    def trace(self, *arrays: Mapping[str, Array]) -> jax.stages.Traced: ...
+    def lower(self, *arrays: Mapping[str, Array]) -> jax.stages.Lowered: ...
 
 
 @dataclass
 class _Compiled:
-    jitted: Any
-    template: Any
+    jitted: "_Jitted"
+    template: PyTree
     prepared: bool = False
 
-    def rebuild(self, flat: Mapping[str, Any]) -> Any:
+    def rebuild(self, flat: Mapping[str, Array]) -> PyTree:
         return _fill(self.template, flat)
 
 
-def _is_named(x: Any) -> bool:
-    return isinstance(x, hax.NamedArray)
-
-
-def _arrays(tree: Any) -> dict[str, Any]:
+def _arrays(tree: PyTree) -> dict[str, Array]:
     """Every array of `tree`, by path; a name's own `array` field is not part of the path."""
-    found = {}
-    for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]:
-        array = x.array if _is_named(x) else x
-        if is_array(array):
-            found[path_string(keys)] = array
-    return found
+    raw = ((path, x.array if is_named(x) else x) for path, x in leaves_with_paths(tree))
+    return {path: array for path, array in raw if is_array(array)}
 
 
-def _fill(template: Any, arrays: Mapping[str, Any]) -> Any:
-    def visit(keys: tuple[Any, ...], x: Any) -> Any:
-        path = path_string(keys)
+def _fill(template: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+    def visit(path: str, x: Any) -> Any:
         if path not in arrays:
             return x
-        return hax.NamedArray(arrays[path], x.axes) if _is_named(x) else arrays[path]
+        return hax.NamedArray(arrays[path], x.axes) if is_named(x) else arrays[path]
 
-    return jax.tree_util.tree_map_with_path(visit, template, is_leaf=_is_named)
+    return map_with_paths(visit, template)
 
 
 def spec_of(leaf: Leaf, placement: AxisMapping | Mappings | ShardingPlan) -> PartitionSpec:
@@ -207,18 +211,17 @@ def spec_of(leaf: Leaf, placement: AxisMapping | Mappings | ShardingPlan) -> Par
     return mapping.spec(leaf.names)
 
 
-def _shardings(tree: Any, placement: Placement, mesh: AnyMesh) -> dict[str, Any] | None:
+def _shardings(tree: PyTree, placement: Placement, mesh: AnyMesh) -> dict[str, NamedSharding] | None:
     if placement is None:
         return None
-    shardings = {}
-    for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]:
-        if is_array(x.array if _is_named(x) else x):
-            path = path_string(keys)
-            shardings[path] = NamedSharding(mesh, spec_of(leaf_of(path, x), placement))
-    return shardings
+    return {
+        path: NamedSharding(mesh, spec_of(leaf_of(path, x), placement))
+        for path, x in leaves_with_paths(tree)
+        if is_array(x.array if is_named(x) else x)
+    }
 
 
-def _assert_same_arrays(program: str, declared: Input, value: Any) -> None:
+def _assert_same_arrays(program: str, declared: Input, value: PyTree) -> None:
     want = {path: (x.shape, x.dtype) for path, x in _arrays(declared.value).items()}
     have = {path: (x.shape, x.dtype) for path, x in _arrays(value).items()}
     if want != have:
@@ -227,14 +230,41 @@ def _assert_same_arrays(program: str, declared: Input, value: Any) -> None:
         raise AssertionError(f"program {program}, input {declared.name}: not the arrays it was planned for\n{lines}")
 
 
+Resources: TypeAlias = Mapping[str, str | Iterable[str] | None]
+"""Logical axis name → mesh axes, in whatever form a user writes it."""
+Donate: TypeAlias = tuple[bool, ...] | bool | None
+
+
+@overload
+def named_jit(
+    fn: Callable[..., Any],
+    axis_resources: Resources | None = None,
+    *,
+    in_axis_resources: Resources | None = None,
+    out_axis_resources: Resources | None = None,
+    donate_args: Donate = None,
+) -> "NamedJit": ...
+
+
+@overload
+def named_jit(
+    fn: None = None,
+    axis_resources: Resources | None = None,
+    *,
+    in_axis_resources: Resources | None = None,
+    out_axis_resources: Resources | None = None,
+    donate_args: Donate = None,
+) -> "Callable[[Callable[..., Any]], NamedJit]": ...
+
+
 def named_jit(
     fn: Callable[..., Any] | None = None,
-    axis_resources: Mapping[str, Any] | None = None,
+    axis_resources: Resources | None = None,
     *,
-    in_axis_resources: Mapping[str, Any] | None = None,
-    out_axis_resources: Mapping[str, Any] | None = None,
-    donate_args: tuple[bool, ...] | bool | None = None,
-) -> Any:
+    in_axis_resources: Resources | None = None,
+    out_axis_resources: Resources | None = None,
+    donate_args: Donate = None,
+) -> "NamedJit | Callable[[Callable[..., Any]], NamedJit]":
     """Jits a function of named arrays under the mapping in scope, like `haliax.named_jit`, but plannable.
 
     Each distinct combination of argument structure, mapping and mesh is one `Program`. `.program(*args)` gives it, and
@@ -256,38 +286,51 @@ def named_jit(
             out_axis_resources=out_axis_resources,
             donate_args=donate_args,
         )
-    return functools.update_wrapper(
-        NamedJit(fn, axis_resources, in_axis_resources, out_axis_resources, donate_args), fn
+    jitted = NamedJit(
+        fn,
+        compute=axis_resources,
+        arguments=in_axis_resources,
+        results=out_axis_resources,
+        donate=donate_args,
     )
+    functools.update_wrapper(jitted, fn)
+    return jitted
 
 
 class NamedJit:
     """The callable that `named_jit` returns."""
 
-    def __init__(self, fn, axis_resources, in_axis_resources, out_axis_resources, donate_args):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        compute: Resources | None,
+        arguments: Resources | None,
+        results: Resources | None,
+        donate: Donate,
+    ):
         self._fn = fn
-        self._axis_resources = axis_resources
-        self._in = None if in_axis_resources is None else AxisMapping(in_axis_resources)
-        self._out = None if out_axis_resources is None else AxisMapping(out_axis_resources)
-        self._donate = donate_args
-        self._programs: dict[Any, Program] = {}
+        self._compute = None if compute is None else AxisMapping(compute)
+        self._in = None if arguments is None else AxisMapping(arguments)
+        self._out = None if results is None else AxisMapping(results)
+        self._donate = donate
+        self._programs: dict[Hashable, Program] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mesh = _mesh_in_scope()
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        mesh = _needed_mesh()
         assert isinstance(mesh, Mesh), "named_jit needs a mesh of devices in scope to run: with jax.set_mesh(mesh): …"
         return self.program(*args, **kwargs).jit(mesh)(*args, *kwargs.values())
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Lowers for the mesh in scope, with abstract or concrete arguments."""
-        return self.program(*args, **kwargs).lower(_mesh_in_scope())
+        return self.program(*args, **kwargs).lower(_needed_mesh())
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
         """The Program for arguments of this structure under the mapping in scope."""
-        in_scope = self._axis_resources if self._axis_resources is not None else current_thread_local_mapping()
-        compute = AxisMapping(in_scope or {})
-        values = (*args, *kwargs.values())
-        dynamic, static = eqx.partition(values, is_array)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dynamic)
+        in_scope = self._compute if self._compute is not None else mapping_in_scope()
+        compute = AxisMapping() if in_scope is None else in_scope
+        arrays, static = split_arrays((*args, *kwargs.values()))
+        shapes = jax.tree.map(_shape_of, arrays)
         key = (compute, tuple(kwargs), *_hashable(shapes), *_hashable(static))
         if key not in self._programs:
             names = [f"arg{n}" for n in range(len(args))] + list(kwargs)
@@ -297,7 +340,7 @@ class NamedJit:
                 function=functools.partial(_with_keywords, self._fn, len(args), tuple(kwargs)),
                 inputs=tuple(
                     Input(name=name, value=value, placement=placement)
-                    for name, value in zip(names, eqx.combine(shapes, static), strict=True)
+                    for name, value in zip(names, joined(shapes, static), strict=True)
                 ),
                 mappings=Mappings(compute=compute),
                 out_placement=self._out,
@@ -308,21 +351,25 @@ class NamedJit:
     def _donated(self, names: list[str]) -> tuple[str, ...]:
         if not self._donate:
             return ()
-        flags = (True,) * len(names) if self._donate is True else tuple(self._donate)
+        flags = (True,) * len(names) if self._donate is True else self._donate
         return tuple(name for name, flag in zip(names, flags, strict=False) if flag)
 
 
-def _with_keywords(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...], *values: Any) -> Any:
+def _with_keywords(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...], *values: PyTree) -> PyTree:
     return fn(*values[:positional], **dict(zip(keywords, values[positional:], strict=True)))
 
 
-def _hashable(tree: Any) -> tuple[Any, Any]:
-    leaves, structure = jax.tree.flatten(tree)
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _hashable(tree: PyTree) -> tuple[Hashable, Hashable]:
+    leaves, structure = cast("tuple[list[Any], Hashable]", jax.tree.flatten(tree))
     return structure, tuple((x.shape, x.dtype) if is_array(x) else x for x in leaves)
 
 
-def _mesh_in_scope() -> AnyMesh:
-    mesh = hax.partitioning._get_mesh()
-    if mesh is None or mesh.empty:
+def _needed_mesh() -> AnyMesh:
+    mesh = mesh_in_scope()
+    if mesh is None:
         raise ValueError("named_jit needs a mesh in scope: with jax.set_mesh(mesh): …")
     return mesh

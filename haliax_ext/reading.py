@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import flat
-from haliax_ext.slices import Box, Copy, Layout, Span, cut_digits, digit_boxes, spans_size
+from haliax_ext.slices import Box, Copy, LeafLayout, Span, cut_digits, digit_boxes, spans_size
 
 GAP_BYTES = 256 << 10
 """Gaps up to this size are read through: skipping them costs a request, or a seek, that takes as long."""
@@ -109,7 +109,7 @@ class Read:
     copies: tuple[tuple[int, Copy], ...]
 
 
-def _groups(layout: Layout, boxes: Sequence[Box], members: Sequence[int], itemsize: int, gap: int) -> list[Group]:
+def _groups(layout: LeafLayout, boxes: Sequence[Box], members: Sequence[int], itemsize: int, gap: int) -> list[Group]:
     """What reading `members` together takes, stacked indices with the same needs as one group."""
     found: dict[tuple[int, ...], list[Stack]] = {}
     clipped = {member: layout.clipped(boxes[member]) for member in members}
@@ -124,14 +124,14 @@ def _groups(layout: Layout, boxes: Sequence[Box], members: Sequence[int], itemsi
                 needed.setdefault(stack, []).append(member)
         for stack, who in sorted(needed.items()):
             found.setdefault(tuple(who), []).append(stack)
-    groups = []
+    groups: list[Group] = []
     for who, stacks in found.items():
         spans = layout.cover([held[member] for member in who], itemsize=itemsize, gap_bytes=gap)
         groups.append(Group(stacks=tuple(stacks), members=who, spans=tuple(tuple(axis) for axis in spans)))
     return groups
 
 
-def units(layout: Layout, boxes: Sequence[Box], *, itemsize: int, gap_bytes: int = GAP_BYTES) -> tuple[Unit, ...]:
+def units(layout: LeafLayout, boxes: Sequence[Box], *, itemsize: int, gap_bytes: int = GAP_BYTES) -> tuple[Unit, ...]:
     """Divides blocks into units so that together they read as little as possible, and each unit is small.
 
     Three divisions are tried, from the smallest units up: every block alone, blocks of the same outermost source
@@ -143,7 +143,7 @@ def units(layout: Layout, boxes: Sequence[Box], *, itemsize: int, gap_bytes: int
         itemsize: bytes of a source element.
         gap_bytes: gaps up to this size are read through.
     """
-    clusters: dict[tuple, list[int]] = {}
+    clusters: dict[Box, list[int]] = {}
     for number, box in enumerate(boxes):
         outer = tuple(box[p] for p in (*layout.stack_positions, *(layout.group_positions or ((),))[0]))
         clusters.setdefault(outer, []).append(number)
@@ -152,7 +152,7 @@ def units(layout: Layout, boxes: Sequence[Box], *, itemsize: int, gap_bytes: int
     for division in ([[n] for n in everything], list(clusters.values()), [everything]):
         if division not in divisions:
             divisions.append(division)
-    tried = []
+    tried: list[tuple[int, list[Unit]]] = []
     for division in divisions:
         made = [
             Unit(members=tuple(members), groups=tuple(_groups(layout, boxes, members, itemsize, gap_bytes)))
@@ -163,7 +163,7 @@ def units(layout: Layout, boxes: Sequence[Box], *, itemsize: int, gap_bytes: int
     return tuple(next(made for elements, made in tried if elements <= best * 1.01))
 
 
-def reads(layout: Layout, boxes: Sequence[Box], unit: Unit, *, chunk: int) -> Iterator[Read]:
+def reads(layout: LeafLayout, boxes: Sequence[Box], unit: Unit, *, chunk: int) -> Iterator[Read]:
     """A unit's reads, each of at most about `chunk` elements, in the order of the source tensors.
 
     Args:
@@ -189,7 +189,7 @@ def reads(layout: Layout, boxes: Sequence[Box], unit: Unit, *, chunk: int) -> It
                     yield Read(stack=stack, box=layout.source_box(digits), copies=landing)
 
 
-def flat_stack(layout: Layout, stack: Stack) -> int:
+def flat_stack(layout: LeafLayout, stack: Stack) -> int:
     """The row-major number of a source tensor among a leaf's."""
     sizes = [layout.extents[p] for p in layout.stack_positions]
     return functools.reduce(lambda number, pair: number * pair[1] + pair[0], zip(stack, sizes, strict=True), 0)

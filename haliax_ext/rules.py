@@ -30,7 +30,7 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.errors import named_shape, nearest
 from haliax_ext.mismatch import WeightMismatchError as WeightMismatchError
 from haliax_ext.mismatch import mismatch
-from haliax_ext.slices import Box, Layout, to_slices
+from haliax_ext.slices import Box, LeafLayout, to_slices
 from haliax_ext.sources import TensorInfo
 
 _BRACES = re.compile(r"\{(?:(\d+)\*)?([^{}*+]*)(?:\+(\d+))?\}")
@@ -97,7 +97,7 @@ class WeightRule:
     def check(self, leaf: Leaf) -> list[str]:
         """What is wrong with this rule for `leaf`, as sentences; empty if nothing."""
         named = [*self.stacked, *itertools.chain(*self.axes)]
-        problems = []
+        problems: list[str] = []
         for name in sorted(set(named) - set(leaf.names)):
             close = nearest(name, leaf.names)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
@@ -157,7 +157,7 @@ class WeightRule:
 
         return _BRACES.sub(number, self.source)
 
-    def layout(self, leaf: Leaf, source_shape: tuple[int, ...] | None = None) -> Layout:
+    def layout(self, leaf: Leaf, source_shape: tuple[int, ...] | None = None) -> LeafLayout:
         """The index algebra between `leaf` and source tensors of this shape."""
         shape = self.source_shape(leaf) if source_shape is None else source_shape
         sizes = dict(leaf.axes)
@@ -167,14 +167,14 @@ class WeightRule:
                 if name in group:
                     extents[name] = length // math.prod(sizes[other] for other in group if other != name)
         offsets = [0] * len(self.axes)
-        wider = {}
+        wider: dict[str, tuple[int, int]] = {}
         if self.part is not None and self.part.each:
             first, *inner = self.axes[self.part.axis][len(self.part.each) :]
             unit = math.prod(sizes[name] for name in inner)
             wider[first] = (self.part.start // unit, self.part.of // unit)
         elif self.part is not None:
             offsets[self.part.axis] = self.part.start
-        return Layout(
+        return LeafLayout(
             axes=leaf.axes,
             stacked=self.stacked,
             groups=self.axes,
@@ -189,7 +189,7 @@ class WeightRule:
         wanted = self.source_shape(leaf)
         sizes = dict(leaf.axes)
         fits = len(shape) == len(wanted)
-        words = []
+        words: list[str] = []
         for axis, group in enumerate(self.axes):
             fused = self.part is not None and self.part.axis == axis
             inner = " × ".join(f"{name} {sizes[name]}" for name in group) or "1"
@@ -220,7 +220,7 @@ class SourcePiece:
     target: str
     box: Box
     region: Box
-    layout: Layout
+    layout: LeafLayout
     stack: tuple[int, ...]
 
     def write(self, block: np.ndarray, tensor: np.ndarray) -> None:
@@ -243,7 +243,7 @@ class Match:
 
     leaf: Leaf
     rule: WeightRule
-    layout: Layout
+    layout: LeafLayout
     names: tuple[str, ...]
 
 
@@ -268,7 +268,8 @@ class WeightRules:
 
     def check(self, leaves: Iterable[Leaf]) -> None:
         """Raises a `WeightRuleError` that lists every leaf without a rule and every rule that misnames axes."""
-        table, problems = self.by_target(), []
+        table = self.by_target()
+        problems: list[str] = []
         problems += [f"two rules for {r.target}" for r in self.rules if table[r.target] is not r]
         for leaf in leaves:
             if leaf.path in table:
@@ -306,7 +307,7 @@ class WeightRules:
         misshaped: dict[str, str] = {}
         for leaf in leaves:
             rule = table[leaf.path]
-            found = []
+            found: list[tuple[str, str | None]] = []
             for name in rule.source_names(leaf):
                 held = next((other for other in self.spellings(name) if other in tensors), None)
                 found.append((name, held))

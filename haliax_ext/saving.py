@@ -71,7 +71,7 @@ def plan_saving(
     """
     leaves = tuple(leaves)
     own = {leaf.path: leaf.dtype for leaf in leaves}
-    found = []
+    found: list[OutTensor] = []
     for name, (shape, pieces) in rules.sources(leaves, true_sizes=true_sizes).items():
         (held,) = {own[piece.target] for piece in pieces}
         floating = held.kind not in "iub"

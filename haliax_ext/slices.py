@@ -1,7 +1,7 @@
 """Index algebra between a leaf and the source tensors it is made of, as arithmetic on spans.
 
 A *span* is a half-open pair `(start, stop)`; a *box* is one span per axis. A leaf's block (what one device holds) is a
-box over the leaf's named axes. A `Layout` says how those axes lie in the source tensors: some are *stacked* (one
+box over the leaf's named axes. A `LeafLayout` says how those axes lie in the source tensors: some are *stacked* (one
 source tensor for each index), the others are *flattened*, major first, into the axes of each source tensor. From
 that follow, without touching data:
 
@@ -169,7 +169,7 @@ class Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class LeafLayout:
     """How a leaf's axes lie in its source tensors.
 
     Attributes:
@@ -188,7 +188,7 @@ class Layout:
     source_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     extents: tuple[int, ...]
-    wider: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+    wider: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]], hash=False)
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class Layout:
 
     def source_boxes(self, box: Box) -> Iterator[Box]:
         """The exact boxes of each source tensor that a (clipped) box of the leaf needs, in order."""
-        spans = []
+        spans: list[list[Span]] = []
         for group, sizes, offset in zip(self.groups_of(box), self.group_sizes, self.offsets, strict=True):
             starts, length = runs(group, sizes)
             spans.append([(s + offset, s + offset + length) for s in starts.tolist()])
@@ -254,7 +254,7 @@ class Layout:
 
     def source_box(self, digits: Sequence[Box]) -> Box:
         """The box of the source tensor that a product of digit boxes stands for."""
-        found = []
+        found: list[Span] = []
         for box, sizes, offset in zip(digits, self.group_sizes, self.offsets, strict=True):
             starts, length = runs(box, sizes)
             assert len(starts) == 1, f"not a contiguous range of the source axis: {box} of {sizes}"
@@ -268,7 +268,9 @@ class Layout:
             if not box[position][0] <= index < box[position][1]:
                 return None
             place[position] = index - box[position][0]
-        flat, pick, axis_of = [], [], []
+        flat: list[int] = []
+        pick: list[Span] = []
+        axis_of: list[int] = []
         for positions, group in zip(self.group_positions, digits, strict=True):
             for position, (start, stop) in zip(positions, group, strict=True):
                 begin, end = (at + self._firsts[position] for at in box[position])

@@ -9,8 +9,8 @@ from haliax_ext.hlo.figures import Collective as Collective
 from haliax_ext.hlo.figures import CompiledFigures as CompiledFigures
 from haliax_ext.hlo.figures import Kernel as Kernel
 from haliax_ext.hlo.figures import read_figures as read_figures
+from haliax_ext.hlo.groups import AxisSpan as AxisSpan
 from haliax_ext.hlo.groups import Network as Network
-from haliax_ext.hlo.groups import Span as Span
 from haliax_ext.hlo.memory import MemoryFigures as MemoryFigures
 from haliax_ext.hlo.memory import memory_figures as memory_figures
 from haliax_ext.hlo.refusal import Allocation as Allocation

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from haliax_ext.hlo.groups import Network, Span, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
+from haliax_ext.hlo.groups import AxisSpan, Network, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
 from haliax_ext.hlo.loops import trip_count
 from haliax_ext.hlo.memory import hbm_traffic
 from haliax_ext.hlo.scopes import Scope, scope_of
@@ -56,7 +56,7 @@ class Collective:
     bytes: int
     times: int
     members: int
-    spans: tuple[Span, ...] | None
+    spans: tuple[AxisSpan, ...] | None
     network: Network
     scope: Scope
     hidden_cycles: int
@@ -161,18 +161,22 @@ class _Flight:
     hidden: int = 0
 
 
+_Call = tuple[str, tuple[Shape, ...], tuple[Shape, ...], Scope]
+"""A custom kernel's name, operands, results and scope."""
+
+
 @dataclass
 class _Reader:
     module: Module
     mesh: MeshSpec
     trips: Mapping[int, int]
-    cycles: Counter[Scope] = field(default_factory=Counter)
+    cycles: Counter[Scope] = field(default_factory=Counter[Scope])
     estimates: int = 0
     hbm_bytes: int = 0
-    collectives: list[Collective] = field(default_factory=list)
-    kernels: Counter[tuple[str, tuple[Shape, ...], tuple[Shape, ...], Scope]] = field(default_factory=Counter)
-    unestimated: Counter[str] = field(default_factory=Counter)
-    unknown: dict[str, None] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list[Collective])
+    kernels: Counter[_Call] = field(default_factory=Counter[_Call])
+    unestimated: Counter[str] = field(default_factory=Counter[str])
+    unknown: dict[str, None] = field(default_factory=dict[str, None])
 
     def figures(self) -> CompiledFigures:
         return CompiledFigures(
@@ -307,11 +311,11 @@ class _Reader:
                 Collective(flight.kind, nbytes, times, members, covered, net, scope, flight.hidden, flight.source.name)
             )
 
-    def _placed(self, flight: _Flight) -> tuple[tuple[Span, ...] | None, Network, int]:
+    def _placed(self, flight: _Flight) -> tuple[tuple[AxisSpan, ...] | None, Network, int]:
         """Mesh axes, network and group size."""
         source = flight.source
         if source.opcode == "send":
-            axes = tuple(Span(name, size, size) for name, size in self.mesh.axes if name in self.mesh.dcn)
+            axes = tuple(AxisSpan(name, size, size) for name, size in self.mesh.axes if name in self.mesh.dcn)
             return axes or None, "dcn", self.mesh.num_granules
         inside = inner_mesh(self.mesh, self.module.num_partitions)
         if inside is None:

@@ -10,7 +10,7 @@ slices is printed as sends and receives of the multi-slice runtime instead.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ Network = Literal["ici", "dcn", "unknown"]
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisSpan:
     """The part of one mesh axis that a group covers: `extent` of its `size` positions."""
 
     axis: str
@@ -86,7 +86,9 @@ def _mesh_groups(text: str) -> np.ndarray | None:
             return None
     ids = ids.reshape(sizes)
     # Cut each partly used axis in three (before, used, after), so that the used part is an axis of its own.
-    used, shape, chosen = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found.group(3)), [], []
+    used = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found.group(3))
+    shape: list[int] = []
+    chosen: list[int] = []
     parts = {name: (int(pre or 1), int(size) if size else None) for name, pre, size in used}
     for name, size in axes:
         before, extent = parts.get(name, (1, 1))
@@ -115,7 +117,7 @@ def inner_mesh(mesh: MeshSpec, devices: int) -> MeshSpec | None:
     return inside if inside.size == devices else None
 
 
-def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[Span, ...] | None:
+def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None:
     """The mesh axes along which the members of every group differ; `None` if groups are no block of the mesh.
 
     A group is a block if its members are all combinations of the positions it covers on each axis.
@@ -125,7 +127,7 @@ def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[Span, ...] | None:
     shape = [size for _, size in mesh.axes]
     found: set[tuple[int, ...]] = set()
     for group in groups:
-        coordinates = np.unravel_index(group, shape)
+        coordinates = cast("tuple[np.ndarray, ...]", np.unravel_index(group, shape))
         extents = tuple(len(np.unique(axis)) for axis in coordinates)
         if int(np.prod(extents)) != len(group):
             return None
@@ -133,20 +135,20 @@ def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[Span, ...] | None:
     if len(found) != 1:
         return None
     (extents,) = found
-    return tuple(Span(name, e, size) for (name, size), e in zip(mesh.axes, extents, strict=True) if e > 1)
+    return tuple(AxisSpan(name, e, size) for (name, size), e in zip(mesh.axes, extents, strict=True) if e > 1)
 
 
-def pair_spans(pairs: np.ndarray, mesh: MeshSpec) -> tuple[Span, ...] | None:
+def pair_spans(pairs: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None:
     """The mesh axes along which a collective-permute moves data."""
     if pairs.max(initial=0) >= mesh.size:
         return None
     shape = [size for _, size in mesh.axes]
     sources, targets = (np.stack(np.unravel_index(pairs[:, side], shape)) for side in (0, 1))
     moved = (sources != targets).any(axis=1)
-    return tuple(Span(name, size, size) for (name, size), m in zip(mesh.axes, moved, strict=True) if m)
+    return tuple(AxisSpan(name, size, size) for (name, size), m in zip(mesh.axes, moved, strict=True) if m)
 
 
-def network(covered: Sequence[Span] | None, mesh: MeshSpec) -> Network:
+def network(covered: Sequence[AxisSpan] | None, mesh: MeshSpec) -> Network:
     """Whether a group stays inside a slice."""
     if covered is None:
         return "unknown"

@@ -8,9 +8,12 @@ is found by neither is `None`, and stays unknown.
 
 import math
 import re
+from collections.abc import Callable
 
 from haliax_ext.hlo.text import Computation, Instruction, Module
 
+Initial = Callable[[int], int | None]
+"""Where an element of the loop's state starts, if at a constant."""
 _COPIES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "broadcast")
 
 
@@ -93,7 +96,7 @@ def _state_index(computation: Computation, name: str) -> int | None:
     return int(instruction.attribute("index") or 0)
 
 
-def _value(computation: Computation, name: str, body: Computation, initial) -> int | None:
+def _value(computation: Computation, name: str, body: Computation, initial: Initial) -> int | None:
     """A constant, or an element of the state that the body hands on unchanged and that starts as a constant."""
     constant = _constant(computation, name)
     if constant is not None:
@@ -105,7 +108,7 @@ def _value(computation: Computation, name: str, body: Computation, initial) -> i
     return initial(index) if unchanged else None
 
 
-def _step(body: Computation, counter: int, initial) -> int | None:
+def _step(body: Computation, counter: int, initial: Initial) -> int | None:
     """What the body adds to the counter."""
     if body.root.opcode != "tuple":
         return None

@@ -124,7 +124,7 @@ class Module:
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """The arrays in a printed shape, in order: `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])` has two."""
-    shapes = []
+    shapes: list[Shape] = []
     for found in re.finditer(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", text):
         dtype, sizes, layout = found.groups()
         space = re.search(r"S\((\d+)\)", layout or "")

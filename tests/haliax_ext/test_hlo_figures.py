@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haliax_ext.hlo import Scope, Shape, Span, read_figures, scope_of
+from haliax_ext.hlo import AxisSpan, Scope, Shape, read_figures, scope_of
 from haliax_ext.meshspec import MeshSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hlo"
@@ -99,7 +99,7 @@ def test_an_overlapped_collective_is_one_and_hides_what_runs_beside_it():
         "all-gather",
         32 * 32 * 2,
         1,
-        (Span("data", 4, 4),),
+        (AxisSpan("data", 4, 4),),
     )
     assert gather.hidden_cycles == 300 + 20
     assert (reduce.kind, reduce.bytes, reduce.hidden_cycles) == ("all-reduce", 64 * 64 * 4, 0)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from haliax_ext.hlo.groups import Span, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
+from haliax_ext.hlo.groups import AxisSpan, inner_mesh, network, pair_spans, parse_groups, parse_pairs, spans
 from haliax_ext.meshspec import MeshSpec
 
 MESH = MeshSpec.of(data=32, model=4)
@@ -38,7 +38,7 @@ def as_sets(groups: np.ndarray) -> set[frozenset[int]]:
 def test_printed_groups_are_those_of_the_mesh_axes(printed, axes):
     groups = parse_groups(f", channel_id=3, {printed}", MESH.size)
     assert as_sets(groups) == by_hand(MESH, *axes)
-    assert spans(groups, MESH) == tuple(Span(a, MESH.shape[a], MESH.shape[a]) for a in axes)
+    assert spans(groups, MESH) == tuple(AxisSpan(a, MESH.shape[a], MESH.shape[a]) for a in axes)
 
 
 def test_lists():
@@ -65,8 +65,8 @@ def test_a_part_of_a_mesh_axis(printed, positions):
     assert groups.shape == (16, 8)
     assert frozenset(positions) in as_sets(groups)
     assert sorted(groups.ravel()) == list(range(128))
-    assert spans(groups, MESH) == (Span("data", 8, 32),)
-    assert str(Span("data", 8, 32)) == "data[8/32]"
+    assert spans(groups, MESH) == (AxisSpan("data", 8, 32),)
+    assert str(AxisSpan("data", 8, 32)) == "data[8/32]"
 
 
 def test_groups_that_are_no_block_of_the_mesh_are_not_named():
@@ -81,7 +81,7 @@ def test_permutes_name_the_axis_they_move_along():
     ring = ",".join("{%d,%d}" % (4 * d + m, 4 * ((d + 1) % 32) + m) for d in range(32) for m in range(4))  # noqa: UP031
     pairs = parse_pairs(f", channel_id=9, source_target_pairs={{{ring}}}, metadata={{}}")
     assert pairs.shape == (128, 2)
-    assert pair_spans(pairs, MESH) == (Span("data", 32, 32),)
+    assert pair_spans(pairs, MESH) == (AxisSpan("data", 32, 32),)
     assert parse_pairs(", source_target_pairs={}") is None
 
 

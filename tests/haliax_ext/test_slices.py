@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haliax_ext.slices import (
-    Layout,
+    LeafLayout,
     box_shape,
     box_size,
     cut_digits,
@@ -123,7 +123,7 @@ def layouts(draw):
     part = tuple(math.prod(digits[n] for n in group) for group in groups)
     offsets = tuple(draw(st.integers(0, 3)) for _ in groups)
     shape = tuple(p + o + draw(st.integers(0, 2)) for p, o in zip(part, offsets, strict=True))
-    return Layout(
+    return LeafLayout(
         axes=axes,
         stacked=stacked,
         groups=groups,
@@ -217,7 +217,7 @@ def test_gather_is_the_inverse_of_scatter(layout, seed):
 
 
 def test_the_cover_reads_through_small_gaps_only():
-    layout = Layout(
+    layout = LeafLayout(
         axes=(("rows", 8), ("columns", 16)),
         stacked=(),
         groups=(("rows",), ("columns",)),

@@ -13,7 +13,7 @@ from typing import Any
 import haliax as hax
 import jax
 
-from haliax_ext.abstract import path_string
+from haliax_ext.pytree import path_string
 
 STACK_AXES = ("layers", "expert")
 

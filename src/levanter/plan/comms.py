@@ -25,7 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
-from haliax_ext.hlo import Collective, Span
+from haliax_ext.hlo import AxisSpan, Collective
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator
 from levanter.plan.places import pod_coordinates
@@ -102,7 +102,7 @@ class Network:
         """Bytes/s of one link in one direction."""
         return self.accelerator.generation.ici_link_bandwidth
 
-    def covered(self, spans: Sequence[Span]) -> tuple[Ring, ...] | None:
+    def covered(self, spans: Sequence[AxisSpan]) -> tuple[Ring, ...] | None:
         """The rings of a group inside a slice."""
         found: list[Ring] = []
         for span in spans:
@@ -112,14 +112,14 @@ class Network:
             found += rings if span.extent == span.size else _part(rings, span.extent)
         return tuple(found)
 
-    def intake(self, spans: Sequence[Span]) -> float | None:
+    def intake(self, spans: Sequence[AxisSpan]) -> float | None:
         """Bytes/s that each device of a group can take in."""
         if any(span.axis in self.mesh.dcn for span in spans):
             return self.accelerator.dcn_device_bandwidth
         rings = self.covered(spans)
         return None if rings is None else self.link * sum(ring.links for ring in rings)
 
-    def seconds(self, kind: str, nbytes: int, spans: Sequence[Span]) -> float | None:
+    def seconds(self, kind: str, nbytes: int, spans: Sequence[AxisSpan]) -> float | None:
         """Seconds of one collective; `None` if the layout or the bandwidth is not known.
 
         Args:
@@ -158,9 +158,9 @@ class Network:
         return self.seconds(collective.kind, collective.bytes, collective.spans)
 
 
-def spans_of(mesh: MeshSpec, *axes: str) -> tuple[Span, ...]:
+def spans_of(mesh: MeshSpec, *axes: str) -> tuple[AxisSpan, ...]:
     """Whole mesh axes as the spans of a group."""
-    return tuple(Span(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes)
+    return tuple(AxisSpan(axis, mesh.shape[axis], mesh.shape[axis]) for axis in axes)
 
 
 def _rings_along(grid: np.ndarray, position: int, accelerator: Accelerator) -> tuple[Ring, ...] | None:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from haliax_ext.host_reader import READ_BYTES
-from haliax_ext.load_plan import LeafLoad, LoadPlan, Step
+from haliax_ext.load_plan import LeafLoad, LoadPlan, LoadStep
 from haliax_ext.loading import default_memory_bytes
 
 READERS = 16
@@ -74,7 +74,7 @@ def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_byt
     )
 
 
-def beyond_shards(plan: LoadPlan, step: Step) -> int:
+def beyond_shards(plan: LoadPlan, step: LoadStep) -> int:
     """Bytes on a device that a step needs beyond the final shards of its leaves, by arithmetic."""
     if step.piece is not None:
         return step.loads[0].transient_device_bytes

@@ -18,9 +18,10 @@ import numpy as np
 from haliax.nn.scan import Stacked
 from jax.sharding import PartitionSpec
 
-from haliax_ext.abstract import Leaf, map_arrays, path_string
+from haliax_ext.abstract import Leaf, map_arrays
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
+from haliax_ext.pytree import path_string
 from levanter.layers.embedding import Embedding
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haliax_ext.abstract import path_string
+from haliax_ext.pytree import path_string
 from levanter.trainer.parts import WatchConfig
 
 PREFIXES = {"grads": "grad", "params": "params", "updates": "updates", "opt_state": "opt_state"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Scope, Shape, Span
+from haliax_ext.hlo import AxisSpan, Collective, CompiledFigures, Kernel, Scope, Shape
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.layers.attention.splash import SplashBlocks, _kernel, _Rule
@@ -40,7 +40,7 @@ def figures(**changes: object) -> CompiledFigures:
 
 def gather(nbytes: int, *, times: int = 1, hidden: int = 0, axis: str = "model", size: int = 8) -> Collective:
     return Collective(
-        "all-gather", nbytes, times, size, (Span(axis, size, size),), "ici", Scope("layers"), hidden, f"ag.{axis}"
+        "all-gather", nbytes, times, size, (AxisSpan(axis, size, size),), "ici", Scope("layers"), hidden, f"ag.{axis}"
     )
 
 
@@ -183,7 +183,7 @@ def test_without_cycles_or_a_clock_there_is_no_time():
 
 def test_links_without_a_bandwidth_are_said():
     mesh = MeshSpec(axes=(("slices", 2), ("data", 64)), dcn=("slices",))
-    crossing = Collective("all-reduce", 1 << 30, 4, 2, (Span("slices", 2, 2),), "dcn", Scope("optimizer"), 0, "ar")
+    crossing = Collective("all-reduce", 1 << 30, 4, 2, (AxisSpan("slices", 2, 2),), "dcn", Scope("optimizer"), 0, "ar")
     step = step_time(figures(collectives=(crossing,)), Network.of(mesh, parse_accelerator("2xv4-128")))
     assert step.unknown == ("all-reduce over slices (dcn): no bandwidth is known",)
     assert step.links[0].total_bytes == 4 << 30

@@ -30,9 +30,8 @@ from haliax_ext.best_effort import best_effort_sharding
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import hosts_of, load
 from haliax_ext.mapping import Mappings, compute_mapping_in_scope
-from haliax_ext.meshspec import MeshSpec
+from haliax_ext.meshspec import MeshSpec, mesh_in_scope
 from haliax_ext.planner import plan_sharding
-from haliax_ext.program import _mesh_in_scope
 from haliax_ext.sources import TensorInfo, TensorSource
 from levanter.compat.hf.checkpoint import PretrainedCheckpoint, hf_config, open_checkpoint
 from levanter.compat.hf.config_bridge import read_config, write_config
@@ -315,9 +314,8 @@ def _stored(checkpoint: PretrainedCheckpoint) -> np.dtype:
 
 def _placement(axis_mapping: Mapping[str, Any] | None) -> tuple[Mesh, Mapping[str, Any]]:
     """The mesh in scope with the mapping; one device and no mapping where there is no mesh."""
-    try:
-        mesh = _mesh_in_scope()
-    except ValueError:
+    mesh = mesh_in_scope()
+    if mesh is None:
         first = local_devices(MeshConfig()).devices[:1]
         return MeshSpec.of(data=1).build(first), {}
     if isinstance(mesh, AbstractMesh):
