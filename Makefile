@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci lint clean
+.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -44,6 +44,13 @@ test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TP
 
 test-aot-ci: $(BIN)/.dev  ## about a dozen of these compiles, at full depth (<= 8 minutes)
 	$(BIN)/python -m pytest -q -m 'aot and ci'
+
+golden: $(BIN)/.dev  ## write tests/golden and pasted output in docs anew; review the diff (<= 5 minutes)
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and not aot'
+
+golden-compiled: $(BIN)/.dev  ## the same for what comes from the TPU compiler (15 CPU minutes)
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and aot'
+	$(BIN)/python tests/aot/make_golden_hlo.py
 
 lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ the smaller models calibrate, the larger ones test.
 """
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,8 @@ class Figures:
         flops_full, flops_causal: model FLOPs of one step, over all chips.
         layers_compiled: depth at which it was compiled.
         peak_gib: on a chip, where compiled at full depth.
+        unknown: what the compiler gives no estimate for.
+        libtpu: the version of the compiler.
     """
 
     cycles: float
@@ -134,6 +137,7 @@ class Figures:
     layers_compiled: int
     peak_gib: float | None
     unknown: tuple[str, ...] = ()
+    libtpu: str
 
 
 def model_of(case: Case) -> LlamaConfig:
@@ -215,6 +219,7 @@ def summed(
         layers_compiled=SHALLOW if shallow else layers,
         peak_gib=None if shallow else peak / (1 << 30),
         unknown=time.unknown,
+        libtpu=importlib.metadata.version("libtpu"),
     ), time
 
 

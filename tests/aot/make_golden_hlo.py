@@ -5,6 +5,8 @@ locations, window configurations, layouts of the entry). Run it again when the p
 difference.
 """
 
+import importlib.metadata
+import json
 import re
 import sys
 import tempfile
@@ -49,6 +51,8 @@ def main() -> int:
                 keep_text=Path(folder),
             )
             (GOLDEN / name).write_text(trimmed((Path(folder) / "small.hlo.txt").read_text()))
+    maker = {package: importlib.metadata.version(package) for package in ("libtpu", "jax")}
+    (GOLDEN / "made_with.json").write_text(json.dumps(maker) + "\n")
     return 0
 
 

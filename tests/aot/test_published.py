@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aot import plain_llama
+from helpers.golden import skip_on_another_libtpu
 
 from levanter.hardware import compiler_options, parse_accelerator
 from levanter.plan.aot import Compiled, Outcome, Refused, compile_programs
@@ -45,10 +46,11 @@ def test_the_test_half_within_fifteen_percent(case):
     figures, time = published.compiled(case)
     kept = published.read()[case.config]
     assert abs(published.deviation(case, figures)) <= 0.15
-    # libtpu 0.0.42.1; the kept sums are what the documents print.
+    assert time.low <= time.expected <= time.high
+    # The kept sums are what the documents print.
+    skip_on_another_libtpu(published.FIGURES.name, {"libtpu": kept.libtpu})
     assert figures.cycles == pytest.approx(kept.cycles, rel=0.02)
     assert figures.exposed == pytest.approx(kept.exposed, rel=0.05)
-    assert time.low <= time.expected <= time.high
 
 
 def test_a_shallow_compile_stands_for_a_deep_one():

@@ -16,9 +16,8 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.train import train_lm
 from levanter.config import load
-from levanter.plan.aot import Compiled, Refused
 from levanter.plan.preflight import Question, preflight
-from levanter.plan.verdict import ProgramVerdict, Verdict
+from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
 
 CONFIGS = Path(__file__).parents[2] / "config"
@@ -238,28 +237,3 @@ def _loading_lines(verdict: Verdict) -> list[str]:
         f"  on a chip at most {gib(load.device_peak)}, {gib(extra)} of it beyond the shards ({leaf})",
         f"  on a host at most {gib(load.host_peak)}",
     ]
-
-
-def compiled_text(case: Case, verdict: Verdict) -> str:
-    """What the compiler said, as text: memory and communication of each Program. Times are modelled from these."""
-    lines = [case.command, "", f"exit code {verdict.exit_code}"]
-    for program in verdict.programs:
-        if isinstance(program.outcome, Refused):
-            lines += ["", f"{program.name} is refused: {program.outcome.refusal}"]
-        elif isinstance(program.outcome, Compiled):
-            lines += ["", program.name, *(f"  {line}" for line in _figure_lines(program))]
-    return "\n".join(lines)
-
-
-def _figure_lines(program: ProgramVerdict) -> list[str]:
-    assert isinstance(program.outcome, Compiled)
-    memory = program.outcome.memory
-    lines = [
-        f"peak {gib(program.peak_bytes or 0)} on a chip",
-        f"inputs {gib(memory.argument)}, outputs {gib(memory.output)}, of which reused {gib(memory.alias)}, "
-        f"temporaries {gib(memory.temp)}",
-    ]
-    if program.time is not None:
-        lines += sorted(f"over {link.over} ({link.network}): {gib(link.total_bytes)}" for link in program.time.links)
-        lines += sorted(f"without an estimate: {what}" for what in program.time.unknown)
-    return lines

@@ -1,7 +1,7 @@
 """Whole documents of both generations: what they resolve to here is golden, and equals what they meant upstream.
 
 Three things may differ: `heads` cuts q, k, v and o; a mesh axis longer than the KV heads is factored; `vocab` is cut
-where old tensor parallelism left it whole. Each is a line of the golden text of its document, anything else fails.
+where old tensor parallelism left it whole. Each is a line of the golden file of its document, anything else fails.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.golden import assert_golden
+from helpers.golden import Json, assert_golden, assert_golden_json, figures
 from helpers.legacy_documents import CASES, FOLDER, PHYSICAL, Case, Resolved, june_2026, resolved_2025, resolved_2026
 from helpers.legacy_documents import written as written_document
+from helpers.plan_facts import mesh_facts
 
 from levanter.commands.model.defaults import UPSTREAM, default_notes
 from levanter.commands.train.train_lm import describe
-from levanter.config import ConfigError, parse, parse_text, plain, read
+from levanter.config import Change, ConfigError, Loaded, parse, parse_text, plain, read
 from levanter.legacy.migrate import config_class, migrate
 from levanter.mesh import ModelAxes, ResolvedMesh, mesh_report, resolve
 from levanter.models.absent import AbsentModelConfig
@@ -24,6 +25,8 @@ from levanter.models.registry import LmConfig
 from levanter.run import Target
 
 VOCAB = 32_000
+SAMPLES = ("21_eval_llama3", "23_eval_careless_405b")
+"""Whose changes and notes are golden in words too."""
 ASKING_TOO_MUCH = "model.scale_attn_by_inverse_layer_idx"
 """A key that some families' documents have and that is refused, with its reason, when they are read."""
 WITHOUT_MEANING = ("reference_checkpoint", "use_flash_attention", "flash_attention_block_size")
@@ -134,23 +137,20 @@ def shown(cut: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in cut.items()) or "whole"
 
 
-def model_text(case: Case, model: LmConfig) -> str:
-    """The model's keys that upstream has too, and those whose value is another one than upstream's."""
+def model_facts(case: Case, model: LmConfig) -> dict[str, Json]:
+    """The model's keys that upstream has too; where the value is another one than upstream's, both."""
     ours = plain(model)
     kind = ours["type"]
     theirs = june_2026()["models"][kind]
     said = {("max_seq_len" if k == "seq_len" else k): v for k, v in written_document(case).get("model", {}).items()}
-    lines = [f"type: {kind}"]
+    facts: dict[str, Json] = {"type": kind}
     for key, default in theirs.items():
         expected = said.get(key, default)
         value = ours.get(key, "(no such key)")
         if key == "rope":
             value = {name: value[name] for name in value if name in ROPE_KEYS}
-        line = f"{key}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False).removesuffix('...').strip()}"
-        lines.append(line.removesuffix("\n..."))
-        if not same(expected, value):
-            lines[-1] += f"    # upstream: {expected}"
-    return "\n".join(lines)
+        facts[key] = value if same(expected, value) else {"here": value, "upstream": expected}
+    return facts
 
 
 def same(theirs: Any, ours: Any) -> bool:
@@ -161,34 +161,73 @@ def same(theirs: Any, ours: Any) -> bool:
     return theirs == ours
 
 
-def described(case: Case) -> str:
-    """The golden text of a document."""
-    lines = []
+def loaded(case: Case, entry_point: str) -> tuple[Loaded, str]:
+    """A document as an entry point reads it, and its refusal where one key has to be left out for that."""
+    cls = config_class(entry_point)
+    try:
+        return read(cls, paths=[str(case.path)]), ""
+    except ConfigError as error:
+        return read(cls, paths=[str(case.path)], overrides={ASKING_TOO_MUCH: False}), relative(error)
+
+
+def change_facts(change: Change) -> dict[str, Json]:
+    """What became of a key, without the sentence that says why."""
+    where = relative(change.mark or "(not written)")
+    return {"where": where, "key": change.key, "was": change.was, "now": change.now, "kind": change.kind}
+
+
+def described_facts(case: Case) -> dict[str, Json]:
+    """The golden facts of a document: by entry point its changes, its meshes on each place, its model."""
+    facts: dict[str, Json] = {}
     for entry_point in case.entry_points:
-        lines += [f"=== {case.file} as {entry_point}", ""]
-        try:
-            loaded = read(config_class(entry_point), paths=[str(case.path)])
-        except ConfigError as error:
-            lines += ["refused:", f"  {relative(error)}", f"  (what follows is without {ASKING_TOO_MUCH})", ""]
-            loaded = read(config_class(entry_point), paths=[str(case.path)], overrides={ASKING_TOO_MUCH: False})
-        config = loaded.config
-        lines += ["changes:"]
-        lines += [f"  {relative(change)}" for change in loaded.changes] or ["  none"]
+        found, refusal = loaded(case, entry_point)
+        config = found.config
+        places: dict[str, Json] = {}
         for devices, slices in case.places:
             new = resolved_here(config, devices=devices, slices=slices)
+            unlike = differences(case, config, devices=devices, slices=slices)
+            assert_printed(unlike, new, devices=devices, slices=slices)
+            places[f"{devices} devices in {slices} slice{'s' * (slices > 1)}"] = {
+                "mesh": mesh_facts(new.spec),
+                "params": str(new.mappings.params),
+                "compute": str(new.mappings.compute),
+                "notes": [figures(note) for note in new.notes],
+                "unlike_upstream": unlike,
+            }
+        facts[entry_point] = {
+            "refused": figures(refusal),
+            "changes": [change_facts(change) for change in found.changes],
+            "places": places,
+            "model": model_facts(case, config.model),
+        }
+    return facts
+
+
+def described_in_words(case: Case) -> str:
+    """What a user of an old document is told: every change, and what is noted about the mesh."""
+    lines = []
+    for entry_point in case.entry_points:
+        found, _ = loaded(case, entry_point)
+        lines += [f"=== {case.file} as {entry_point}", "", "changes:"]
+        lines += [f"  {relative(change)}" for change in found.changes] or ["  none"]
+        for devices, slices in case.places:
+            new = resolved_here(found.config, devices=devices, slices=slices)
             lines += ["", f"on {devices} devices in {slices} slice{'s' * (slices > 1)}: {new.spec}"]
-            lines += [f"  parameters: {new.mappings.params}", f"  compute: {new.mappings.compute}"]
             lines += [f"  note: {note}" for note in new.notes]
-            found = differences(case, config, devices=devices, slices=slices)
-            assert_printed(found, new, devices=devices, slices=slices)
-            lines += [f"  unlike upstream: {line}" for line in found]
-        lines += ["", "model:", *(f"  {line}" for line in model_text(case, config.model).splitlines()), ""]
     return "\n".join(lines)
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_document_means_what_it_meant(case: Case):
-    assert_golden(f"legacy/resolved/{case.name}.txt", described(case))
+    assert_golden_json(f"legacy/resolved/{case.name}.json", described_facts(case))
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_an_old_document_is_told_in_words(name: str):
+    (case,) = [case for case in CASES if case.name == name]
+    assert_golden(f"legacy/resolved/{name}.txt", described_in_words(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

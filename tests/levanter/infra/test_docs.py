@@ -1,6 +1,6 @@
 """What documents say of launching: commands are understood, texts are those that are printed, numbers are the code's.
 
-`UPDATE_GOLDEN=1` writes what `--dry_run` prints into `docs/405b.md`.
+`make golden` writes what `--dry_run` prints into `docs/405b.md`.
 """
 
 import os
@@ -62,6 +62,7 @@ def test_there_are_commands():
     assert len(commands(page("405b"))) >= 4 and len(commands(page("launch"))) >= 3
 
 
+@pytest.mark.golden
 def test_the_dry_run_of_the_walk_is_todays(capsys, monkeypatch, tmp_path):
     text = page("405b")
     (command,) = [each for each in commands(text) if "--autodelete" in each]
@@ -76,7 +77,7 @@ def test_the_dry_run_of_the_walk_is_todays(capsys, monkeypatch, tmp_path):
     if os.environ.get("UPDATE_GOLDEN"):
         (DOCS / "405b.md").write_text(text[: found.start(2)] + printed + text[found.end(2) :], encoding="utf-8")
     else:
-        assert found[2] == printed, "UPDATE_GOLDEN=1 writes the page anew"
+        assert found[2] == printed, "`make golden` writes the page anew"
 
 
 def test_exit_codes_are_the_codes():

@@ -65,6 +65,7 @@ def printed(capsys, *words: str) -> str:
     return shown.out
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("name", CASES)
 def test_reviewed_commands(name, capsys):
     text = printed(capsys, *CASES[name])

@@ -14,6 +14,7 @@ from levanter.infra.launch import main
 TRAIN = ["python", "-m", "levanter.main.train_lm", "--config_path", "config/train/demo.yaml", "--trainer.id", "a b"]
 
 
+@pytest.mark.golden
 def test_reviewed_script(capsys, monkeypatch):
     monkeypatch.chdir("/")
     flags = ["--job_name", "llama", "--nodes", "4", "--gpus_per_node", "8", "--cpus_per_task", "64", "--mem", "0",

@@ -14,13 +14,14 @@ DOCS = Path(__file__).parents[3] / "docs" / "migrating.md"
 OLD = str(FOLDER / "15_llama3_small_4k_yarn.yaml")
 
 
+@pytest.mark.golden
 def test_the_page_has_the_tables_of_the_code():
     text = DOCS.read_text(encoding="utf-8")
     if os.environ.get("UPDATE_GOLDEN"):
         DOCS.write_text(filled(text), encoding="utf-8")
         text = DOCS.read_text(encoding="utf-8")
     assert all(f"<!-- table: {name} -->" in text for name in TABLES)
-    assert filled(text) == text, "UPDATE_GOLDEN=1 writes the tables anew"
+    assert filled(text) == text, "`make golden` writes the tables anew"
 
 
 def test_the_new_document_is_printed_with_its_changes_as_comments(capsys):

@@ -6,12 +6,15 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[3] / "docs" / "sharding.md"
 BLOCK = re.compile(r"```(python|text)\n(.*?)```\n", re.DOTALL)
 
 
+@pytest.mark.golden
 def test_the_sharding_guide_shows_what_its_code_prints():
-    """`UPDATE_GOLDEN=1` writes the printed text into the page."""
+    """`make golden` writes the printed text into the page."""
     page = PAGE.read_text(encoding="utf-8")
     namespace: dict = {"__name__": "sharding_guide"}
     pieces, end, printed = [], 0, None
@@ -32,4 +35,4 @@ def test_the_sharding_guide_shows_what_its_code_prints():
     rendered = "".join(pieces) + page[end:]
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(rendered, encoding="utf-8")
-    assert rendered == PAGE.read_text(encoding="utf-8"), "UPDATE_GOLDEN=1 writes the page anew"
+    assert rendered == PAGE.read_text(encoding="utf-8"), "`make golden` writes the page anew"

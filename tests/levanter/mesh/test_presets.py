@@ -1,13 +1,17 @@
-"""The presets of `config/mesh`: what they resolve to, and the plan of every Llama weight under each, as golden text."""
+"""The presets of `config/mesh`: what they resolve to, and the plan of every Llama weight under each, as golden facts.
+
+Two plans and a diff are golden in words too.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.golden import assert_golden
+from helpers.golden import assert_golden, assert_golden_json
 from helpers.llama_on_mesh import VOCAB, abstract_model, random_arrays, run_on, tiny_config
 from helpers.llama_shapes import model_axes, shape_leaves
+from helpers.plan_facts import array_facts, sharding_facts
 
 from haliax_ext.abstract import leaves
 from haliax_ext.activations import Activation, plan_activations
@@ -58,23 +62,32 @@ CASES = [
 ]
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("name", ["default", "llama_2d"])
 @pytest.mark.parametrize(("model", "tensor_parallel", "devices", "hbm"), CASES)
 def test_every_weight_of_the_published_shapes(name, model, tensor_parallel, devices, hbm, tmp_path):
     plan, _ = planned(preset(name, tmp_path, model=tensor_parallel), model, devices=devices, hbm_bytes=hbm)
     plan.check()
-    assert_golden(f"sharding/{model}.{name}.txt", plan_report(plan))
+    assert_golden_json(f"sharding/{model}.{name}.json", sharding_facts(plan, arrays=True))
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize(("model", "tensor_parallel", "devices", "hbm"), CASES)
 def test_the_presets_compared(model, tensor_parallel, devices, hbm, tmp_path):
     plans = [
         planned(preset(name, tmp_path, model=tensor_parallel), model, devices=devices, hbm_bytes=hbm)[0]
         for name in ("default", "llama_2d")
     ]
-    assert_golden(f"sharding/{model}.diff.txt", plan_diff(*plans, names=("default", "llama_2d")))
+    first, second = (array_facts(plan) for plan in plans)
+    moved = {path: [first[path], second[path]] for path in first if first[path] != second[path]}
+    assert_golden_json(f"sharding/{model}.diff.json", moved)
+    text = plan_diff(*plans, names=("default", "llama_2d"))
+    assert f"\n{len(moved)} of {len(first)} arrays go elsewhere" in text
+    if model == "llama3.1_70b":
+        assert_golden(f"sharding/{model}.diff.txt", text)
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_405b_on_factored_heads(dtype, tmp_path):
     """v4-256 is 128 chips; heads over model × group, K/V whole over group."""
@@ -82,9 +95,10 @@ def test_405b_on_factored_heads(dtype, tmp_path):
     pair = ["model", "group"]
     config = MeshConfig(axes=config.axes, shared_mapping=dict.fromkeys(config.shared_mapping, pair))
     plan, _ = planned(config, "llama3.1_405b", devices=128, hbm_bytes=V4, dtype=dtype)
-    assert_golden(f"sharding/llama3.1_405b.model8_group16.{dtype}.txt", plan_report(plan.check()))
+    assert_golden_json(f"sharding/llama3.1_405b.model8_group16.{dtype}.json", sharding_facts(plan.check(), arrays=True))
 
 
+@pytest.mark.golden
 def test_405b_as_published_is_refused():
     """What upstream's 405B configuration came to on the chip: `heads` reached o_proj alone."""
     config = MeshConfig(
@@ -95,14 +109,17 @@ def test_405b_as_published_is_refused():
     plan, _ = planned(config, "llama3.1_405b", devices=128, hbm_bytes=V4)
     assert f"{plan.bytes_per_device / 2**30:.1f} GiB" == "168.0 GiB"
     assert [e.path.split(".")[-2] for e in plan.errors] == ["token_embeddings", "q_proj", "k_proj", "v_proj", "lm_head"]
+    assert_golden_json("sharding/llama3.1_405b.as_published.json", sharding_facts(plan, arrays=True))
     assert_golden("sharding/llama3.1_405b.as_published.txt", plan_report(plan))
 
 
+@pytest.mark.golden
 def test_smollm2_under_the_default_with_its_own_fragment(tmp_path):
     config = preset("default", tmp_path, data=4, model=2)
     config = MeshConfig(axes=config.axes, shared_mapping={"mlp": "model", "vocab": "model", "heads": None})
     plan, _ = planned(config, "smollm2_135m", devices=8, hbm_bytes=None)
-    assert_golden("sharding/smollm2_135m.demo.txt", plan_report(plan.check()))
+    assert_golden_json("sharding/smollm2_135m.demo.json", sharding_facts(plan.check(), arrays=True))
+    assert_golden("sharding/smollm2_135m.demo.txt", plan_report(plan))
 
 
 def llama_activations(axes, *, batch, position):
@@ -118,13 +135,14 @@ def llama_activations(axes, *, batch, position):
     ]
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("name", ["default", "llama_2d"])
 def test_activations_of_70b(name, tmp_path):
     config = preset(name, tmp_path, model=8)
     found = resolve(config, model_axes("llama3.1_70b"), devices=128)
     listed = llama_activations(model_axes("llama3.1_70b").sizes, batch=16, position=4096)
     plan = plan_activations(listed, found.mappings, found.spec).check()
-    assert_golden(f"sharding/llama3.1_70b.{name}.activations.txt", plan_report(plan, groups={"activations": ["**"]}))
+    assert_golden_json(f"sharding/llama3.1_70b.{name}.activations.json", sharding_facts(plan, arrays=True))
 
 
 def loss(model, tokens):

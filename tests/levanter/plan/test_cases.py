@@ -7,14 +7,17 @@ import re
 from functools import cache
 
 import pytest
-from helpers.golden import assert_golden
+from helpers.golden import GOLDEN, assert_golden, assert_golden_json
 from helpers.plan_cases import CASES, CONFIGS, verdict_text
+from helpers.plan_facts import verdict_facts
 
 from haliax_ext.hlo import OutOfMemory
 from levanter.plan.verdict import Verdict
 from levanter.plan.why_not import why_not
 
 GIB = 1 << 30
+SAMPLES = ("405b_v4-256", "405b_as_published")
+"""Whose wording is reviewed: one that fits, one that is refused."""
 # Llama 3.1 405B: 126 layers of q and o (2 × 16384²), k and v (2 × 1024 × 16384), MLP (3 × 53248 × 16384) and two norms;
 # two matrices of the vocabulary; one norm.
 PARAMETERS_405B = 126 * (2 * 16384**2 + 2 * 1024 * 16384 + 3 * 53248 * 16384 + 2 * 16384) + 2 * 128256 * 16384 + 16384
@@ -25,11 +28,27 @@ def verdict_of(name: str) -> Verdict:
     return CASES[name].verdict(compiled=False)
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("name", CASES)
 def test_plan(name):
     case, verdict = CASES[name], verdict_of(name)
-    assert_golden(f"plans/{name}.txt", verdict_text(case, verdict))
     assert verdict.exit_code == case.exit_code
+    assert_golden_json(f"plans/{name}.json", verdict_facts(case, verdict))
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", SAMPLES)
+def test_plan_in_words(name):
+    assert_golden(f"plans/{name}.txt", verdict_text(CASES[name], verdict_of(name)))
+
+
+def test_every_golden_plan_is_of_a_case():
+    assert {path.name for path in (GOLDEN / "plans").iterdir()} == {
+        *(f"{name}.json" for name in CASES),
+        *(f"{name}.txt" for name in SAMPLES),
+    }
+    compiled = {path.stem for path in (GOLDEN / "compiled").iterdir()}
+    assert compiled == {name for name, case in CASES.items() if case.figures and case.compiled is not None}
 
 
 def test_every_config_is_a_case():

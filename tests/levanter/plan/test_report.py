@@ -36,6 +36,7 @@ def nbytes(text: str) -> int:
     return round(float(number) * SIZES[unit])
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("name", VERDICTS)
 def test_golden_texts(name):
     text = render([VERDICTS[name]()])
@@ -43,6 +44,7 @@ def test_golden_texts(name):
     assert max(columns(line) for line in text.splitlines()) <= WIDTH
 
 
+@pytest.mark.golden
 def test_golden_comparison():
     verdicts = [fitting_verdict(), refused_verdict(), failed_verdict()]
     text = render(verdicts)
@@ -199,6 +201,7 @@ def test_json_is_plain_and_says_the_same():
     assert time["low_seconds"] <= time["expected_seconds"] <= time["high_seconds"]
 
 
+@pytest.mark.golden
 def test_json_keys_are_a_promise():
     def keys(value, at=""):
         if isinstance(value, dict):
