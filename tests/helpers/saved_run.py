@@ -64,5 +64,6 @@ def logits(config: LlamaConfig, values: dict[str, np.ndarray], ids: np.ndarray) 
     rows = values["embeddings.token_embeddings.weight"].shape[0]
     model = with_arrays(abstract_model(config, rows), {path: jax.numpy.asarray(x) for path, x in values.items()})
     hidden = model(hax.named(jax.numpy.asarray(ids, jax.numpy.int32), ("batch", "position"))).activations
-    found = hax.dot(hidden, model.head_weight(), axis="embed", precision="highest")
+    with jax.default_matmul_precision("highest"):
+        found = model.head(hidden)
     return np.asarray(found.array)[..., : config.vocab_size]

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from levanter.layers.linear import Linear, Operand, operand_of
+
 
 class Embedding(eqx.Module):
     """A row per token.
 
     Attributes:
-        weight: `[vocab, embed]`.
+        weight: `[vocab, embed]`, or another representation of such a matrix.
     """
 
-    weight: NamedArray
+    weight: NamedArray | Operand
 
     @staticmethod
     def init(Vocab: Axis, Embed: Axis, *, scale: float, key: jax.Array) -> "Embedding":
@@ -27,8 +29,11 @@ class Embedding(eqx.Module):
         With `vocab` sharded, XLA's partitioner turns the gather into a local, masked one and an all-reduce of the rows
         it found (a test reads the compiled program): the table itself never moves.
         """
-        Vocab = self.weight.resolve_axis("vocab")
-        return hax.auto_sharded(self.weight.take(Vocab, ids))
+        return hax.auto_sharded(operand_of(self.weight).rows(ids, "vocab"))
+
+    def as_linear(self) -> Linear:
+        """The same table as a projection from `embed` to `vocab`: the output head of a model whose weights are tied."""
+        return Linear(weight=self.weight, bias=None, In=("embed",))
 
 
 class PositionEmbedding(eqx.Module):

@@ -25,10 +25,11 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
+from haliax_ext.device_parts import DeviceParts
 from haliax_ext.errors import IndivisibleError, named_shape
 from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
 from levanter.layers.activation import ACTIVATIONS
-from levanter.layers.linear import Linear
+from levanter.layers.linear import Linear, Operand
 from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.saved import saved
 
@@ -112,7 +113,7 @@ class RoutedMlp(eqx.Module):
         return Outputs(activations=found, auxiliary=tally.sums(self.routing.chosen))
 
     def _dense(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
-        Expert = self.router.weight.resolve_axis("expert")
+        (Expert,) = self.router.Out
         with jax.named_scope("router"):
             logits = self.router(x).rearrange((*(a for a in x.axes if a.name != "embed"), Expert))
             weights, ids = self.routing(logits.array)
@@ -125,28 +126,34 @@ class RoutedMlp(eqx.Module):
             up = saved(hax.auto_sharded(self.up_proj(x)), "up")
         hidden = ACTIVATIONS[self.activation](gate) * up * shares
         with jax.named_scope("down_proj"):
-            return hax.dot(hidden, self.down_proj.weight, axis=("expert", "mlp")), tally
+            return self.down_proj.operand.dot(hidden, ("expert", "mlp")), tally
 
     def _grouped(self, x: NamedArray) -> tuple[NamedArray, _Tally]:
         x = x.rearrange((..., "embed"))
-        weights = (self.router.weight, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        arrays = (x.array, *(w.array for w in weights))
+        operands = tuple(p.operand for p in (self.router, self.gate_proj, self.up_proj, self.down_proj))
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
-            found, tally = _experts_of_device(*arrays, layer=self, layout=_Layout())
+            found, tally = _experts_of_device(x.array, *operands, layer=self, layout=_Layout())
             return hax.named(found, x.axes), tally
         mapping = compute_mapping_in_scope()
-        layout = _Layout.of(x, weights, mapping, mesh)
+        layout = _Layout.of(x, operands[1].axes, mapping, mesh)
         # Every device routes its own tokens by the whole table.
-        table = PartitionSpec(None, mapping.mesh_axes("embed") or None)
-        specs = (_spec(x, mapping), table, *(_spec(w, mapping) for w in weights[1:]))
+        cut = (("embed",), *3 * (("expert", "mlp", "embed"),))
+        each = [DeviceParts.of(operand, mapping, axes) for operand, axes in zip(operands, cut, strict=True)]
+        of_tokens = mapping.spec(axis.name for axis in x.axes)
 
-        def of_device(*arrays: jax.Array) -> tuple[jax.Array, _Tally]:
-            return _experts_of_device(*arrays, layer=self, layout=layout)
+        def of_device(x: jax.Array, *arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, _Tally]:
+            own = [parts.join(given) for parts, given in zip(each, arrays, strict=True)]
+            return _experts_of_device(x, *own, layer=self, layout=layout)
 
         # That sums over mesh axes are the same on all of their devices, the checker does not see.
-        run = jax.shard_map(of_device, in_specs=specs, out_specs=(specs[0], PartitionSpec()), check_vma=False)
-        found, tally = run(*arrays)
+        run = jax.shard_map(
+            of_device,
+            in_specs=(of_tokens, *(parts.specs for parts in each)),
+            out_specs=(of_tokens, PartitionSpec()),
+            check_vma=False,
+        )
+        found, tally = run(x.array, *(parts.arrays for parts in each))
         return hax.named(found, x.axes), tally
 
 
@@ -169,31 +176,31 @@ class _Layout:
     shared: tuple[str, ...] = ()
 
     @staticmethod
-    def of(x: NamedArray, weights: tuple[NamedArray, ...], mapping: AxisMapping, mesh: jax.sharding.AbstractMesh):
-        """The layout under a mapping.
+    def of(x: NamedArray, experts: tuple[Axis, ...], mapping: AxisMapping, mesh: jax.sharding.AbstractMesh):
+        """The layout of tokens and experts, the axes of whose weights are given, under a mapping.
 
         Raises:
             IndivisibleError: an axis does not divide into what it is mapped to.
         """
-        for array, what in ((x, "tokens"), (weights[1], "experts")):
-            for axis in array.axes:
+        for axes, what in ((x.axes, "tokens"), (experts, "experts")):
+            for axis in axes:
                 over = mapping.mesh_axes(axis.name)
                 ways = math.prod(mesh.shape[name] for name in over)
                 if axis.size % ways:
-                    shape = named_shape((a.name, a.size) for a in array.axes)
+                    shape = named_shape((a.name, a.size) for a in axes)
                     raise IndivisibleError(
                         f"{what} {shape}: the compute mapping has {axis.name} → {', '.join(over)} ({ways} ways), and "
                         f"{axis.name} {axis.size} is no multiple of it",
                         suggestion="change the mapping",
                     )
-        experts = mapping.mesh_axes("expert")
+        over = mapping.mesh_axes("expert")
         of_tokens = tuple(name for axis in x.axes[:-1] for name in mapping.mesh_axes(axis.name))
         return _Layout(
-            experts=experts,
+            experts=over,
             features=mapping.mesh_axes("mlp"),
             embed=mapping.mesh_axes("embed"),
             tokens=of_tokens,
-            shared=tuple(name for name in experts if name in of_tokens),
+            shared=tuple(name for name in over if name in of_tokens),
         )
 
     @property
@@ -202,16 +209,12 @@ class _Layout:
         return tuple(name for name in self.experts + self.features if name not in self.shared)
 
 
-def _spec(x: NamedArray, mapping: AxisMapping) -> PartitionSpec:
-    return mapping.spec(axis.name for axis in x.axes)
-
-
 def _experts_of_device(
     x: jax.Array,
-    table: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    router: Operand,
+    gate: Operand,
+    up: Operand,
+    down: Operand,
     *,
     layer: RoutedMlp,
     layout: _Layout,
@@ -221,11 +224,12 @@ def _experts_of_device(
     if layout.shared:
         tokens = jax.lax.all_gather(tokens, layout.shared, axis=0, tiled=True)
     with jax.named_scope("router"):
-        logits = _summed(jnp.einsum("te,ne->tn", tokens, table), layout.embed)
+        logits = router.dot(hax.named(tokens, ("token", "embed")), ("embed",)).rearrange(("token", "expert"))
+        logits = _summed(logits.array, layout.embed)
         weights, ids = layer.routing(logits)
         others = tuple(name for name in layout.tokens if name not in layout.shared)
         tally = jax.tree.map(lambda x: _summed(x, others), _Tally.of(logits, ids))
-    chosen, mine = layer.routing.chosen, gate.shape[0]
+    chosen, (mine,) = layer.routing.chosen, (axis.size for axis in gate.axes if axis.name == "expert")
     first = jax.lax.axis_index(layout.experts) * mine if layout.experts else 0
     # Choices of other devices' experts are sorted behind all of ours, where no group reaches.
     own = (ids - first).reshape(-1)
@@ -235,17 +239,18 @@ def _experts_of_device(
     rows = tokens[order // chosen]
     reached = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
 
-    def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    def product(rows: jax.Array, axis: str, operand: Operand) -> jax.Array:
+        found = operand.ragged_dot(hax.named(rows, ("token", axis)), axis, hax.named(sizes, ("expert",))).array
         # What the rows behind the last group hold is up to the platform.
-        return jnp.where(reached, jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), sizes), jnp.zeros((), rows.dtype))
+        return jnp.where(reached, found, jnp.zeros((), rows.dtype))
 
     with jax.named_scope("gate_proj"):
-        gated = saved(_summed(product(rows, gate), layout.embed), "gate")
+        gated = saved(_summed(product(rows, "embed", gate), layout.embed), "gate")
     with jax.named_scope("up_proj"):
-        upped = saved(_summed(product(rows, up), layout.embed), "up")
+        upped = saved(_summed(product(rows, "embed", up), layout.embed), "up")
     hidden = ACTIVATIONS[layer.activation](hax.named(gated, ("token", "mlp"))).array * upped
     with jax.named_scope("down_proj"):
-        given = product(hidden, down).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+        given = product(hidden, "mlp", down).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     of_token = given[jnp.argsort(order)].reshape(-1, chosen, given.shape[-1]).sum(axis=1)
     found = _summed(of_token.astype(x.dtype), layout.summed)
     if layout.shared:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from haliax_ext.activations import Activation
+from levanter.models.head_scores import chunking
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import chunking
 
 RESIDUAL = "residual stream"
 """What the stream between blocks is called among the activations."""

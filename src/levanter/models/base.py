@@ -10,6 +10,7 @@ from haliax import Axis, NamedArray
 
 from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.reference import soft_capped
+from levanter.layers.linear import Linear
 from levanter.layers.outputs import Outputs
 from levanter.models.registry import LmConfig
 
@@ -43,17 +44,17 @@ class LmHeadModel(eqx.Module):
                 no layer makes one of that name.
         """
 
+    @property
     @abstractmethod
-    def head_weight(self) -> NamedArray:
-        """The output head, `[vocab, embed]`."""
+    def head(self) -> Linear:
+        """The output head, from `embed` to `vocab`: of its own, or the embedding table's where weights are tied."""
 
     @property
     def Vocab(self) -> Axis:
         """The axis of the vocabulary."""
-        return self.head_weight().resolve_axis("vocab")
+        (Vocab,) = self.head.Out
+        return Vocab
 
     def logits(self, activations: NamedArray) -> NamedArray:
         """Float32 logits, `[…, vocab]`. Constraint point: the result."""
-        weight = self.head_weight()
-        logits = hax.auto_sharded(hax.dot(activations, weight, axis="embed", preferred_element_type=jnp.float32))
-        return soft_capped(logits, self.config.logit_soft_cap)
+        return soft_capped(hax.auto_sharded(self.head(activations, dtype=jnp.float32)), self.config.logit_soft_cap)

@@ -18,8 +18,9 @@ from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
 from haliax_ext.mapping import compute_mapping_in_scope
+from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
-from levanter.models.scoring import chunking, head_logits
+from levanter.models.head_scores import chunking, head_logits
 
 DEFAULT_CHUNK = 10
 """Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. So few that a
@@ -76,7 +77,7 @@ def suffix_scores(
     targets = tokens[Pos.name, first:].rename({Pos.name: "suffix"})
     return score_targets(
         predicting,
-        model.head_weight(),
+        model.head,
         targets,
         laws=laws,
         chunk=chunk,
@@ -87,7 +88,7 @@ def suffix_scores(
 
 def score_targets(
     activations: NamedArray,
-    head_weight: NamedArray,
+    head: Linear,
     targets: NamedArray,
     *,
     laws: tuple[Law, ...] = (TOP_40,),
@@ -99,7 +100,7 @@ def score_targets(
 
     Args:
         activations: `[batch, suffix, embed]`.
-        head_weight: `[vocab, embed]`, in the dtype of the activations.
+        head: from `embed` to `vocab`, in the dtype of the activations.
         targets: ids, `[batch, suffix]`.
         laws: the laws whose normalizers are wanted.
         chunk: suffix positions at a time.
@@ -111,13 +112,13 @@ def score_targets(
     Chunks, Chunk = Axis("chunks", count), Suffix.resize(size)
     padding = Chunk.size * Chunks.size - Suffix.size
     # Outside of the loop, so that a head that is sharded for storage is gathered once and not in each chunk.
-    weight = hax.auto_sharded(head_weight)
+    head = hax.auto_sharded(head)
 
     def cut(x: NamedArray) -> NamedArray:
         return hax.pad(x, {Suffix: (0, padding)}).unflatten_axis(Suffix.name, (Chunks, Chunk))
 
     def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, SuffixScores]:
-        logits = head_logits(x, weight, vocab_size=vocab_size, soft_cap=soft_cap)
+        logits = head_logits(x, head, vocab_size=vocab_size, soft_cap=soft_cap)
         return None, _score_chunk(logits, target, laws)
 
     with jax.named_scope("lm_head"):

@@ -23,6 +23,7 @@ from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import path_string
 from levanter.layers.embedding import Embedding
+from levanter.layers.linear import Linear
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_next, token_logprobs, token_scores
@@ -156,12 +157,13 @@ class _WideTable(eqx.Module):
 
     inner: Embedding
     dtype: np.dtype = eqx.field(static=True)
-    spec: PartitionSpec | None = eqx.field(static=True)
+    placed: _Placed = eqx.field(static=True)
 
-    @property
-    def weight(self) -> hax.NamedArray:
-        """The table in the compute dtype, for an output head that shares it."""
-        return map_arrays(lambda leaf, x: cast_leaf(leaf, x, self.dtype, self.spec), self.inner).weight
+    def as_linear(self) -> Linear:
+        """The table in the compute dtype, as the output head that shares it."""
+        specs = self.placed.by_path
+        cast = map_arrays(lambda leaf, x: cast_leaf(leaf, x, self.dtype, specs.get(leaf.path)), self.inner)
+        return cast.as_linear()
 
     def __call__(self, ids: hax.NamedArray) -> hax.NamedArray:
         return self.inner(ids).astype(self.dtype)
@@ -197,7 +199,8 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
             places = tuple(casting(place, f"places.{n}.") for n, place in enumerate(x.stacked.places))
             return Stacked(Period(places=places, policy=x.stacked.policy), x.Block, x.gradient_checkpointing)
         if isinstance(x, Embedding):
-            return _WideTable(x, np.dtype(dtype), None if plan is None else plan.spec(f"{path}.weight"))
+            placed = () if plan is None else _layer_specs(plan, f"{path}.", None)
+            return _WideTable(x, np.dtype(dtype), _Placed(tuple(placed)))
         with jax.named_scope(path.split(".")[-2] if "." in path else path):
             return map_arrays(lambda leaf, a: cast_leaf(leaf, a, dtype, None if plan is None else plan.spec(path)), x)
 
@@ -206,8 +209,8 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
     )
 
 
-def _layer_specs(plan: ShardingPlan, prefix: str, block: str) -> list[tuple[str, PartitionSpec]]:
-    """The specs of one layer of a stack: without the stack's own axis."""
+def _layer_specs(plan: ShardingPlan, prefix: str, block: str | None) -> list[tuple[str, PartitionSpec]]:
+    """The specs of what is below a path; of one layer of a stack, without the stack's own axis `block`."""
 
     def spec(leaf_plan: LeafPlan) -> PartitionSpec:
         entries = zip(leaf_plan.leaf.names, leaf_plan.mesh_axes, strict=True)

@@ -16,21 +16,27 @@ from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_f
 from haliax_ext.hlo import read_figures
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
+from levanter.layers.linear import Linear
 from levanter.models import scoring
+from levanter.models.head_scores import chunking, target_logprobs
 from levanter.models.precision import Precision
 from levanter.models.scoring import (
     LossMean,
-    chunking,
     has_next,
     mean_loss,
     planned_chunk,
     sequence_sums,
-    target_logprobs,
     token_logprobs,
 )
 
 Batch, Pos, Embed, Vocab = Axis("batch", 3), Axis("position", 17), Axis("embed", 12), Axis("vocab", 40)
 RNG = np.random.default_rng(0)
+
+
+def head_of(w):
+    return Linear(weight=hax.named(w, (Vocab, Embed)), bias=None, In=("embed",))
+
+
 ACTIVATIONS = (3 * RNG.standard_normal((3, 17, 12))).astype(np.float32)
 HEAD = RNG.standard_normal((40, 12)).astype(np.float32)
 TARGETS = RNG.integers(0, 40, (3, 17)).astype(np.int32)
@@ -40,7 +46,7 @@ TARGETS_IN_30 = TARGETS % 30
 def score(chunk, vocab_size=None, activations=ACTIVATIONS, head=HEAD, targets=TARGETS):
     @jax.jit
     def run(a, w, t):
-        a, w, t = hax.named(a, (Batch, Pos, Embed)), hax.named(w, (Vocab, Embed)), hax.named(t, (Batch, Pos))
+        a, w, t = hax.named(a, (Batch, Pos, Embed)), head_of(w), hax.named(t, (Batch, Pos))
         found = target_logprobs(a, w, t, chunk=chunk, vocab_size=vocab_size)
         assert found.axes == t.axes and found.dtype == jnp.float32
         return found.array
@@ -71,7 +77,7 @@ def test_bounded_logits_and_their_derivative():
     cap, size = 2.5, 30
 
     def mine(a, w):
-        named = hax.named(a, (Batch, Pos, Embed)), hax.named(w, (Vocab, Embed))
+        named = hax.named(a, (Batch, Pos, Embed)), head_of(w)
         targets = hax.named(TARGETS_IN_30, (Batch, Pos))
         return hax.sum(target_logprobs(*named, targets, chunk=6, vocab_size=size, soft_cap=cap)).scalar()
 
@@ -108,7 +114,7 @@ def test_half_precision_gradients_are_those_of_their_own_inputs(chunk):
     given = RNG.standard_normal((3, 17)).astype(np.float32)
 
     def mine(a, w):
-        named = hax.named(a, (Batch, Pos, Embed)), hax.named(w, (Vocab, Embed))
+        named = hax.named(a, (Batch, Pos, Embed)), head_of(w)
         found = target_logprobs(*named, hax.named(TARGETS, (Batch, Pos)), chunk=chunk)
         return hax.sum(found * hax.named(given, (Batch, Pos))).scalar()
 
@@ -252,7 +258,7 @@ def test_the_loss_of_a_half_precision_policy_is_close(devices):
     def loss(policy):
         def function(model, ids):
             model = Precision.parse(policy).cast_to_compute(model)
-            assert model.head_weight().dtype == Precision.parse(policy).compute
+            assert model.lm_head.weight.dtype == Precision.parse(policy).compute
             return mean_loss(model, ids)
 
         return run_on(function, config, random_arrays(config), tokens, spec, mappings_for(config, spec), devices).array

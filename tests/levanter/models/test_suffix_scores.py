@@ -12,6 +12,7 @@ from helpers.llama_on_mesh import VOCAB, mappings_for, place, program_for, rando
 
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
+from levanter.layers.linear import Linear
 from levanter.models.suffix_scores import largest, score_targets, suffix_scores
 
 Batch, Suffix, Embed, Vocab = Axis("batch", 3), Axis("suffix", 11), Axis("embed", 12), Axis("vocab", 90)
@@ -41,7 +42,8 @@ def by_numpy(logits, targets, laws):
 def score(chunk=None, vocab_size=None, activations=ACTIVATIONS, head=HEAD, targets=TARGETS, laws=LAWS, soft_cap=None):
     @jax.jit
     def run(a, w, t):
-        a, w = hax.named(a, (Batch, Suffix, Embed)), hax.named(w, (Vocab, Embed))
+        a = hax.named(a, (Batch, Suffix, Embed))
+        w = Linear(weight=hax.named(w, (Vocab, Embed)), bias=None, In=("embed",))
         options = dict(laws=laws, chunk=chunk, vocab_size=vocab_size, soft_cap=soft_cap)
         found = score_targets(a, w, hax.named(t, (Batch, Suffix)), **options)
         return found.logprobs.array, found.ranks.array, [x.array for x in found.normalizers]

@@ -62,7 +62,7 @@ def test_every_weight_is_used_in_the_compute_dtype_and_none_is_changed():
 
     def used(model):
         block = in_compute_dtype(model, BF16, None)
-        return block.head_weight(), block.transformer.norm.weight
+        return block.head.weight, block.transformer.norm.weight
 
     for weight in jax.tree.leaves(jax.eval_shape(used, template)):
         assert weight.dtype == BF16

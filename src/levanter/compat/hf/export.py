@@ -160,7 +160,7 @@ def export(
         OSError: not writable, or the disk is full; what was there before on a disk stays.
     """
     plan = plan_export(
-        tuple(leaves(model)), config, _vocab_axis(model), vocab_size=vocab_size, dtype=dtype, max_bytes=max_shard_bytes
+        tuple(leaves(model)), config, model.Vocab, vocab_size=vocab_size, dtype=dtype, max_bytes=max_shard_bytes
     )
     arrays: dict[str, Any] = {}
     map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
@@ -242,10 +242,6 @@ def write_export(
         _write_json(place, CONFIG, config)
         place.finish()
     return folder
-
-
-def _vocab_axis(model: LmHeadModel) -> Any:
-    return model.head_weight().resolve_axis("vocab")
 
 
 def _write_shard(place: Place | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:

@@ -20,6 +20,7 @@ from haliax import Axis, NamedArray
 from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.layers.attention import AttentionMask
+from levanter.layers.linear import Dense
 from levanter.models import flops
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
@@ -216,8 +217,15 @@ def loss_of(model: LmHeadModel) -> Callable[..., Any]:
 
 
 def head_of(model: LmHeadModel) -> Callable[[], NamedArray]:
-    """`model.get_lm_head()`."""
-    return model.head_weight
+    """`model.get_lm_head()`: the head's matrix, where it is kept as one."""
+
+    def head() -> NamedArray:
+        operand = model.head.operand
+        if not isinstance(operand, Dense):
+            raise TypeError(f"the output head is kept as {type(operand).__name__}: ask model.head for its products")
+        return operand.array
+
+    return head
 
 
 def activations_of(model: LmHeadModel) -> Callable[..., NamedArray]:

@@ -238,8 +238,9 @@ class DecoderLmHeadModel(LmHeadModel):
         embedded = self.embeddings(input_ids, positions)
         return self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
 
-    def head_weight(self) -> NamedArray:
-        return self.embeddings.token_embeddings.weight if self.lm_head is None else self.lm_head.weight
+    @property
+    def head(self) -> Linear:
+        return self.embeddings.token_embeddings.as_linear() if self.lm_head is None else self.lm_head
 
     def _positions(self, given: NamedArray | None, segment_ids: NamedArray | None) -> NamedArray | None:
         """Positions, where they are not indices: a learned one says how far a token is from its segment's beginning.

@@ -59,7 +59,8 @@ def test_transformers_computes_the_same(tmp_path, mesh, changes):
         expected = theirs(torch.from_numpy(ids)).logits.numpy()
     alone = placed(config, random_arrays(config), MESHES[0])
     x = alone(hax.named(jax.numpy.asarray(ids, jax.numpy.int32), ("batch", "position")))
-    logits = hax.dot(x, alone.head_weight(), axis="embed", precision="highest").array
+    with jax.default_matmul_precision("highest"):
+        logits = alone.head(x).array
     np.testing.assert_allclose(logits, expected, atol=2e-4)
 
 
