@@ -35,7 +35,7 @@ PROGRESS_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Loaded(Mapping[str, jax.Array]):
+class LoadedArrays(Mapping[str, jax.Array]):
     """The loaded arrays by path, and how it went."""
 
     arrays: Mapping[str, jax.Array]
@@ -78,7 +78,7 @@ def load(
     threads: int | None = None,
     read_bytes: int = READ_BYTES,
     jit: Jit = Program.jit,
-) -> Loaded:
+) -> LoadedArrays:
     """Reads every leaf of a plan into its final shards on `mesh`.
 
     Args:
@@ -116,7 +116,7 @@ def load(
         bytes_per_device=load_plan.bytes_per_device,
         seconds_by_host=_seconds_by_host(load_plan, mesh, seconds, jit),
     )
-    return Loaded(arrays, report)
+    return LoadedArrays(arrays, report)
 
 
 def _this_host(plan: LoadPlan, mesh: Mesh) -> int:

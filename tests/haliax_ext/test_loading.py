@@ -11,7 +11,7 @@ from helpers.tiny_llama import assembled, leaf, tiny_leaves, tiny_rules, tiny_te
 
 from haliax_ext import loading
 from haliax_ext.host_reader import HostReader, aligned_empty
-from haliax_ext.loading import Loaded, default_memory_bytes, load, plan_loading
+from haliax_ext.loading import LoadedArrays, default_memory_bytes, load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
@@ -152,7 +152,7 @@ def test_progress_counts_the_whole_job_and_ends_with_a_report(devices):
     assert all(a.bytes_done <= b.bytes_done for a, b in itertools.pairwise(seen))
     assert "(100%)" in str(last) and "transformer.norm.weight" in str(last)
     report = found.report
-    assert isinstance(found, Loaded) and report.slowest_host == 0
+    assert isinstance(found, LoadedArrays) and report.slowest_host == 0
     assert report.bytes_per_device == sharding.bytes_per_device
     assert report.peak_rss_bytes is not None and report.seconds > 0
     assert "on each device" in str(report)

@@ -25,7 +25,7 @@ from levanter.checkpoint.refs import latest as latest
 from levanter.checkpoint.restoring import restore as restore
 from levanter.checkpoint.source import CheckpointSource as CheckpointSource
 from levanter.checkpoint.source import same_names as same_names
-from levanter.checkpoint.targets import Target as Target
+from levanter.checkpoint.targets import RestoreTarget as RestoreTarget
 from levanter.checkpoint.targets import planned_targets as planned_targets
 from levanter.checkpoint.targets import used_shapes as used_shapes
-from levanter.checkpoint.watching import Watch as Watch
+from levanter.checkpoint.watching import SaveWatch as SaveWatch

@@ -19,7 +19,7 @@ from levanter.checkpoint.errors import UnreadableCheckpointError
 from levanter.checkpoint.priority import giving_way
 from levanter.checkpoint.refs import CheckpointRef, absolute
 from levanter.checkpoint.staging import Staging
-from levanter.checkpoint.targets import Target
+from levanter.checkpoint.targets import RestoreTarget
 
 # Orbax logs through the first; the second logs what its event loops leave behind.
 _LOGGERS = ("absl", "asyncio")
@@ -123,7 +123,7 @@ def _passed_through_orbax(error: BaseException) -> bool:
     )
 
 
-def read_arrays(ref: CheckpointRef, targets: Mapping[str, Target]) -> dict[str, jax.Array]:
+def read_arrays(ref: CheckpointRef, targets: Mapping[str, RestoreTarget]) -> dict[str, jax.Array]:
     """Reads leaves of a checkpoint, each into its target's sharding; shapes and dtypes must have been compared.
 
     Raises:

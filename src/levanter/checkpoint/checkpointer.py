@@ -37,7 +37,7 @@ from levanter.checkpoint.refs import (
 )
 from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
 from levanter.checkpoint.targets import saved_leaf
-from levanter.checkpoint.watching import Watch
+from levanter.checkpoint.watching import SaveWatch
 from levanter.io.paths import check_writable, filesystem, is_remote
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Checkpointer:
         used: Mapping[str, tuple[int, ...]] | None = None,
         timeout_seconds: float = 1200.0,
         chunk_bytes: int = CHUNK_BYTES,
-        watch: Watch | None = None,
+        watch: SaveWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if save_interval_seconds is not None and save_interval_seconds <= 0:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import jax
 
 from levanter.checkpoint.refs import CheckpointRef
-from levanter.checkpoint.targets import Target, Unexpected, check_targets
+from levanter.checkpoint.targets import RestoreTarget, Unexpected, check_targets
 
 
 def restore(
-    ref: CheckpointRef, targets: Mapping[str, Target], *, unexpected: Unexpected = "error"
+    ref: CheckpointRef, targets: Mapping[str, RestoreTarget], *, unexpected: Unexpected = "error"
 ) -> dict[str, jax.Array]:
     """Reads a checkpoint, every array straight into its target's sharding.
 

@@ -22,7 +22,7 @@ Unexpected = Literal["error", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class RestoreTarget:
     """What one array is to become.
 
     Attributes:
@@ -41,7 +41,7 @@ class Target:
 
 def planned_targets(
     plan: ShardingPlan, mesh: jax.sharding.Mesh, *, true_sizes: Mapping[str, int] | None = None
-) -> dict[str, Target]:
+) -> dict[str, RestoreTarget]:
     """The targets of everything in a plan, on a mesh built from the plan's.
 
     Args:
@@ -51,7 +51,7 @@ def planned_targets(
     """
     used = used_shapes((each.leaf for each in plan.leaves), true_sizes or {})
     return {
-        each.leaf.path: Target(
+        each.leaf.path: RestoreTarget(
             shape=each.leaf.shape,
             dtype=each.leaf.dtype,
             sharding=plan.sharding(each.leaf.path, mesh),
@@ -75,7 +75,9 @@ def saved_leaf(shape: tuple[int, ...], dtype: np.dtype, *, used: tuple[int, ...]
     return SavedLeaf(shape=tuple(shape), dtype=np.dtype(dtype).name, used=used)
 
 
-def check_targets(ref: CheckpointRef, targets: Mapping[str, Target], *, unexpected: Unexpected = "error") -> None:
+def check_targets(
+    ref: CheckpointRef, targets: Mapping[str, RestoreTarget], *, unexpected: Unexpected = "error"
+) -> None:
     """Compares what is wanted with what was saved, before a byte of an array is read.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Watch`: what a save that is slow, or takes too much memory, reports about itself while it runs.
+"""`SaveWatch`: what a save that is slow, or takes too much memory, reports about itself while it runs.
 
 For a run that is being looked into, not for every run: following allocations slows Python down.
 """
@@ -21,7 +21,7 @@ _STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class SaveWatch:
     """What is reported of a save.
 
     Attributes:

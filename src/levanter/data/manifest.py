@@ -38,7 +38,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class StoreIdentity:
     """What a store is made from; two stores of one identity hold the same ids.
 
     Attributes:
@@ -70,7 +70,7 @@ class Identity:
         return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(cuts))
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> "Identity":
+    def of_json(cls, value: Mapping[str, Any]) -> "StoreIdentity":
         return cls(**{**value, "sources": tuple(SourceFile(**each) for each in value["sources"])})
 
 
@@ -99,7 +99,7 @@ class ShardMark:
 class Manifest:
     """The content of manifest.json; `shards` is None while the store is being built."""
 
-    identity: Identity
+    identity: StoreIdentity
     shards: tuple[ShardMark, ...] | None
 
     @property
@@ -163,14 +163,14 @@ def read_manifest(folder: str) -> Manifest | None:
     try:
         shards = value["shards"]
         return Manifest(
-            identity=Identity.of_json(value["identity"]),
+            identity=StoreIdentity.of_json(value["identity"]),
             shards=None if shards is None else tuple(ShardMark(**each) for each in shards),
         )
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: is damaged ({error}); delete the folder and let it be built again") from error
 
 
-def compare(folder: str, stored: Identity, wanted: Identity, *, sources: bool) -> None:
+def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, sources: bool) -> None:
     """Raises unless a store is what the configuration asks for.
 
     Args:

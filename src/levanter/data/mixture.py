@@ -31,7 +31,7 @@ StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stage:
+class MixtureStage:
     """Constant weights from one draw on.
 
     Attributes:
@@ -93,7 +93,7 @@ class Mixture:
     """
 
     names: tuple[str, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[MixtureStage, ...]
 
     @cached_property
     def _stage_turns(self) -> np.ndarray:
@@ -237,7 +237,7 @@ def plan_mixture(
     return Mixture(
         names=tuple(names),
         stages=tuple(
-            Stage(
+            MixtureStage(
                 start=start,
                 shares=shares_of(weights, names, block=block, where="data.train_weights"),
                 block=block,

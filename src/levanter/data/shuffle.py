@@ -6,7 +6,7 @@ run that resumes at step 300,000 asks for exactly the rows that it would have re
 - `Feistel`: a keyed bijection. The index is two halves of equally many bits; eight rounds add a keyed hash of one half
   to the other; what falls outside `[0, n)` goes through again until it does not (*cycle walking*; at most 4 times on
   average, since the domain is less than `4n`).
-- `Linear`: `a·i + b mod n` with `a` prime to `n`. Cheap, and as regular as it looks.
+- `Affine`: `a·i + b mod n` with `a` prime to `n`. Cheap, and as regular as it looks.
 - `Windows`: consecutive windows, each permuted on its own (upstream's `shuffle: 10000`: *eras*).
 - `Blocks`: blocks of consecutive things are put into a random order, then things are permuted within windows of so many
   blocks. What is read at about the same time lies in few blocks, which is what a store on a far disk wants.
@@ -102,7 +102,7 @@ class Feistel:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Affine:
     """`a·i + b mod size`: every `a`-th thing, from `b` on.
 
     Raises:
@@ -132,7 +132,7 @@ class Linear:
 
 def permutation(kind: str | None, size: int, key: int) -> Permutation:
     """The permutation called `feistel` or `linear`; None is `feistel`."""
-    return Linear(size, key) if kind == "linear" else Feistel(size, key)
+    return Affine(size, key) if kind == "linear" else Feistel(size, key)
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ class PythonDocsSource(DatasetSourceBase):
 
     Attributes:
         max_chars: how many characters to take from the beginning; all where absent.
-        hold_out_every: makes each topic a document of its own, and every so manieth of them validation data; the
-            others are training data.
+        hold_out_every: n: makes each topic a document of its own and every n-th of them validation data; the others are
+            training data.
     """
 
     max_chars: int | None = None

@@ -24,10 +24,10 @@ import numpy as np
 from levanter.data.manifest import (
     MANIFEST,
     SHARD_MARK,
-    Identity,
     Manifest,
     ShardMark,
     StoreError,
+    StoreIdentity,
     compare,
     read_json,
     read_manifest,
@@ -91,7 +91,11 @@ class _Batch:
 
 
 def build_store(
-    folder: str, identity: Identity, sources: Sequence[Source], encoder: Encoder, on_progress: OnProgress | None = None
+    folder: str,
+    identity: StoreIdentity,
+    sources: Sequence[Source],
+    encoder: Encoder,
+    on_progress: OnProgress | None = None,
 ) -> Manifest:
     """Builds a store, or what is missing of it; returns at once where it is finished.
 
@@ -142,7 +146,7 @@ def build_store(
 
 
 def tokenize_in_memory(
-    identity: Identity, sources: Sequence[Source], encoder: Encoder, on_progress: OnProgress | None = None
+    identity: StoreIdentity, sources: Sequence[Source], encoder: Encoder, on_progress: OnProgress | None = None
 ) -> MemoryTokens:
     """The same ids without a store.
 
@@ -179,7 +183,7 @@ class _Meter:
     """Tokens, and the fraction of the sources' bytes that is behind."""
 
     def __init__(
-        self, identity: Identity, marks: Sequence[ShardMark | None], on_progress: OnProgress | None, tokens: int
+        self, identity: StoreIdentity, marks: Sequence[ShardMark | None], on_progress: OnProgress | None, tokens: int
     ):
         self._sizes = [sum(identity.sources[i].size for i in group) for group in identity.shards]
         self._tell = on_progress
@@ -203,7 +207,7 @@ class _Meter:
 
 
 def _batches(
-    identity: Identity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
+    identity: StoreIdentity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
 ) -> Iterator[_Batch]:
     """The records of some shards in batches; the last one of each shard is marked, and may be empty."""
     for shard in shards:
@@ -224,7 +228,7 @@ def _batches(
 
 
 def _encoded(
-    identity: Identity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
+    identity: StoreIdentity, sources: Sequence[Source], encoder: Encoder, shards: Sequence[int]
 ) -> Iterator[_Batch]:
     """Batches in order, being encoded; readers and tokenizers are a few batches ahead."""
     ready: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=_AHEAD)

@@ -16,8 +16,7 @@ from levanter.data.formats import (
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
 )
-from levanter.data.manifest import Identity as StoreIdentity
-from levanter.data.manifest import StoreError, compare
+from levanter.data.manifest import StoreError, StoreIdentity, compare
 from levanter.data.mixture import plan_mixture
 from levanter.data.rows import ConcatenatedRows, Rows, TrainRows, packed_rows
 from levanter.data.shuffle import Identity, Permutation, permutation, subkey

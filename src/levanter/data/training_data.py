@@ -1,7 +1,7 @@
 """Training data: a run's rows, any of them, from (configuration, seed, step) alone.
 
     step ──► draws g₀ … g₁      the batch schedule: how many rows came before
-         ──► (set, turn)         the mixture: whose row each draw is, and its how manieth
+         ──► (set, turn)         the mixture: which set each draw takes from, and its index among that set's draws
          ──► row of the set      epoch = turn ÷ rows; an order for each epoch (the shuffle)
          ──► tokens              documents laid into rows, read from the token store
 

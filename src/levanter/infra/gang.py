@@ -22,7 +22,7 @@ class HostGone(Exception):
     """A host does not answer and will not come back."""
 
 
-class Member(Protocol):
+class GangMember(Protocol):
     """A host of a gang."""
 
     slice: int
@@ -37,11 +37,11 @@ class Member(Protocol):
 class Cluster(Protocol):
     """Where hosts come from."""
 
-    def acquire(self) -> Sequence[Member]:
+    def acquire(self) -> Sequence[GangMember]:
         """The hosts of all slices, slice by slice, each slice by its hosts' numbers."""
         ...
 
-    def release(self, members: Sequence[Member]) -> None:
+    def release(self, members: Sequence[GangMember]) -> None:
         """Gives the hosts back."""
         ...
 
@@ -92,7 +92,9 @@ def run_gang(
     raise AssertionError("the last attempt returns")
 
 
-def _attempt(run: GangRun, members: Sequence[Member], console: Console, sleep: Callable[[float], None]) -> Judgement:
+def _attempt(
+    run: GangRun, members: Sequence[GangMember], console: Console, sleep: Callable[[float], None]
+) -> Judgement:
     ended: dict[int, Outcome] = {}
     tails = [collections.deque[str](maxlen=_TAIL) for _ in members]
     width = len(str(len(members) - 1))
@@ -151,7 +153,7 @@ def _attempt(run: GangRun, members: Sequence[Member], console: Console, sleep: C
     return judgement
 
 
-def _environment(run: GangRun, members: Sequence[Member], coordinator: str, index: int) -> dict[str, str]:
+def _environment(run: GangRun, members: Sequence[GangMember], coordinator: str, index: int) -> dict[str, str]:
     values = {**run.environment, **place(coordinator, len(members), index)}
     slices = 1 + max(member.slice for member in members)
     if slices > 1:

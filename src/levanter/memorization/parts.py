@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PARTS, IDENTITY, DONE = "parts", "run.json", ".success"
 _PART = re.compile(r"part-(\d{9})\.parquet")
 _LEFT_BEHIND = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
-Identity = Mapping[str, Any]
+PartsIdentity = Mapping[str, Any]
 
 
 class OtherRunError(ValueError):
@@ -52,7 +52,7 @@ class PartStore:
     """
 
     folder: str
-    identity: Identity = field(repr=False)
+    identity: PartsIdentity = field(repr=False)
     windows: int
     suffix_tokens: int
 
@@ -154,7 +154,7 @@ class PartStore:
             )
 
 
-def _digest(identity: Identity) -> str:
+def _digest(identity: PartsIdentity) -> str:
     return hashlib.sha256(as_json_bytes(identity)).hexdigest()
 
 

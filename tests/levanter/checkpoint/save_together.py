@@ -30,7 +30,7 @@ def run(number: int, base: str) -> dict:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from levanter.checkpoint import Checkpointer, Target, latest, restore
+    from levanter.checkpoint import Checkpointer, RestoreTarget, latest, restore
 
     devices = np.asarray(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
     line, grid = Mesh(devices, ("data",)), Mesh(devices.reshape(4, 2).T, ("data", "model"))
@@ -59,11 +59,13 @@ def run(number: int, base: str) -> dict:
         ref = latest(base)
         assert ref is not None
         targets = {
-            "weight": Target(
+            "weight": RestoreTarget(
                 shape=(16, 8), dtype=np.dtype(np.float32), sharding=NamedSharding(grid, P("data", "model"))
             ),
-            "copies": Target(shape=(16, 8), dtype=np.dtype(np.float32), sharding=NamedSharding(grid, P("model"))),
-            "step": Target(shape=(), dtype=np.dtype(np.int32), sharding=NamedSharding(grid, P())),
+            "copies": RestoreTarget(
+                shape=(16, 8), dtype=np.dtype(np.float32), sharding=NamedSharding(grid, P("model"))
+            ),
+            "step": RestoreTarget(shape=(), dtype=np.dtype(np.int32), sharding=NamedSharding(grid, P())),
         }
         found = restore(ref, targets)
         wanted = {"weight": weight(ref.step), "copies": weight(-ref.step % 100), "step": np.int32(ref.step)}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from levanter.checkpoint import (
     Checkpointer,
     CheckpointSaveError,
-    Target,
+    RestoreTarget,
     checkpoint_at,
     find_checkpoints,
     latest,
@@ -44,7 +44,7 @@ def check(path: str, devices: list[jax.Device], number: int) -> None:
     wanted = state(devices, number)
     found = restore(
         checkpoint_at(path),
-        {name: Target(shape=a.shape, dtype=a.dtype, sharding=a.sharding) for name, a in wanted.items()},
+        {name: RestoreTarget(shape=a.shape, dtype=a.dtype, sharding=a.sharding) for name, a in wanted.items()},
     )
     for name, array in wanted.items():
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(array), err_msg=name)
@@ -99,7 +99,7 @@ def test_donation_while_a_large_array_is_being_written(devices, tmp_path):
             array = negate(array)
         array.block_until_ready()
     one = jax.sharding.SingleDeviceSharding(devices[5])
-    target = Target(shape=noise.shape, dtype=noise.dtype, sharding=one)
+    target = RestoreTarget(shape=noise.shape, dtype=noise.dtype, sharding=one)
     found = restore(checkpoint_at(str(tmp_path)), {"noise": target})
     assert np.asarray(found["noise"]).tobytes() == noise.tobytes()
 

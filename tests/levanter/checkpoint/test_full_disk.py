@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from levanter.checkpoint import Target, find_checkpoints, restore
+from levanter.checkpoint import RestoreTarget, find_checkpoints, restore
 
 SCRIPT = Path(__file__).with_name("fill_the_disk.py")
 
@@ -41,7 +41,7 @@ def test_the_disk_is_full_for_two_saves(devices, tmp_path, limit):
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    target = Target(
+    target = RestoreTarget(
         shape=(1 << 18,), dtype=np.dtype(np.float32), sharding=jax.sharding.SingleDeviceSharding(devices[0])
     )
     for ref in refs:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from levanter.checkpoint import CheckpointRef, Target, find_checkpoints, restore
+from levanter.checkpoint import CheckpointRef, RestoreTarget, find_checkpoints, restore
 
 SCRIPT = Path(__file__).with_name("save_until_killed.py")
 
@@ -59,7 +59,7 @@ def check_all(refs: tuple[CheckpointRef, ...], devices: list[jax.Device]) -> Non
         assert ref.metadata == {"after": ref.step}
         found = restore(
             ref,
-            {name: Target(shape=value.shape, dtype=value.dtype, sharding=one) for name, value in wanted.items()},
+            {name: RestoreTarget(shape=value.shape, dtype=value.dtype, sharding=one) for name, value in wanted.items()},
         )
         for name, value in wanted.items():
             assert np.asarray(found[name]).tobytes() == value.tobytes(), f"{ref}: {name}"

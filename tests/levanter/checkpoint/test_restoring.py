@@ -18,7 +18,7 @@ from levanter.checkpoint import (
     Checkpointer,
     CheckpointMismatchError,
     MissingCheckpointError,
-    Target,
+    RestoreTarget,
     UnreadableCheckpointError,
     checkpoint_at,
     latest,
@@ -71,9 +71,10 @@ def on_devices(wanted: dict[str, np.ndarray], placed: dict[str, NamedSharding]) 
     return {path: jax.device_put(value, placed[path]) for path, value in wanted.items()}
 
 
-def targets(placed: dict[str, NamedSharding]) -> dict[str, Target]:
+def targets(placed: dict[str, NamedSharding]) -> dict[str, RestoreTarget]:
     return {
-        path: Target(shape=value.shape, dtype=value.dtype, sharding=placed[path]) for path, value in values().items()
+        path: RestoreTarget(shape=value.shape, dtype=value.dtype, sharding=placed[path])
+        for path, value in values().items()
     }
 
 
@@ -119,7 +120,7 @@ def test_names_that_contain_or_resemble_one_another(devices, tmp_path):
     write(tmp_path, {name: jax.device_put(value, one) for name, value in wanted.items()})
     found = restore(
         checkpoint_at(str(tmp_path)),
-        {name: Target(shape=(4,), dtype=value.dtype, sharding=one) for name, value in wanted.items()},
+        {name: RestoreTarget(shape=(4,), dtype=value.dtype, sharding=one) for name, value in wanted.items()},
     )
     assert {name: np.asarray(array).tobytes() for name, array in found.items()} == {
         name: value.tobytes() for name, value in wanted.items()
@@ -149,8 +150,8 @@ def test_every_difference_is_listed_before_anything_is_read(devices, tmp_path):
     one = placed["key"]
     wanted = targets(placed)
     wanted["model.lm_head.wieght"] = wanted.pop("model.lm_head.weight")
-    wanted["flags"] = Target(shape=(4, 2), dtype=np.dtype(bool), sharding=one)
-    wanted["key"] = Target(shape=(2,), dtype=np.dtype(np.int32), sharding=one)
+    wanted["flags"] = RestoreTarget(shape=(4, 2), dtype=np.dtype(bool), sharding=one)
+    wanted["key"] = RestoreTarget(shape=(2,), dtype=np.dtype(np.int32), sharding=one)
     for path in Path(ref.arrays_path).rglob("*"):
         if path.is_file():
             path.unlink()
@@ -188,7 +189,7 @@ def test_missing_files_of_arrays(devices, tmp_path):
     ref = checkpoint_at(str(tmp_path))
     for path in Path(ref.arrays_path).rglob("d/*"):
         path.unlink()
-    target = Target(shape=(1 << 16,), dtype=np.dtype(np.float32), sharding=one)
+    target = RestoreTarget(shape=(1 << 16,), dtype=np.dtype(np.float32), sharding=one)
     with pytest.raises(UnreadableCheckpointError, match=r"step-5: the arrays of this checkpoint cannot be read: "):
         restore(ref, {"weight": target})
 

@@ -18,7 +18,7 @@ from levanter.checkpoint import (
     Checkpointer,
     CheckpointMismatchError,
     CheckpointSource,
-    Target,
+    RestoreTarget,
     UnreadableCheckpointError,
     latest,
     restore,
@@ -114,7 +114,7 @@ def test_padding_may_differ_where_a_run_goes_on(saved, devices, rows):
     ref = latest(str(saved))
     mesh = Mesh(np.asarray(devices), ("data",))
     sharding = NamedSharding(mesh, P("data" if rows % 8 == 0 else None))
-    target = Target(shape=(rows, 16), dtype=np.dtype(np.float32), sharding=sharding, used=(MEANT, 16))
+    target = RestoreTarget(shape=(rows, 16), dtype=np.dtype(np.float32), sharding=sharding, used=(MEANT, 16))
     found = np.asarray(restore(ref, {"model.table.weight": target}, unexpected="skip")["model.table.weight"])
     common = min(rows, ROWS)
     assert found[:common].tobytes() == values()["model.table.weight"][:common].tobytes()
@@ -124,7 +124,7 @@ def test_padding_may_differ_where_a_run_goes_on(saved, devices, rows):
 def test_another_vocabulary_is_not_padding(saved, devices):
     one = jax.sharding.SingleDeviceSharding(devices[0])
     for rows, used in ((ROWS, (ROWS, 16)), (16, None), (16, (10, 16))):
-        target = Target(shape=(rows, 16), dtype=np.dtype(np.float32), sharding=one, used=used)
+        target = RestoreTarget(shape=(rows, 16), dtype=np.dtype(np.float32), sharding=one, used=used)
         with pytest.raises(CheckpointMismatchError, match=rf"shape .*the checkpoint has \[{MEANT}, 16\]"):
             restore(latest(str(saved)), {"model.table.weight": target}, unexpected="skip")
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from levanter.checkpoint import Target, find_checkpoints, restore
+from levanter.checkpoint import RestoreTarget, find_checkpoints, restore
 
 SCRIPT = Path(__file__).with_name("save_together.py")
 
@@ -54,7 +54,7 @@ def test_process_0_decides_and_both_write(devices, tmp_path):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     one = jax.sharding.SingleDeviceSharding(devices[0])
-    target = Target(shape=(16, 8), dtype=np.dtype(np.float32), sharding=one)
+    target = RestoreTarget(shape=(16, 8), dtype=np.dtype(np.float32), sharding=one)
     for ref in refs:
         # Both processes' shards, read by one process on one device.
         arrays = restore(ref, {"weight": target, "copies": target}, unexpected="skip")

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from levanter.checkpoint import Checkpointer, Watch
+from levanter.checkpoint import Checkpointer, SaveWatch
 from levanter.checkpoint.watching import log
 
 
 def test_a_save_tells_how_long_it_takes_where_it_is_and_what_it_allocated(devices, tmp_path, caplog, monkeypatch):
-    watch = Watch(interval=0.2, stacks_after=0.5, frames=4, top=3)
+    watch = SaveWatch(interval=0.2, stacks_after=0.5, frames=4, top=3)
     kept = []
 
     def slow(ref):
@@ -37,4 +37,4 @@ def test_a_save_tells_how_long_it_takes_where_it_is_and_what_it_allocated(device
 
 def test_what_is_senseless_is_refused():
     with pytest.raises(ValueError, match=r"interval: .*got 0\nframes: must not be negative, got -1"):
-        Watch(interval=0, frames=-1)
+        SaveWatch(interval=0, frames=-1)

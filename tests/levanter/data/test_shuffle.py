@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.data.shuffle import Blocks, Feistel, Identity, Linear, Windows, subkey
+from levanter.data.shuffle import Affine, Blocks, Feistel, Identity, Windows, subkey
 
 sizes = st.integers(1, 700)
 keys = st.integers(0, 2**64 - 1)
@@ -17,7 +17,7 @@ def test_every_shuffle_is_a_bijection(size, key, block, window, kind):
     for shuffle in (
         Identity(size),
         Feistel(size, key),
-        Linear(size, key),
+        Affine(size, key),
         Windows(size, key, block, kind),
         Blocks(size, key, block, window, kind),
     ):
@@ -85,11 +85,11 @@ def test_large_sizes_need_no_memory():
     found = Feistel(size, 5)(places)
     assert ((found >= 0) & (found < size)).all() and len(set(found.tolist())) == 4
     with pytest.raises(ValueError, match="use feistel"):
-        Linear(size, 5)
+        Affine(size, 5)
 
 
 def test_linear_is_what_it_says():
-    order = Linear(1009, 7)(np.arange(1009))
+    order = Affine(1009, 7)(np.arange(1009))
     assert len(set((np.diff(order) % 1009).tolist())) == 1
 
 

@@ -18,7 +18,7 @@ from haliax_ext.activations import plan_activations
 from haliax_ext.expected import ExpectedSource
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.load_strategy import plan_loading
-from haliax_ext.loading import Loaded, load
+from haliax_ext.loading import LoadedArrays, load
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.rules import WeightMismatchError
 from levanter.commands.model.origin import OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
@@ -232,7 +232,7 @@ def vocabulary_rows(vocab: int, resolved: ResolvedMesh) -> int:
     return -(-vocab // unit) * unit
 
 
-def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded:
+def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:
     """Streams the weights into their final shards on `mesh`, with progress over the whole job."""
     assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
     require_same_weights(model.checkpoint.source)

@@ -16,7 +16,14 @@ import optax
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import leaves, with_arrays
-from levanter.checkpoint import CheckpointMismatchError, CheckpointRef, Target, checkpoint_at, planned_targets, restore
+from levanter.checkpoint import (
+    CheckpointMismatchError,
+    CheckpointRef,
+    RestoreTarget,
+    checkpoint_at,
+    planned_targets,
+    restore,
+)
 from levanter.run import RunPlan
 from levanter.trainer.state import MODEL, OPTIMIZER, TrainState
 
@@ -88,7 +95,7 @@ def _rewound(optimizer: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda old, new: new if is_schedule(old) else old, optimizer, fresh, is_leaf=is_schedule)
 
 
-def _targets(plan: RunPlan, mesh: Mesh) -> Mapping[str, Target]:
+def _targets(plan: RunPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
     work: TrainWork = plan.work
     assert work.model.vocab_size is not None
     return planned_targets(plan.sharding, mesh, true_sizes={"vocab": work.model.vocab_size})

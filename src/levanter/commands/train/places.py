@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from levanter.checkpoint import CheckpointRef, Watch, checkpoint_at, find_checkpoints
+from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, find_checkpoints
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.export_place import exports_in, is_whole
 from levanter.io import is_remote, join
@@ -155,7 +155,7 @@ def what_is_left(config: "TrainLmConfig", run_id: str) -> str:
     return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} goes on behind it"
 
 
-def checkpoint_watch(debug: CheckpointDebugConfig) -> Watch | None:
+def checkpoint_watch(debug: CheckpointDebugConfig) -> SaveWatch | None:
     """What saves report about themselves, as `trainer.checkpointer.debug` says.
 
     Raises:
@@ -164,7 +164,7 @@ def checkpoint_watch(debug: CheckpointDebugConfig) -> Watch | None:
     if not debug.enabled:
         return None
     try:
-        return Watch(
+        return SaveWatch(
             interval=debug.log_interval,
             stacks_after=debug.dump_stacks_after,
             frames=debug.tracemalloc_frames,

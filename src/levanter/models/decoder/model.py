@@ -89,7 +89,7 @@ class DecoderTransformer(eqx.Module):
 
     Attributes:
         layers: the first run of layers; all of them in most families, and always where they are not scanned.
-        later: the runs after it.
+        later: the runs that follow the first, in order.
         norm: the final norm.
         config: the architecture.
     """

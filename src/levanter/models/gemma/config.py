@@ -127,7 +127,7 @@ class Gemma3Config(Gemma2Config):
     Attributes:
         rope: of layers that see everything.
         rope_local_base_freq: rotary base of layers with a window.
-        sliding_window_pattern: every so-manieth layer sees everything; None is 6.
+        sliding_window_pattern: n: every n-th layer has full attention, the others a window; None is 6.
     """
 
     max_seq_len: int = 131_072

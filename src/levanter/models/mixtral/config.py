@@ -130,7 +130,7 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
         num_experts: experts a layer.
         norm_topk_prob: whether the weights of a token's experts add up to 1.
         router_aux_loss_coef: weight of the load-balancing loss in training; None for none.
-        decoder_sparse_step: every so-manieth layer has experts; only 1.
+        decoder_sparse_step: n: every n-th layer has experts; only 1 is supported.
         mlp_only_layers: layers without experts; only none.
     """
 

@@ -16,7 +16,7 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
     Attributes:
         no_rope_layers: for each layer 1 where it has rotary embeddings and 0 where it has none (in Hugging Face's
             words, which say the opposite of the name); None for the pattern of the interval.
-        no_rope_layer_interval: every so-manieth layer has none.
+        no_rope_layer_interval: n: every n-th layer has no rotary embeddings.
         use_sliding_window: whether layers without rotary embeddings see a window only.
     """
 

@@ -1,8 +1,8 @@
 """What a verdict says, worked out once for every form it is shown in: terminal, page, JSON.
 
 *Occupancy*: what a chip holds while the program with the largest inputs runs: its inputs by group, padding of their
-layout, what is made on the way, and what stays free. *Wire*: the collectives over one set of mesh axes, which share
-their links. *Part*: the compute time of one module.
+layout, what is made on the way, and what stays free. *LinkTraffic*: the collectives over one set of mesh axes, which
+share their links. *ModuleTime*: the compute time of one module.
 """
 
 from collections import Counter, defaultdict
@@ -150,7 +150,7 @@ def figures(program: ProgramVerdict) -> CompiledFigures | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ModuleTime:
     """Compute of one module.
 
     Attributes:
@@ -164,7 +164,7 @@ class Part:
     during: dict[str, float]
 
 
-def parts(program: ProgramVerdict) -> tuple[Part, ...]:
+def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
     found, time = figures(program), program.time
     if found is None or time is None:
@@ -174,7 +174,7 @@ def parts(program: ProgramVerdict) -> tuple[Part, ...]:
     for scope, cycles in found.cycles.items():
         sums[module_of(scope)][scope.during] += cycles
     rows = [
-        Part(
+        ModuleTime(
             name=name,
             seconds=per_cycle * passes.total(),
             during={during: per_cycle * cycles for during, cycles in passes.items()},
@@ -183,7 +183,7 @@ def parts(program: ProgramVerdict) -> tuple[Part, ...]:
         if passes.total()
     ]
     if time.kernels_expected:
-        rows.append(Part(name="kernels written by hand", seconds=time.kernels_expected, during={}))
+        rows.append(ModuleTime(name="kernels written by hand", seconds=time.kernels_expected, during={}))
     return tuple(sorted(rows, key=lambda part: -part.seconds))
 
 
@@ -193,7 +193,7 @@ def time_text(time: StepTime) -> str:
     return seconds_text(time.expected) + within
 
 
-def passes(shown: Sequence[Part]) -> list[str]:
+def passes(shown: Sequence[ModuleTime]) -> list[str]:
     """The passes that the parts are divided in, in their order; none where there is one only."""
     found = [name for name in ("forward", "remat", "backward") if any(name in part.during for part in shown)]
     return found if len(found) > 1 else []
@@ -210,7 +210,7 @@ def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
     return tuple((name, seconds) for name, seconds in found if seconds > time.expected / 1000)
 
 
-def large_parts(program: ProgramVerdict) -> tuple[Part, ...]:
+def large_parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     """The same as `parts`, modules of less than a thousandth of the time put together at the end."""
     found, time = parts(program), program.time
     small = [part for part in found if time is not None and part.seconds < time.expected / 1000]
@@ -219,7 +219,9 @@ def large_parts(program: ProgramVerdict) -> tuple[Part, ...]:
     during: Counter[str] = Counter()
     for part in small:
         during.update(part.during)
-    rest = Part(name=f"{len(small)} smaller modules", seconds=sum(part.seconds for part in small), during=dict(during))
+    rest = ModuleTime(
+        name=f"{len(small)} smaller modules", seconds=sum(part.seconds for part in small), during=dict(during)
+    )
     return (*(part for part in found if part not in small), rest)
 
 
@@ -241,7 +243,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class LinkTraffic:
     """The collectives over one set of mesh axes.
 
     Attributes:
@@ -259,7 +261,7 @@ class Wire:
     exposed: float | None
 
 
-def wires(program: ProgramVerdict) -> tuple[Wire, ...]:
+def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
     """The collectives of one execution by mesh axes, the busiest first."""
     found = figures(program)
     if found is None:
@@ -276,7 +278,7 @@ def wires(program: ProgramVerdict) -> tuple[Wire, ...]:
         over, network = key
         use = uses.get(key)
         rows.append(
-            Wire(
+            LinkTraffic(
                 over=over,
                 network="unknown" if network == "unknown" else network.upper(),
                 kinds=tuple(Traffic(kind=kind, count=counts[key][kind], nbytes=n) for kind, n in by_kind.most_common()),
