@@ -7,15 +7,17 @@
 `f` sees the same module, made of the device's own part of each array.
 """
 
+# pyright: reportMissingTypeStubs=false
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
-import haliax as hax
 import jax
+from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
 from haliax_ext.mapping import AxisMapping
+from haliax_ext.pytree import is_named, leaves_with_paths, map_with_paths
 
 M = TypeVar("M")
 
@@ -25,16 +27,14 @@ class DeviceParts(Generic[M]):
     """The arrays of a tree, and how devices share them.
 
     Attributes:
-        arrays: the arrays.
+        tree: the tree.
+        arrays: its arrays, in tree order.
         specs: what cuts each.
-        names: the axes of each; None for one that has no names.
-        structure: the tree without its arrays.
     """
 
+    tree: M
     arrays: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
-    names: tuple[tuple[str, ...] | None, ...]
-    structure: Any
 
     @staticmethod
     def of(tree: M, mapping: AxisMapping, cut: Collection[str]) -> "DeviceParts[M]":
@@ -45,21 +45,22 @@ class DeviceParts(Generic[M]):
             mapping: of axes to mesh axes.
             cut: the axes that are cut where the mapping says so; every other axis stays whole.
         """
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_named)
-        named = [(leaf.array, tuple(a.name for a in leaf.axes)) if _is_named(leaf) else (leaf, None) for leaf in leaves]
         rules = AxisMapping({name: mapping.mesh_axes(name) for name in cut})
+        found = [x for _, x in leaves_with_paths(tree)]
         return DeviceParts(
-            arrays=tuple(array for array, _ in named),
-            specs=tuple(rules.spec(names or ()) for _, names in named),
-            names=tuple(names for _, names in named),
-            structure=structure,
+            tree=tree,
+            arrays=tuple(x.array if is_named(x) else x for x in found),
+            specs=tuple(rules.spec([a.name for a in x.axes] if is_named(x) else ()) for x in found),
         )
 
     def join(self, arrays: Sequence[jax.Array]) -> M:
         """The tree made of a device's part of each array."""
-        own = [x if names is None else hax.named(x, names) for x, names in zip(arrays, self.names, strict=True)]
-        return jax.tree.unflatten(self.structure, own)
+        given = iter(arrays)
 
+        def own(_: str, x: Any) -> Any:
+            part = next(given)
+            if not is_named(x):
+                return part
+            return NamedArray(part, tuple(Axis(a.name, n) for a, n in zip(x.axes, part.shape, strict=True)))
 
-def _is_named(x: object) -> TypeGuard[hax.NamedArray]:
-    return isinstance(x, hax.NamedArray)
+        return map_with_paths(own, self.tree)
