@@ -154,6 +154,8 @@ def _accept_earlier_keywords(cls: type) -> None:
 
 def _part(name: str) -> Any:
     """`levanter.trainer` after `import levanter` alone, as scripts of earlier generations have it."""
+    if name == "__version__":
+        return import_module("levanter.io.version").version()
     if name.startswith("_"):
         raise AttributeError(f"module 'levanter' has no attribute {name!r}")
     try:

@@ -1,0 +1,60 @@
+"""`levanter X …` is `python -m levanter.main.X …`; without a command, the list of them. Imports nothing of theirs."""
+
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from textwrap import shorten
+
+WIDTH = 120
+ABSENT = "; not here yet"
+
+
+def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
+    """Every command by name, with the first line of its module. The modules are read, not imported."""
+    found = {}
+    for path in sorted(folder.glob("[!_]*.py")):
+        text = path.read_text(encoding="utf-8")
+        if 'if __name__ == "__main__":' in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return found
+
+
+def listed() -> str:
+    """The list of commands, those that are refused today by name alone."""
+    found = commands()
+    here = {name: what for name, what in found.items() if ABSENT not in what}
+    width = max(map(len, here))
+    lines = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]", ""]
+    lines += [f"  {name:<{width}}  {shorten(what, WIDTH - width - 4, placeholder=' …')}" for name, what in here.items()]
+    lines += ["", f"not here yet: {', '.join(name for name in found if name not in here)}"]
+    lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` says which levanter this is.",
+              "Runs on pods are launched by `python -m levanter.infra.launch`."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Becomes the command that the first word names; returns an exit code only where there is none to become."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(listed(), file=sys.stderr)
+        return 2
+    if words[0] in ("-h", "--help", "help"):
+        print(listed())
+        return 0
+    if words[0] == "--version":
+        print(f"levanter {import_module('levanter.io.version').version()}")
+        return 0
+    name = words[0].replace("-", "_")
+    if name not in commands():
+        near = import_module("levanter.config.errors").did_you_mean(name, commands())
+        print(f"error: unknown command {words[0]!r}{near}\n\n{listed()}", file=sys.stderr)
+        return 2
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", f"levanter.main.{name}", *words[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
