@@ -34,17 +34,21 @@ class Leaf:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of its axes, in order."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes, in order."""
         return tuple(size for _, size in self.axes)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole array, over all devices."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def axis_size(self, name: str) -> int:
+        """The size of the axis called `name`; a `KeyError` where the leaf has none."""
         return dict(self.axes)[name]
 
     def __str__(self) -> str:

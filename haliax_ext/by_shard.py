@@ -37,6 +37,7 @@ class Opened:
 
     @property
     def shards(self) -> tuple[Axis, ...]:
+        """The axes of shards, in the order of `pairs`."""
         return tuple(shards for _, shards in self.pairs)
 
     def open(self, x: NamedArray) -> NamedArray:

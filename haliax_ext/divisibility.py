@@ -50,6 +50,7 @@ class SizeVerdict:
 
     @property
     def ok(self) -> bool:
+        """Whether the size divides every axis it would cut."""
         return not self.blockers
 
     def __str__(self) -> str:

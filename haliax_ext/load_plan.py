@@ -78,6 +78,7 @@ class LeafLoad:
 
     @property
     def path(self) -> str:
+        """The leaf's path."""
         return self.leaf.path
 
     @property
@@ -137,14 +138,17 @@ class LoadPlan:
 
     @property
     def leaves(self) -> tuple[LeafLoad, ...]:
+        """Another name of `loads`, as sharding plans have it."""
         return self.loads
 
     @cached_property
     def by_path(self) -> dict[str, LeafLoad]:
+        """The loads by the path of their leaf."""
         return {load.path: load for load in self.loads}
 
     @property
     def num_hosts(self) -> int:
+        """How many hosts read."""
         return max(self.hosts) + 1
 
     @property

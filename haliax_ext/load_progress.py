@@ -31,6 +31,7 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
+        """The part of this host's bytes that has been read, from 0 to 1."""
         return self.bytes_done / self.bytes_total if self.bytes_total else 1.0
 
     @property

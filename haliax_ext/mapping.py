@@ -92,6 +92,7 @@ class AxisMapping(Mapping[str, MeshAxes]):
 
     @property
     def used_mesh_axes(self) -> frozenset[str]:
+        """Every mesh axis that some rule names."""
         return frozenset(axis for name in self for axis in self.mesh_axes(name))
 
     def spec(self, axis_names: Iterable[str]) -> PartitionSpec:

@@ -27,14 +27,28 @@ class Device(Protocol):
     """What a mesh needs of a JAX device; TPU devices also have a `slice_index`."""
 
     @property
-    def id(self) -> int: ...
+    def id(self) -> int:
+        """Its number, unique over all processes."""
+        ...
+
     @property
-    def process_index(self) -> int: ...
+    def process_index(self) -> int:
+        """The number of the process that holds it."""
+        ...
+
     @property
-    def platform(self) -> str: ...
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        ...
+
     @property
-    def device_kind(self) -> str: ...
-    def memory_stats(self) -> dict[str, int] | None: ...
+    def device_kind(self) -> str:
+        """The vendor's name of the device (`TPU v4`)."""
+        ...
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """What the runtime says of its memory, in bytes; None where it says nothing."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +87,12 @@ class MeshSpec:
 
     @property
     def shape(self) -> dict[str, int]:
+        """The sizes by mesh axis name."""
         return dict(self.axes)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the mesh axes, in order."""
         return tuple(name for name, _ in self.axes)
 
     @property
@@ -86,6 +102,7 @@ class MeshSpec:
 
     @property
     def num_granules(self) -> int:
+        """How many granules the mesh spans: the product of its DCN axes."""
         return math.prod(size for name, size in self.axes if name in self.dcn)
 
     def ways(self, mesh_axes: MeshAxes | None) -> int:

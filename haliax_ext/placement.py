@@ -66,6 +66,7 @@ class LeafPlan:
 
     @property
     def bytes_per_device(self) -> int:
+        """Bytes of one device's shard."""
         return math.prod(self.shard_shape) * self.leaf.dtype.itemsize
 
     @property

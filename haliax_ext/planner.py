@@ -42,6 +42,7 @@ class ShardingPlan:
 
     @cached_property
     def by_path(self) -> dict[str, LeafPlan]:
+        """The leaves' plans by path."""
         return {plan.leaf.path: plan for plan in self.leaves}
 
     def spec(self, path: str) -> PartitionSpec:

@@ -73,6 +73,7 @@ class Group:
 
     @property
     def elements(self) -> int:
+        """Source elements that are read for the group, gaps included."""
         return len(self.stacks) * spans_size(self.spans)
 
 

@@ -48,6 +48,7 @@ class OutTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor as it is written."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -147,6 +147,7 @@ class Copy:
 
     @property
     def size(self) -> int:
+        """The number of elements copied."""
         return box_size(self.pick)
 
     def _of_buffer(self, buffer: np.ndarray) -> np.ndarray:

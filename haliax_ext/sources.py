@@ -32,6 +32,7 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -45,6 +46,7 @@ class ByteRange:
 
     @property
     def nbytes(self) -> int:
+        """The length of the range."""
         return self.stop - self.start
 
 

@@ -64,6 +64,7 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes over all executions."""
         return self.bytes * self.times
 
     @property
@@ -107,6 +108,7 @@ class CompiledFigures:
 
     @property
     def total_cycles(self) -> int:
+        """Estimated cycles of one execution, all scopes together."""
         return sum(self.cycles.values())
 
     def cycles_by_module(self, depth: int) -> dict[str, int]:

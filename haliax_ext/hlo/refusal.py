@@ -34,6 +34,7 @@ class Allocation:
 
     @property
     def scope(self) -> Scope:
+        """The module and the pass that the allocation belongs to."""
         return scope_of(self.op_name)
 
 

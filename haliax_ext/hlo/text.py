@@ -75,6 +75,7 @@ class Instruction:
 
     @cached_property
     def channel(self) -> str | None:
+        """The id of the channel that pairs sends with receives; None where the instruction has none."""
         return self.attribute("channel_id")
 
     def attribute(self, name: str) -> str | None:
@@ -95,19 +96,24 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
+    """A named sequence of instructions, in schedule order: the entry, a loop's body, a fusion."""
+
     name: str
     instructions: tuple[Instruction, ...]
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
+        """The instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
     def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
+        """The parameters by number."""
         return {int(i.operands[0]): i for i in self.instructions if i.opcode == "parameter"}
 
 

@@ -80,10 +80,12 @@ class Decoder:
         return self._scalar(node, annotation, path)
 
     def wrong(self, message: str, mark: Mark | None, path: Keys) -> _Invalid:
+        """Notes a problem at the key `path`, and gives `INVALID` to return."""
         self.problems.append(Problem(message=message, mark=mark, key=".".join(path)))
         return INVALID
 
     def expected(self, annotation: Any, node: Node, path: Keys, hint: str = "") -> _Invalid:
+        """Notes that `node` is not of the annotated type, with an optional hint; gives `INVALID`."""
         return self.wrong(f"expected {describe(annotation)}, got {shown(node)}{hint}", node.mark, path)
 
     # --- mappings -----------------------------------------------------------------------------------------------

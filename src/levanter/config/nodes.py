@@ -78,6 +78,7 @@ class MapNode:
 
     @property
     def keys(self) -> tuple[str, ...]:
+        """The keys, in the order of the document."""
         return tuple(entry.key for entry in self.entries)
 
     def entry(self, key: str) -> Entry | None:

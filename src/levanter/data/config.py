@@ -40,6 +40,7 @@ class DatasetComponentBase(draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
+        """What a component without `type` is: a cache."""
         return "cached"
 
 

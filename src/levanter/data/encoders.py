@@ -40,6 +40,7 @@ class TextEncoder:
     vocab_size: int
 
     def chars(self, record: Document) -> int:
+        """The characters of the document."""
         return len(record.text)
 
     def encode(self, records: Sequence[Document]) -> list[Encoded]:
@@ -85,6 +86,7 @@ class PrebuiltEncoder:
     vocab_size: int
 
     def chars(self, record: Record) -> int:
+        """The number of ids in the record, which stands for its characters."""
         value, origin = record
         return len(_key(value, self.format.input_ids_key, list, origin))
 
@@ -126,6 +128,7 @@ class SupervisedEncoder:
     eos: int | None
 
     def chars(self, record: Record) -> int:
+        """The characters of prompt and answer together."""
         return sum(map(len, self._texts(*record)))
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
@@ -171,6 +174,7 @@ class ChatEncoder:
     tokenizer: Tokenizer
 
     def chars(self, record: Record) -> int:
+        """The characters of all messages' contents."""
         value, origin = record
         messages = _key(value, self.format.messages_field, list, origin)
         return sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))

@@ -16,6 +16,7 @@ class LmDatasetFormatBase(draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
+        """What a format without `type` is: text."""
         return "text"
 
 

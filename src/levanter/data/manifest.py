@@ -71,6 +71,7 @@ class StoreIdentity:
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> "StoreIdentity":
+        """The identity that a manifest's JSON object holds."""
         return cls(**{**value, "sources": tuple(SourceFile(**each) for each in value["sources"])})
 
 
@@ -104,14 +105,17 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all finished shards."""
         return sum(shard.tokens for shard in self.shards or ())
 
     @property
     def documents(self) -> int:
+        """Documents of all finished shards."""
         return sum(shard.documents for shard in self.shards or ())
 
     @property
     def largest_id(self) -> int:
+        """The largest id of all finished shards; −1 where there is none."""
         return max((shard.largest_id for shard in self.shards or ()), default=-1)
 
     def content(self) -> bytes:

@@ -33,20 +33,25 @@ class PassthroughTokenizer:
         self.vocab_size = vocab_size
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The int32 ids that each text spells out."""
         return [self._ids(text) for text in texts]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids `[n]` and, for each, the `[n, 2]` span of the digits that spell it."""
         spans = np.array([match.span() for match in _NUMBER.finditer(text)], np.int64).reshape(-1, 2)
         return self._ids(text), spans
 
     def byte_lengths(self) -> np.ndarray:
+        """Zeros: what bytes an id stands for is not known here."""
         return np.zeros(self.vocab_size, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The ids in decimal digits, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
 
     @property
     def hash(self) -> str:
+        """Hex SHA-256 of the tokenizer's kind and vocabulary size."""
         return hashlib.sha256(f"passthrough {self.vocab_size}".encode()).hexdigest()
 
     def _ids(self, text: str) -> np.ndarray:

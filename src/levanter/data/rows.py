@@ -58,7 +58,9 @@ class Rows(Protocol):
     """Rows that can be taken by number."""
 
     @property
-    def positions(self) -> int: ...
+    def positions(self) -> int:
+        """Tokens in a row, padding included."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -93,6 +95,7 @@ class ConcatenatedRows:
         return max(self._total // self.positions, 1)
 
     def take(self, numbers: np.ndarray) -> TrainRows:
+        """The rows with these numbers: consecutive stretches of the stream, the last one padded where it is short."""
         numbers = np.asarray(numbers, np.int64)
         assert ((numbers >= 0) & (numbers < len(self))).all(), numbers
         begins = numbers * self.positions
@@ -120,6 +123,7 @@ class ConcatenatedRows:
         return found
 
     def describe(self) -> str:
+        """How the documents lie, and how many tokens are left out or padded."""
         left = max(self._total - len(self) * self.positions, 0)
         behind = f", {left:,} tokens behind the last row left out" if left else ""
         if self._total < self.positions:
@@ -152,6 +156,7 @@ class PackedRows:
         return len(self.packing)
 
     def take(self, numbers: np.ndarray) -> TrainRows:
+        """The rows with these numbers: whole documents one after the other, then padding."""
         numbers = np.asarray(numbers, np.int64)
         first = self.packing.row_starts[numbers]
         count = self.packing.row_starts[numbers + 1] - first
@@ -178,6 +183,7 @@ class PackedRows:
         return float(self.lengths.sum() / (len(self) * self.positions))
 
     def describe(self) -> str:
+        """How many documents share a row, how full rows are, and how many documents are cut."""
         cut = f", {self.cut:,} longer than a row cut" if self.cut else ""
         most = int(np.diff(self.packing.row_starts).max())
         several = f"up to {most} to a row" if most > 1 else "one to a row"

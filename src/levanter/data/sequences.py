@@ -64,6 +64,7 @@ class SetSpan:
 
     @property
     def scored_tokens(self) -> int:
+        """Tokens that are predicted: all but the first of each document."""
         return self.tokens - self.documents
 
 
@@ -112,6 +113,7 @@ class EvalSequences:
 
     @property
     def row_count(self) -> int:
+        """Rows of all sets together."""
         return sum(span.rows for span in self.sets)
 
     def selected_rows(self, max_rows_per_set: int | None = None) -> np.ndarray:

@@ -27,7 +27,9 @@ class Permutation(Protocol):
     """A bijection of `[0, size)`."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many numbers it permutes."""
+        ...
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
         """What is at these places: int64, of the shape of `places`."""

@@ -18,6 +18,7 @@ class DatasetSourceBase(draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
+        """What a source without `type` is: files named by URL or path."""
         return "url"
 
 

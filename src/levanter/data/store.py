@@ -44,13 +44,19 @@ class Tokens(Protocol):
     """
 
     @property
-    def starts(self) -> np.ndarray: ...
+    def starts(self) -> np.ndarray:
+        """Where each document begins: int64 `[documents + 1]`, the number of tokens last."""
+        ...
 
     @property
-    def weighted(self) -> bool: ...
+    def weighted(self) -> bool:
+        """Whether ids carry loss weights."""
+        ...
 
     @property
-    def largest_id(self) -> int: ...
+    def largest_id(self) -> int:
+        """The largest id; −1 where there is none."""
+        ...
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The int32 ids of some spans, end to end, and their float32 loss weights where there are any."""
@@ -67,13 +73,16 @@ class MemoryTokens:
 
     @property
     def weighted(self) -> bool:
+        """Whether ids carry loss weights."""
         return self.weights is not None
 
     @property
     def largest_id(self) -> int:
+        """The largest id; −1 where there is none."""
         return int(self.ids.max(initial=-1))
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The ids of some spans, end to end, and their loss weights, copied from memory."""
         places = span_places(begins, counts)
         return self.ids[places], None if self.weights is None else self.weights[places]
 
@@ -97,13 +106,16 @@ class StoredTokens:
 
     @property
     def weighted(self) -> bool:
+        """Whether the store holds loss weights."""
         return self.weights is not None
 
     @property
     def largest_id(self) -> int:
+        """The largest id, as the manifest states it."""
         return self.manifest.largest_id
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The ids of some spans, end to end, and their loss weights, read by chunks of the store."""
         ids = self._id_chunks.read(begins, counts)
         return ids, None if self._weight_chunks is None else self._weight_chunks.read(begins, counts)
 

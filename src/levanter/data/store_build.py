@@ -59,7 +59,9 @@ class Encoder(Protocol):
         """The characters of a record, roughly; 0 for one that is empty and left out."""
         ...
 
-    def encode(self, records: Sequence[Any]) -> list[Encoded]: ...
+    def encode(self, records: Sequence[Any]) -> list[Encoded]:
+        """The ids of each record, with loss weights where the format has them."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

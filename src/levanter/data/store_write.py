@@ -122,6 +122,7 @@ class ArrayWriter:
         self._writing: Any = None
 
     def add(self, values: np.ndarray) -> None:
+        """Appends values; each time a file is full, it is written in the background."""
         self._waiting.append(values.astype(self._dtype, copy=False))
         self._count += len(values)
         while self._count >= FILE_VALUES:
@@ -131,6 +132,7 @@ class ArrayWriter:
             self._count -= FILE_VALUES
 
     def finish(self) -> None:
+        """Writes what is left, and waits until every file is on disk."""
         if self._count:
             self._put(np.concatenate(self._waiting))
             self._waiting, self._count = [], 0

@@ -150,6 +150,7 @@ class TrainingData:
 
     @property
     def set_names(self) -> tuple[str, ...]:
+        """The names of the training sets, in the order of the mixture."""
         return self.mixture.names
 
     @property

@@ -52,6 +52,7 @@ class FileSource:
     format: LmDatasetFormatBase
 
     def records(self) -> Iterator[Any]:
+        """The file's records in order: documents for text, JSON objects for other formats."""
         return (
             read_documents(self.path, self.format)
             if isinstance(self.format, TextLmDatasetFormat)
@@ -59,6 +60,7 @@ class FileSource:
         )
 
     def describe(self) -> SourceFile:
+        """The file's path and size, by which a store is recognized."""
         return SourceFile(name=self.path, size=file_size(self.path))
 
 
@@ -69,9 +71,11 @@ class TextSource:
     documents: Documents
 
     def records(self) -> Iterator[Any]:
+        """The documents, in order."""
         return iter(self.documents)
 
     def describe(self) -> SourceFile:
+        """The text's name, bytes and SHA-256, by which a store is recognized."""
         digest, size = hashlib.sha256(), 0
         for document in self.documents:
             content = document.text.encode()

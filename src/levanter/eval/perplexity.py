@@ -45,6 +45,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
+        """The exponential of the loss."""
         return perplexity(self.loss)
 
     @property
@@ -53,6 +54,7 @@ class Score:
         return self.nats / (self.bytes * math.log(2)) if self.bytes else math.nan
 
     def to_json(self) -> dict[str, Any]:
+        """The figures as a JSON object."""
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -88,6 +90,7 @@ class Average:
         return perplexity(self.macro_loss)
 
     def to_json(self) -> dict[str, Any]:
+        """The sets' names and both averages as a JSON object."""
         return {
             "sets": list(self.sets),
             "micro": self.micro.to_json(),

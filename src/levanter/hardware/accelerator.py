@@ -33,10 +33,12 @@ class Accelerator:
 
     @cached_property
     def chips_per_slice(self) -> int:
+        """Chips of one slice: the product of the topology."""
         return math.prod(self.topology)
 
     @property
     def chips(self) -> int:
+        """Chips of all slices."""
         return self.chips_per_slice * self.slices
 
     @property
@@ -53,10 +55,12 @@ class Accelerator:
 
     @property
     def hosts(self) -> int:
+        """Hosts of all slices."""
         return self.chips // self.chips_per_host
 
     @property
     def devices_per_host(self) -> int:
+        """JAX devices that one host holds (some generations have several on a chip)."""
         return self.chips_per_host * self.generation.devices_per_chip
 
     @cached_property

@@ -42,6 +42,7 @@ class Parser(argparse.ArgumentParser):
         self.flag(name, nargs="?", const=True, default=default, type=_truth, metavar="true|false", help=help)
 
     def error(self, message: str) -> NoReturn:
+        """Raises a `UsageError` that names each unknown flag with the nearest known one."""
         unknown = re.match(r"unrecognized arguments: (.*)", message)
         if unknown is None:
             raise UsageError(f"{message}\n{self.prog} --help lists the flags")

@@ -57,10 +57,12 @@ class Pod:
 
     @property
     def slices(self) -> int:
+        """How many slices the pod has."""
         return self.accelerator.slices
 
     @property
     def hosts_per_slice(self) -> int:
+        """How many hosts each of them has."""
         return self.accelerator.hosts // self.accelerator.slices
 
     @property
@@ -72,6 +74,7 @@ class Pod:
 
     @property
     def described(self) -> str:
+        """The pod in words: accelerator, capacity and zone."""
         terms = {"on-demand": "on demand"}.get(self.capacity, self.capacity)
         return f"{self.accelerator}, {terms}{', queued' if self.queued else ''}, in {self.zone}"
 

@@ -41,15 +41,19 @@ class RayHost:
         self.slice, self.where, self.node = slice, where, node
 
     def coordinator(self) -> str:
+        """The address of this host for the others, as its actor finds it."""
         return self._ask("coordinator")
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
+        """Has the actor start the command."""
         self._ask("start", list(command), dict(environment), grace=grace)
 
     def news(self) -> News:
+        """What the actor has to tell since the last call."""
         return self._ask("news")
 
     def stop(self) -> None:
+        """Has the actor stop the command."""
         self._ask("stop")
 
     def kill(self) -> None:

@@ -45,9 +45,11 @@ class Remote:
 
     @property
     def folder(self) -> str:
+        """The run's folder on a host, relative to the home directory."""
         return f"{FOLDER}/{self.run}"
 
     def setup_call(self) -> str:
+        """The shell command that prepares a host."""
         return f"bash {self.folder}/setup.sh"
 
     def worker_call(self, attempt: int, label: str = "", *, verb: str = "run") -> str:

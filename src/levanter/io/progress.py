@@ -57,6 +57,7 @@ class Meter:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the beginning."""
         return self.clock() - self.started
 
     @property

@@ -42,6 +42,7 @@ class RotaryConfig(draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str:
+        """What a rotary configuration without `type` is: the plain one."""
         return "default"
 
     def rotated_size(self, head_size: int) -> int:

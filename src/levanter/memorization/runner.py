@@ -262,9 +262,11 @@ class TokenRows:
         return len(self.tokens)
 
     def take(self, rows: np.ndarray) -> np.ndarray:
+        """The tokens of these rows, `[rows, positions]`."""
         return self.tokens[rows]
 
     def left_padding(self, rows: np.ndarray) -> None:
+        """None: rows of a matrix have no padding."""
         del rows
 
 

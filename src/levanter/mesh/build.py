@@ -19,15 +19,29 @@ class DeviceFacts(Protocol):
     """What the report needs to know of devices, whether they are at hand (`DeviceSet`) or only named (a target)."""
 
     @property
-    def platform(self) -> str: ...
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        ...
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """The vendor's name of one device."""
+        ...
+
     @property
-    def hosts(self) -> int: ...
+    def hosts(self) -> int:
+        """How many processes hold the devices."""
+        ...
+
     @property
-    def granules(self) -> int: ...
+    def granules(self) -> int:
+        """How many slices (or processes) they form."""
+        ...
+
     @property
-    def hbm_bytes(self) -> int | None: ...
+    def hbm_bytes(self) -> int | None:
+        """Usable memory of one device; None where it is not limited by the device."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

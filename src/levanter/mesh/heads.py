@@ -31,10 +31,12 @@ class HeadsMapping:
 
     @property
     def rules(self) -> dict[str, list[str]]:
+        """The rules as entries of a mapping: logical axis → mesh axes."""
         return {KV_HEAD: list(self.kv_head), Q_PER_GROUP: list(self.q_heads_per_group)}
 
     @property
     def declared(self) -> tuple[DeclaredReplication, ...]:
+        """The replication of K and V that the rules imply."""
         return declared_by_groups(self.q_heads_per_group)
 
 

@@ -54,6 +54,7 @@ class LmConfig(draccus.ChoiceRegistry):
 
     @classmethod
     def get_choice_class(cls, name: str) -> Any:
+        """The config class of a model family; an unknown name is an error that names the nearest ones."""
         known = cls.get_known_choices()
         if name not in known:
             close = nearest(name, known)

@@ -62,6 +62,7 @@ class OptimizerConfig(draccus.ChoiceRegistry):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
+        """What an optimizer without `type` is: Adam."""
         return "adam"
 
     def __post_init__(self) -> None:

@@ -55,6 +55,7 @@ class Ring:
 
     @property
     def hops(self) -> int:
+        """Hops between the two devices that are farthest apart."""
         return (self.extent // 2 if self.closed else self.extent - 1) * self.stretch
 
 

@@ -110,6 +110,7 @@ class StepTime:
 
     @property
     def compute(self) -> float:
+        """Seconds of computation: the compiler's estimate and hand-written kernels."""
         return self.cycles + self.kernels_expected
 
     @property
@@ -140,6 +141,7 @@ class StepTime:
 
     @property
     def bounds(self) -> dict[str, float]:
+        """Lower bounds of the time in seconds, by what sets them; a step takes at least the largest."""
         return {
             "compute": min(1.0, self.cycle_scale) * self.cycles + self.kernels_at_peak,
             "memory": self.memory,

@@ -112,10 +112,12 @@ class Subject:
 
     @property
     def now(self) -> Layout:
+        """The layout that the plan has."""
         return Layout(mesh=self.plan.mesh, mappings=self.plan.sharding.mappings)
 
     @property
     def training(self) -> bool:
+        """Whether the Program trains: a train state is among its inputs."""
         return any(isinstance(argument.value, TrainState) for argument in self.program.inputs)
 
     @property

@@ -61,6 +61,7 @@ class ProgramVerdict:
 
     @property
     def fits(self) -> bool | None:
+        """Whether the compiler could place the Program; None where it was not asked."""
         return None if self.outcome is None else isinstance(self.outcome, Compiled)
 
     @property

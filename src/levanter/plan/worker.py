@@ -31,19 +31,27 @@ class Lowerable(Protocol):
     """What `Program` is to this process."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """How events and messages call it."""
+        ...
 
-    def lower(self, mesh: Any) -> Any: ...
+    def lower(self, mesh: Any) -> Any:
+        """The program lowered for `mesh`, ready to be compiled."""
+        ...
 
 
 class Describes(Protocol):
     """What the named function returns; a `RunPlan` is one."""
 
     @property
-    def mesh(self) -> MeshSpec: ...
+    def mesh(self) -> MeshSpec:
+        """The mesh that the programs are for."""
+        ...
 
     @property
-    def programs(self) -> Sequence[Lowerable]: ...
+    def programs(self) -> Sequence[Lowerable]:
+        """What is compiled, in order."""
+        ...
 
 
 class BadFunction(ValueError):
@@ -174,6 +182,7 @@ def _end_with(parent: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Serves the request in the file that `argv` names, telling events as JSON lines; returns the exit status."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.loads(Path(argv[0]).read_text())
     with os.fdopen(request["events_fd"], "w") as events:

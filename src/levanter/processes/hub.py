@@ -48,6 +48,7 @@ class Guest:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """What messages tell other processes of this one."""
         return {"process": self.process, "host": self.host, "pid": self.pid}
 
     def told(self) -> str:

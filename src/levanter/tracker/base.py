@@ -55,6 +55,7 @@ class TrackerConfig(draccus.ChoiceRegistry, abc.ABC):
 
     @classmethod
     def default_choice_name(cls) -> str | None:
+        """What a tracker without `type` is: Weights & Biases."""
         return "wandb"
 
     @abc.abstractmethod

@@ -121,6 +121,7 @@ class EvalLmConfig:
 
     @property
     def reference(self) -> str:
+        """The model's reference under either of its keys; empty where there is none."""
         return self.hf_checkpoint or self.initialize_from_hf or ""
 
 

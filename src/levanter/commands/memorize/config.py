@@ -165,6 +165,7 @@ class EvalCarelessLmConfig:
 
     @property
     def reference(self) -> str | None:
+        """The model's reference under either of its keys; None where there is none."""
         return self.hf_checkpoint or self.initialize_from_hf
 
 

@@ -100,6 +100,7 @@ class EvalSlidingLmConfig:
 
     @property
     def reference(self) -> str | None:
+        """The model's reference under either of its keys; None where there is none."""
         return self.hf_checkpoint or self.initialize_from_hf
 
 

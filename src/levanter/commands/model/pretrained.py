@@ -65,6 +65,7 @@ class ModelChoice:
 
     @property
     def memory_bytes(self) -> int | None:
+        """The memory budget of loading in bytes; None for the default."""
         return None if self.memory_gib is None else int(self.memory_gib * GIB)
 
 

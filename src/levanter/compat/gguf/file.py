@@ -61,6 +61,7 @@ class GgufFile:
         return max(total, key=lambda kind: total[kind]) if total else "empty"
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The value of a metadata key, or `default` where the file has no such key."""
         return self.metadata.get(key, default)
 
 

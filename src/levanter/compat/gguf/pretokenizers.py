@@ -49,6 +49,7 @@ class PreTokenizer:
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def normalizer(self) -> normalizers.Normalizer | None:
+        """The Unicode normalization that comes before; None for none."""
         return normalizers.NFC() if self.nfc else None
 
 

@@ -37,6 +37,7 @@ class BlockGrid:
 
     @property
     def blocks(self) -> int:
+        """The number of blocks."""
         return math.prod(self.counts)
 
     @property
@@ -122,6 +123,7 @@ class GridRanges(Sequence[ByteRange]):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all ranges together."""
         return 0 if self.grid is None else self.grid.nbytes
 
     def __len__(self) -> int:

@@ -124,13 +124,16 @@ class LocalPlace:
 
     @property
     def name(self) -> str:
+        """The path."""
         return str(self._path)
 
     def refuse_taken(self) -> None:
+        """Refuses a path where a folder is, or the one that a killed export was about to replace."""
         if self._path.exists() or self._replaced.exists():
             raise taken(self.name)
 
     def recover(self) -> None:
+        """Puts the folder back that a killed export had moved aside, or drops it where the new one is whole."""
         if not self._replaced.exists():
             return
         if self._path.exists():
@@ -139,16 +142,20 @@ class LocalPlace:
             os.replace(self._replaced, self._path)
 
     def begin(self) -> None:
+        """Makes an empty folder beside the final one."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
 
     def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """A file of that folder, which appears there only when it is whole."""
         return atomic_write(str(self._partial / file))
 
     def written(self) -> Repository:
+        """The folder beside the final one, as a repository."""
         return LocalFolder(self._partial)
 
     def finish(self) -> None:
+        """Renames the folder into place; another export that is there is moved aside first and dropped last."""
         if self._path.exists():
             os.replace(self._path, self._replaced)
             os.replace(self._partial, self._path)
@@ -170,17 +177,21 @@ class RemotePlace:
 
     @property
     def name(self) -> str:
+        """The URL."""
         return self._url
 
     def refuse_taken(self) -> None:
+        """Refuses a URL below which files are, unless they are of an export that was not finished."""
         names = _remote_names(self._url)
         if names and MARK not in names:
             raise taken(self.name)
 
     def recover(self) -> None:
+        """Does nothing: a URL has no rename that could have been interrupted."""
         pass  # It is no checkpoint any more, and its files may be anybody's: the next export begins anew.
 
     def begin(self) -> None:
+        """Writes the mark of an unfinished export, then removes what is there."""
         names = _remote_names(self._url)
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(self._at(MARK), b"an export is under way, or was killed: what is here is not whole\n")
@@ -190,6 +201,7 @@ class RemotePlace:
 
     @contextlib.contextmanager
     def open(self, file: str) -> Iterator[IO[bytes]]:
+        """A file below the URL; where writing it fails, it is discarded if the file system can."""
         opened: Any = self._fs.open(self._at(file), "wb", block_size=UPLOAD_BYTES)
         try:
             yield opened
@@ -200,10 +212,12 @@ class RemotePlace:
         opened.close()
 
     def written(self) -> Repository:
+        """The files below the URL, as a repository."""
         self._fs.invalidate_cache()
         return RemoteFolder(self._url)
 
     def finish(self) -> None:
+        """Removes the mark: from now on the export is whole."""
         self._fs.rm_file(self._at(MARK))
 
     def _at(self, file: str) -> str:

@@ -99,18 +99,23 @@ class HubRepository:
 
     @property
     def name(self) -> str:
+        """The repository and the first digits of its commit."""
         return f"{self.repo_id}@{self.commit[:12]}"
 
     def where(self, file: str) -> str:
+        """The repository with the file's name behind it."""
         return f"{self.name}/{file}"
 
     def text(self, file: str) -> bytes:
+        """The whole of a small file, from the local cache or downloaded into it."""
         return self.local_path(file).read_bytes()
 
     def reader(self, file: str) -> ByteReader:
+        """A file that is read where the cache has it, and downloaded when its tensors are needed."""
         return HubFile(self, file)
 
     def local_path(self, file: str) -> Path:
+        """The file in the local cache, downloaded where it is not there yet."""
         from huggingface_hub import hf_hub_download
 
         try:
@@ -131,6 +136,7 @@ class HubFile:
 
     @property
     def name(self) -> str:
+        """How messages call the file."""
         return self.repository.where(self.file)
 
     @cached_property
@@ -163,6 +169,7 @@ class HubFile:
         return size
 
     def peek(self, start: int, stop: int) -> bytes:
+        """A few bytes of metadata, by an HTTP range request where the file is not in the cache."""
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -188,7 +195,9 @@ class HubFile:
             return self._downloaded
 
     def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from the cached file, which is downloaded first where needed."""
         self._local().read_into(start, buffer)
 
     def read_blocks(self, starts, span: int, buffer: memoryview) -> None:
+        """Fills `buffer` with blocks of the cached file, which is downloaded first where needed."""
         self._local().read_blocks(starts, span, buffer)

@@ -35,6 +35,7 @@ class Located:
 
     @property
     def is_gguf(self) -> bool:
+        """Whether the reference names a GGUF file."""
         return self.file is not None and self.file.lower().endswith(".gguf")
 
     def local_path(self) -> Path:

@@ -69,6 +69,7 @@ class LocalFile:
 
     @property
     def name(self) -> str:
+        """The path."""
         return str(self.path)
 
     @property
@@ -105,15 +106,18 @@ class LocalFile:
             done += got
 
     def peek(self, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)`."""
         buffer = bytearray(stop - start)
         self.read_into(start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the bytes from `start` on."""
         with self._open() as descriptor:
             self._fill(descriptor, start, buffer)
 
     def read_blocks(self, starts: Iterable[int], span: int, buffer: memoryview) -> None:
+        """Fills `buffer` with blocks of `span` bytes, one at each start."""
         with self._open() as descriptor:
             for i, start in enumerate(starts):
                 self._fill(descriptor, start, buffer[i * span : (i + 1) * span])
@@ -192,14 +196,18 @@ class RemoteFile:
         buffer[:] = with_retry(once, what=f"{self.name} from byte {start}", delays=self.delays)
 
     def peek(self, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)`, by one request or a few."""
         buffer = bytearray(stop - start)
         self.read_into(start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the bytes from `start` on, by requests side by side."""
         self._all((start + at, buffer[at : at + REMOTE_PART_BYTES]) for at in range(0, len(buffer), REMOTE_PART_BYTES))
 
     def read_blocks(self, starts: Iterable[int], span: int, buffer: memoryview) -> None:
+        """Fills `buffer` with blocks of `span` bytes, one at each start, by requests side by side."""
+
         def parts():
             for i, start in enumerate(starts):
                 for at in range(0, span, REMOTE_PART_BYTES):

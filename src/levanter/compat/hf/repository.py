@@ -77,6 +77,7 @@ class LocalFolder:
 
     @property
     def name(self) -> str:
+        """The path."""
         return str(self.path)
 
     @property
@@ -89,15 +90,19 @@ class LocalFolder:
         return frozenset(str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file())
 
     def where(self, file: str) -> str:
+        """The file's path."""
         return str(self.path / file)
 
     def text(self, file: str) -> bytes:
+        """The whole of a small file."""
         return (self.path / file).read_bytes()
 
     def reader(self, file: str) -> ByteReader:
+        """The file, read by ranges."""
         return LocalFile(self.path / file)
 
     def local_path(self, file: str) -> Path:
+        """The file's path; nothing is fetched."""
         return self.path / file
 
 
@@ -109,6 +114,7 @@ class RemoteFolder:
 
     @property
     def name(self) -> str:
+        """The URL."""
         return self.url
 
     @cached_property
@@ -149,13 +155,16 @@ class RemoteFolder:
         return with_retry(lambda: fs.exists(f"{root.rstrip('/')}/{file}"), what=self.where(file))
 
     def where(self, file: str) -> str:
+        """The file's URL."""
         return f"{self.url}/{file}"
 
     def text(self, file: str) -> bytes:
+        """The whole of a small file, fetched again where a request fails for a moment."""
         fs, root = self._filesystem
         return with_retry(lambda: fs.cat_file(f"{root.rstrip('/')}/{file}"), what=self.where(file))
 
     def reader(self, file: str) -> ByteReader:
+        """The file, read by range requests."""
         fs, root = self._filesystem
         return RemoteFile(fs, f"{root.rstrip('/')}/{file}", self.where(file), _pool=self._pool)
 
@@ -165,6 +174,7 @@ class RemoteFolder:
         return ThreadPoolExecutor(REMOTE_PARALLEL)
 
     def local_path(self, file: str) -> Path:
+        """Refuses: such a file must be copied to a local disk first."""
         raise CheckpointError(
             self.where(file), "this kind of file must be on a local disk", suggestion="copy it, and name the copy"
         )

@@ -69,6 +69,7 @@ class OldKey:
 
     @property
     def path(self) -> str:
+        """The old key with the block it stands in, dotted."""
         return f"{self.block}.{self.name}".lstrip(".")
 
 
@@ -76,6 +77,7 @@ class PlainDumper(yaml.SafeDumper):
     """Writes a value that stands at two places twice, not as an anchor and an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """True: a value that occurs twice is written twice, and no anchor refers to it."""
         del data
         return True
 

@@ -227,6 +227,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def Mlp(self) -> Axis:
+        """The axis between the two halves of the feed-forward part."""
         return Axis("mlp", self.intermediate_dim)
 
     @property
@@ -236,14 +237,17 @@ class DecoderConfig(LmConfig):
 
     @property
     def KVHead(self) -> Axis:
+        """The axis of key and value heads."""
         return Axis("kv_head", self.num_kv_heads)
 
     @property
     def QHeadsPerGroup(self) -> Axis:
+        """The axis of query heads that share a key and value head."""
         return Axis("q_heads_per_group", self.num_heads // self.KVHead.size)
 
     @property
     def HeadSize(self) -> Axis:
+        """The axis of features of one head."""
         return Axis("head_size", self.head_dim or self.hidden_dim // self.num_heads)
 
     @property

@@ -76,6 +76,7 @@ class Run:
 
     @property
     def layers(self) -> int:
+        """How many layers the run has."""
         return self.periods * len(self.places)
 
     def template(self, place: int) -> str:

@@ -51,10 +51,12 @@ class Gpt2Config(DecoderConfig):
 
     @property
     def Mlp(self) -> Axis:
+        """The axis between the two halves of the feed-forward part, given as a size or as a multiple of `embed`."""
         return Axis("mlp", self.intermediate_dim or self.mlp_scale * self.hidden_dim)
 
     @property
     def KVHead(self) -> Axis:
+        """The axis of key and value heads: as many as query heads, unless given."""
         return Axis("kv_head", self.num_kv_heads or self.num_heads)
 
     @property

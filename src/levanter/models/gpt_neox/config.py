@@ -45,6 +45,7 @@ class GptNeoxConfig(DecoderConfig):
 
     @property
     def KVHead(self) -> Axis:
+        """The axis of key and value heads: as many as query heads, unless given."""
         return Axis("kv_head", self.num_kv_heads or self.num_heads)
 
     @property

@@ -47,10 +47,12 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def has_attention_bias(self) -> bool:
+        """Whether the projections of attention have biases."""
         return self.use_bias or self.attention_bias
 
     @property
     def has_mlp_bias(self) -> bool:
+        """Whether the projections of the feed-forward part have biases."""
         return self.use_bias or self.mlp_bias
 
     @property

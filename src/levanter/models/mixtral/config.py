@@ -44,6 +44,7 @@ class RoutedConfig(DecoderConfig):
 
     @property
     def Expert(self) -> Axis:
+        """The axis of experts."""
         return Axis("expert", self.experts)
 
     @property
@@ -170,6 +171,7 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
 
     @property
     def Mlp(self) -> Axis:
+        """The axis inside an expert."""
         return Axis("mlp", self.moe_intermediate_dim)
 
     def _problems(self) -> list[str]:

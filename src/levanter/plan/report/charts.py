@@ -78,10 +78,12 @@ class Cell:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its arrays on one device."""
         return self.count * self.resident.nbytes
 
     @property
     def name(self) -> str:
+        """The path, and how many arrays it stands for."""
         return self.resident.path + (f" ({self.count} of them)" if self.count > 1 else "")
 
     @property

@@ -97,6 +97,7 @@ class Occupancy:
 
     @property
     def used(self) -> int:
+        """Bytes of all segments together."""
         return sum(segment.nbytes for segment in self.segments)
 
     @property

@@ -45,10 +45,12 @@ class Candidate:
 
     @property
     def batch_ways(self) -> int:
+        """Into how many parts the batch is cut."""
         return self.data * self.slices
 
     @property
     def tensor_ways(self) -> int:
+        """Into how many parts heads and `mlp` are cut."""
         return self.model * self.group
 
     def mesh_options(self) -> dict[str, Any]:

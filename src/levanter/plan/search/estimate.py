@@ -70,6 +70,7 @@ class Subject:
 
     @property
     def layers(self) -> int:
+        """The number of layers that are stacked in the parameters."""
         return max((dict(leaf.axes).get(LAYERS, 1) for leaf in self.parameters), default=1)
 
 
@@ -101,15 +102,18 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes on a device: parameters, state and what is alive beside them."""
         return self.argument_bytes + self.activation_bytes
 
     @property
     def seconds(self) -> float:
+        """Seconds of one pass, some of the traffic over links hidden behind computation."""
         links = self.gathers + self.gradients
         return max(self.compute, self.memory, links) + (1 - HIDDEN) * min(self.compute, links) + self.tensor
 
     @property
     def seconds_per_token(self) -> float:
+        """Seconds of one pass for each token of the batch."""
         return self.seconds / max(self.tokens, 1)
 
     def fits(self, hbm_bytes: int) -> bool:
