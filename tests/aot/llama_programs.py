@@ -16,7 +16,7 @@ from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig
 from levanter.run import Target
-from levanter.trainer.loss import abstract_batch
+from levanter.trainer.loss import LmObjective
 from levanter.trainer.state import abstract_state, plan_state
 from levanter.trainer.step import StepRecipe, step_program
 
@@ -62,8 +62,10 @@ def train_step(payload: dict[str, Any], target: Target) -> Described:
     transformation = optimizer.build(100)
     state = abstract_state(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)), transformation, precision)
     plan = plan_state(state, resolved.mappings, resolved.spec)
+    objective = LmObjective(segments=payload.get("segments", True))
     program = step_program(
         StepRecipe(
+            objective=objective,
             optimizer=transformation,
             schedule=optimizer.schedule(100),
             precision=precision,
@@ -71,9 +73,7 @@ def train_step(payload: dict[str, Any], target: Target) -> Described:
         ),
         state=state,
         plan=plan,
-        batch=abstract_batch(
-            hax.Axis("batch", payload.get("batch", 8)), Pos, weights=True, segments=payload.get("segments", True)
-        ),
+        batch=objective.abstract_batch(hax.Axis("batch", payload.get("batch", 8)), Pos),
         mappings=resolved.mappings,
         compiler_options=compiler_options(target.platform, target.kind),
     )

@@ -17,7 +17,8 @@ from levanter.models import LlamaConfig
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer.batch_plan import plan_batch
-from levanter.trainer.loss import LmBatch, abstract_batch
+from levanter.trainer.loss import LmBatch, LmObjective
+from levanter.trainer.objective import Objective
 from levanter.trainer.state import abstract_state, init_program, plan_state
 from levanter.trainer.step import StepRecipe, step_program
 
@@ -41,6 +42,7 @@ class Setup:
     packed: bool = True
     optimizer: OptimizerConfig = ADAM
     config: LlamaConfig = CONFIG
+    objective: Objective[Any, Any] = LmObjective(chunk=12)
     more: tuple[tuple[str, Any], ...] = ()
 
     def programs(self):
@@ -53,28 +55,30 @@ class Setup:
         ways = self.spec.ways(self.mappings.compute.mesh_axes("batch"))
         batches = plan_batch(ROWS, per_device=self.per_device, ways=ways, positions=POSITIONS)
 
+        objective = self.objective
+        if isinstance(objective, LmObjective):
+            objective = dataclasses.replace(objective, weights=self.packed, segments=self.packed)
         recipe = StepRecipe(
+            objective=objective,
             optimizer=optimizer,
             schedule=self.optimizer.schedule(10),
             precision=precision,
             accumulation=batches.accumulation,
             parameters=plan.parameters,
-            chunk=12,
             **dict(self.more),
         )
         program = step_program(
             recipe,
             state=state,
             plan=plan,
-            batch=abstract_batch(
-                hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS), weights=self.packed, segments=self.packed
-            ),
+            batch=objective.abstract_batch(hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS)),
             mappings=self.mappings,
         )
         init = init_program(plan, lambda key: config.build(Vocab, key=key), optimizer, precision)
         return plan, init, program
 
-    def batch(self, n: int, mesh) -> LmBatch:
+    def batch(self, n: int, mesh) -> Any:
+        """The batch of a step, on the devices."""
         sharding = NamedSharding(mesh, self.mappings.compute.spec(("batch", "position")))
         axes = (hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS))
 
@@ -102,7 +106,7 @@ class Setup:
         state, step, history = self.start(mesh, arrays), program.jit(mesh), []
         for n in range(steps):
             state, metrics = step(state, self.batch(n, mesh))
-            numbers = {**vars(metrics), **metrics.auxiliary}
+            numbers = {**vars(metrics), **metrics.terms}
             history.append({k: float(v) for k, v in numbers.items() if isinstance(v, jax.Array)})
         for leaf, array in zip(leaves(state), jax.tree.leaves(state), strict=True):
             assert array.sharding.is_equivalent_to(plan.whole.sharding(leaf.path, mesh), array.ndim), leaf.path

@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import jax
 
 from levanter.trainer.guard import Guard as Guard
 from levanter.trainer.guard import NonFiniteError as NonFiniteError
-from levanter.trainer.loss import LmBatch
 from levanter.trainer.report import StepReport as StepReport
 from levanter.trainer.state import TrainState
 from levanter.trainer.step import StepMetrics
 
-Step = Callable[[TrainState, LmBatch], tuple[TrainState, StepMetrics]]
+B = TypeVar("B")
+
+Step = Callable[[TrainState, B], tuple[TrainState, StepMetrics]]
 
 
 class Pause(Protocol):
@@ -56,8 +57,8 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
-    """What the loop is made of.
+class Loop(Generic[B]):
+    """What the loop is made of, for batches of type `B`.
 
     Attributes:
         step_of: the step function of a step, by its number.
@@ -70,7 +71,7 @@ class Loop:
         clock: seconds, monotonic.
     """
 
-    step_of: Callable[[int], Step]
+    step_of: Callable[[int], Step[B]]
     listeners: Sequence[Callable[[StepReport], None]] = ()
     pauses: Sequence[Pause] = ()
     guard: Guard = field(default_factory=Guard)
@@ -79,7 +80,7 @@ class Loop:
     stopping: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
 
-    def run(self, state: TrainState, batches: Iterable[tuple[int, LmBatch]], *, first: int) -> Ended:
+    def run(self, state: TrainState, batches: Iterable[tuple[int, B]], *, first: int) -> Ended:
         """Takes a step with every batch.
 
         Args:
@@ -102,7 +103,7 @@ class Loop:
                 metrics = replace(metrics, watched=None)
             numbers = {name: value for name, value in vars(jax.device_get(metrics)).items() if value is not None}
             watched, skipped = numbers.pop("watched", None), bool(numbers.pop("skipped", False))
-            auxiliary = {name: float(value) for name, value in numbers.pop("auxiliary").items()}
+            terms = {name: float(value) for name, value in numbers.pop("terms").items()}
             now = self.clock()
             report = StepReport(
                 step=step,
@@ -111,7 +112,7 @@ class Loop:
                 paused=paused,
                 skipped=skipped,
                 watched=watched,
-                auxiliary=auxiliary,
+                terms=terms,
                 **{name: float(value) for name, value in numbers.items()},
             )
             since, paused = now, 0.0

@@ -1,4 +1,4 @@
-"""The training loss: `models.scoring`'s log-probabilities, summed with weights, in the compute dtype.
+"""Language modeling as an objective: `models.scoring`'s log-probabilities, summed with weights, in the compute dtype.
 
 Weights are stored in one dtype and used in another. The cast happens where they are used: inside each layer of a scan,
 so that no second copy of a stack exists, and there the cast weight is pinned to its parameter's own shards. What the
@@ -6,8 +6,8 @@ devices then gather is the narrow copy, and what they add up in the backward pas
 parameter, layer by layer. The embedding table is not cast, its rows are: the sum over a token's places is float32.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -28,8 +28,12 @@ from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_next, token_logprobs, token_scores
 from levanter.models.stack import Period
+from levanter.trainer.objective import LOSS, Objective, Term
 
 M = TypeVar("M")
+
+Z_LOSS = "z_loss"
+"""The sum of the squared log-normalizers, which it keeps near 0."""
 
 
 class LmBatch(eqx.Module):
@@ -51,73 +55,87 @@ class LmBatch(eqx.Module):
         return counts if self.loss_weights is None else counts * self.loss_weights
 
 
-def abstract_batch(Batch: hax.Axis, Pos: hax.Axis, *, weights: bool, segments: bool) -> LmBatch:
-    """A batch without data."""
-
-    def of(dtype: Any) -> hax.NamedArray:
-        return hax.NamedArray(jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(dtype)), (Batch, Pos))  # type: ignore
-
-    return LmBatch(
-        tokens=of(np.int32),
-        loss_weights=of(np.float32) if weights else None,
-        segment_ids=of(np.int32) if segments else None,
-    )
-
-
-def loss_sum(model: LmHeadModel, batch: LmBatch, *, chunk: int | None = None) -> jax.Array:
-    """The weighted sum of −log p over a batch, a float32 scalar.
-
-    Args:
-        model: its weights in the compute dtype, or wrapped by `in_compute_dtype`.
-        batch: what to predict.
-        chunk: positions scored at a time; see `token_logprobs`.
-    """
-    return loss_sums(model, batch, chunk=chunk).loss
-
-
-class LossSums(eqx.Module):
-    """What the loss of some sequences is made of; float32 scalars.
+@dataclass(frozen=True, kw_only=True)
+class LmObjective(Objective[LmHeadModel, LmBatch]):
+    """Predicting the next token: the weighted mean of −log p, in nats a token.
 
     Attributes:
-        loss: the weighted sum of −log p.
-        z: the weighted sum of the squared log-normalizers, which z-loss keeps near 0; None where it is not wanted.
-        auxiliary: the model's auxiliary sums that are wanted, times the sum of the weights.
+        weights: whether positions of a batch have weights.
+        segments: whether rows of a batch hold several segments.
+        z_loss_weight: of the squared log-normalizer, which is added to the loss; 0 for none.
+        auxiliary_weights: of the model's auxiliary sums, by name; see `LmConfig.auxiliary_weights`.
+        chunk: positions scored at a time; None for the model's own.
     """
 
-    loss: jax.Array
-    z: jax.Array | None
-    auxiliary: Sums = eqx.field(default_factory=Sums)
+    weights: bool = True
+    segments: bool = True
+    z_loss_weight: float = 0.0
+    auxiliary_weights: Mapping[str, float] = field(default_factory=dict)
+    chunk: int | None = None
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        z = () if self.z_loss_weight == 0 else (Term(name=Z_LOSS, weight=self.z_loss_weight),)
+        auxiliary = (Term(name=name, weight=weight) for name, weight in self.auxiliary_weights.items())
+        return (Term(name=LOSS), *z, *auxiliary)
 
-def loss_sums(
-    model: LmHeadModel, batch: LmBatch, *, z: bool = False, auxiliary: Sequence[str] = (), chunk: int | None = None
-) -> LossSums:
-    """The sums of a batch.
+    def abstract_batch(self, Batch: hax.Axis, Pos: hax.Axis) -> LmBatch:
+        def of(dtype: Any) -> hax.NamedArray:
+            array: Any = jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(dtype))
+            return hax.NamedArray(array, (Batch, Pos))
 
-    Args:
-        model: as in `loss_sum`.
-        batch: what to predict.
-        z: whether z-loss is wanted.
-        auxiliary: names of the auxiliary sums that are wanted.
-        chunk: positions scored at a time; see `token_logprobs`.
-    """
-    tokens, segment_ids = batch.tokens, batch.segment_ids
-    outputs = model(tokens, segment_ids=segment_ids, auxiliary=auxiliary)
-    scores = token_scores if z else token_logprobs
-    found = scores(model, tokens, segment_ids=segment_ids, chunk=chunk, activations=outputs.activations)
-    logprobs, normalizers = found if isinstance(found, tuple) else (found, None)
-    counts = batch.counts()
+        return LmBatch(
+            tokens=of(np.int32),
+            loss_weights=of(np.float32) if self.weights else None,
+            segment_ids=of(np.int32) if self.segments else None,
+        )
 
-    def counted(values: hax.NamedArray) -> jax.Array:
-        return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
+    def rows(self, batch: LmBatch) -> hax.Axis:
+        (Batch,) = [axis for axis in batch.tokens.axes if axis.name != "position"]
+        return Batch
 
-    with jax.named_scope("loss"):
-        made = outputs.auxiliary
-        if made:
-            # Means over tokens that are added to sums over tokens.
-            made = made * hax.sum(counts).scalar()
-        z_sum = None if normalizers is None else counted(normalizers * normalizers)
-        return LossSums(loss=-counted(logprobs), z=z_sum, auxiliary=made)
+    def normalizer(self, batch: LmBatch) -> jax.Array:
+        return hax.sum(batch.counts()).scalar()
+
+    def sums(self, model: LmHeadModel, batch: LmBatch) -> Sums:
+        outputs = model(batch.tokens, segment_ids=batch.segment_ids, auxiliary=tuple(self.auxiliary_weights))
+        normalizers = None
+        if self.z_loss_weight == 0:
+            logprobs = self.logprobs(model, batch, activations=outputs.activations)
+        else:
+            logprobs, normalizers = token_scores(
+                model,
+                batch.tokens,
+                segment_ids=batch.segment_ids,
+                chunk=self.chunk,
+                activations=outputs.activations,
+            )
+        counts = batch.counts()
+
+        def counted(values: hax.NamedArray) -> jax.Array:
+            return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
+
+        with jax.named_scope("loss"):
+            auxiliary = outputs.auxiliary
+            if auxiliary:
+                # Means over tokens that are added to sums over tokens.
+                auxiliary = auxiliary * hax.sum(counts).scalar()
+            z = {} if normalizers is None else {Z_LOSS: counted(normalizers * normalizers)}
+            return Sums({LOSS: -counted(logprobs), **z, **auxiliary})
+
+    def logprobs(
+        self, model: LmHeadModel, batch: LmBatch, *, activations: hax.NamedArray | None = None
+    ) -> hax.NamedArray:
+        """Log-probability of each next token, of which the loss is the weighted mean; what evaluation adds up.
+
+        Args:
+            model: its weights in the compute dtype, or wrapped by `in_compute_dtype`.
+            batch: what to predict.
+            activations: the model's for these tokens, where they are there already.
+        """
+        return token_logprobs(
+            model, batch.tokens, segment_ids=batch.segment_ids, chunk=self.chunk, activations=activations
+        )
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,7 @@ class Track:
             "global_step": report.step,
             "run_progress": report.taken / self.steps,
         }
-        added = {"z_loss": report.z_loss, **report.auxiliary}
-        found |= {f"train/{name}": value for name, value in added.items() if value is not None}
+        found |= {f"train/{name}": value for name, value in report.terms.items()}
         if self.skipped is not None:
             self.skipped += report.skipped
             found |= {"optim/skipped_step": float(report.skipped), "optim/skipped_steps": self.skipped}

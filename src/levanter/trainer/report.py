@@ -12,16 +12,15 @@ class StepReport:
 
     Attributes:
         step: its number, from 0.
-        loss: nats a token.
-        weight: sum of the loss weights.
+        loss: the objective's first term; nats a token, where language is modeled.
+        weight: the objective's normalizer; the sum of the loss weights, where language is modeled.
         grad_norm: of the whole gradient, before it is clipped.
         update_norm: of what was added to the parameters.
         parameter_norm: before the step.
         learning_rate: of the step.
         seconds: since the numbers of the step before, pauses left out; of the first, compilation included.
         waited: seconds of them that the loop waited for its batch.
-        z_loss: what z-loss adds to the loss; None where there is none.
-        auxiliary: what the model's auxiliary sums add to it, by name.
+        terms: the objective's other terms, by name.
         skipped: whether the step was left out: the state behind it is the one before it.
         watched: arrays on the host, where the step was watched.
         paused: seconds of pauses between the step before and this one.
@@ -36,8 +35,7 @@ class StepReport:
     learning_rate: float
     seconds: float
     waited: float
-    z_loss: float | None = None
-    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
     watched: Watched | None = None
     paused: float = 0.0

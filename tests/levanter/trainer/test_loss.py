@@ -10,7 +10,7 @@ from helpers.llama_on_mesh import VOCAB, random_arrays, tiny_config
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from levanter.layers.embedding import Embedding
-from levanter.trainer.loss import LmBatch, in_compute_dtype, loss_sum
+from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -46,7 +46,8 @@ def test_the_gradient_of_the_head_is_added_up_in_float32():
 
     def gradient(chunk, dtype):
         def loss(model):
-            return loss_sum(in_compute_dtype(model, np.dtype(dtype), None), LmBatch(tokens=tokens), chunk=chunk)
+            usable = in_compute_dtype(model, np.dtype(dtype), None)
+            return LmObjective(chunk=chunk).sums(usable, LmBatch(tokens=tokens))["loss"]
 
         return jax.jit(jax.grad(loss))(model).embeddings.token_embeddings.weight.array
 

@@ -146,7 +146,7 @@ def test_memory_of_the_fullest_device():
 def test_what_is_left_out_is_counted():
     found = track(skipped=0)
     for step in range(4):
-        found(report(step, skipped=step in (1, 2), z_loss=0.125))
+        found(report(step, skipped=step in (1, 2), terms={"z_loss": 0.125}))
     logged = found.tracker.logged
     assert [logged[step]["optim/skipped_step"] for step in range(4)] == [0, 1, 1, 0]
     assert [logged[step]["optim/skipped_steps"] for step in range(4)] == [0, 1, 2, 2]

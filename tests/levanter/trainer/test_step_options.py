@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.llama_on_mesh import VOCAB, leaf_from_source, mappings_for, named_arrays, random_arrays, tiny_config
+from helpers.torch_llama import random_tensors, torch_llama
 from helpers.train_steps import POSITIONS, ROWS, SEGMENTS, TOKENS, WEIGHTS, Setup, mesh_setup, on_host
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,6 +18,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.models.scoring import token_scores
 from levanter.optim import AdamConfig, SgdConfig, SkipStepConfig
 from levanter.optim.outliers import Recent, is_outlier, remembered
+from levanter.trainer.loss import LmObjective
 from levanter.trainer.watch import BINS, Watch, metrics_of
 
 WATCH = Watch(targets=("grads", "params", "updates", "opt_state"), norms=True, histograms=False, split=True, every=1)
@@ -28,7 +30,8 @@ EVERYTHING = mesh_setup(
     4,
     2,
     optimizer=SKIPS,
-    more=(("skip_nonfinite", True), ("outliers", SKIPS.outliers), ("watch", WATCH), ("z_loss_weight", 0.01)),
+    more=(("skip_nonfinite", True), ("outliers", SKIPS.outliers), ("watch", WATCH)),
+    objective=LmObjective(chunk=12, z_loss_weight=0.01),
 )
 
 
@@ -165,26 +168,10 @@ def test_histograms_equal_numpys(devices):
         assert np.abs(np.asarray(hist["counts"]) - counts).max() <= 2
 
 
-def plain_loss(arrays, config, *, weight):
+def plain_loss(tensors, config, *, weight):
     """Mean −log p and mean squared log-normalizer by torch, with the gradient of `loss + weight × z` by path."""
     torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig as HfLlamaConfig
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        HfLlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            rms_norm_eps=1e-5,
-            attn_implementation="eager",  # pyright: ignore
-        )
-    ).float()
-    for name, parameter in model.named_parameters():
-        parameter.data = torch.from_numpy(arrays[name].copy())
+    model = torch_llama(config, tensors)
     tokens = torch.from_numpy(TOKENS[0]).long()
     logits = model(tokens).logits[:, :-1].reshape(-1, VOCAB)
     loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
@@ -199,12 +186,8 @@ def plain_loss(arrays, config, *, weight):
 )
 def test_z_loss_and_its_gradient_equal_torch_however_the_vocabulary_is_cut(data, model, per_device, devices):
     config, weight = tiny_config(num_kv_heads=8), 0.02
-    rng = np.random.default_rng(3)
     rules, template = config.weight_rules(), EVERYTHING.programs()[2].inputs[0].value.model
-    theirs = {}
-    for key, shape in hf_shapes(config).items():
-        noise = rng.standard_normal(shape).astype(np.float32)
-        theirs[key] = 1 + np.float32(0.1) * noise if key.endswith("norm.weight") else np.float32(0.15) * noise
+    theirs = random_tensors(config)
     loss, z, gradient = plain_loss(theirs, config, weight=weight)
     spec = MeshSpec.of(data=data, model=model)
     setup = Setup(
@@ -213,7 +196,7 @@ def test_z_loss_and_its_gradient_equal_torch_however_the_vocabulary_is_cut(data,
         per_device=per_device,
         packed=False,
         optimizer=SgdConfig(learning_rate=1.0, weight_decay=0.0, max_grad_norm=None, warmup=0, lr_schedule="constant"),
-        more=(("z_loss_weight", weight),),
+        objective=LmObjective(chunk=12, z_loss_weight=weight),
     )
     arrays = named_arrays(config, theirs)
     history, found = setup.run(devices, arrays=arrays, steps=1)
@@ -224,18 +207,6 @@ def test_z_loss_and_its_gradient_equal_torch_however_the_vocabulary_is_cut(data,
         moved = arrays[leaf.path] - found[f"model.{leaf.path}"]
         want = leaf_from_source(leaf, rules, gradient)
         np.testing.assert_allclose(moved, want, atol=3e-6, rtol=1e-3, err_msg=leaf.path)
-
-
-def hf_shapes(config):
-    """Shapes of the tensors of `plain_loss`, by name."""
-    found = {"model.embed_tokens.weight": (VOCAB, 64), "model.norm.weight": (64,), "lm_head.weight": (VOCAB, 64)}
-    for n in range(config.num_layers):
-        layer = f"model.layers.{n}"
-        found |= {f"{layer}.self_attn.{k}_proj.weight": (64, 64) for k in "qkvo"}
-        found |= {f"{layer}.mlp.{k}_proj.weight": (96, 64) for k in ("gate", "up")}
-        found[f"{layer}.mlp.down_proj.weight"] = (64, 96)
-        found |= {f"{layer}.{k}_layernorm.weight": (64,) for k in ("input", "post_attention")}
-    return found
 
 
 def test_log_normalizers_leave_out_what_only_rounds_the_vocabulary_up():

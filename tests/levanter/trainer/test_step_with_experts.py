@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.models import MixtralConfig
+from levanter.trainer.loss import LmObjective
 
 WEIGHTS = (0.05, 0.02)
 CONFIG = MixtralConfig(
@@ -36,7 +37,7 @@ def setup(axes, rules, per_device=-1):
         per_device=per_device,
         packed=False,
         config=CONFIG,
-        more=(("auxiliary_weights", CONFIG.auxiliary_weights),),
+        objective=LmObjective(chunk=12, auxiliary_weights=CONFIG.auxiliary_weights),
     )
 
 

@@ -37,11 +37,10 @@ from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
-from levanter.models.scoring import token_logprobs
 from levanter.processes.together import jit_together
 from levanter.run import Check
 from levanter.tracker import Tracker
-from levanter.trainer.loss import in_compute_dtype
+from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
 from levanter.trainer.state import StatePlan, TrainState
 
 logger = logging.getLogger(__name__)
@@ -78,6 +77,7 @@ def find_validation(config: LmDataConfig) -> tuple[EvaluationData | None, list[C
 
 
 def evaluate_program(
+    objective: LmObjective,
     model: LmHeadModel,
     plan: StatePlan,
     *,
@@ -90,6 +90,7 @@ def evaluate_program(
     """The Program that scores one batch with the parameters of a training run.
 
     Args:
+        objective: of the run; its log-probabilities are what is evaluated.
         model: its parameters, abstract.
         plan: where they lie.
         rows: of a batch.
@@ -103,7 +104,7 @@ def evaluate_program(
 
     def evaluate(model: LmHeadModel, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
         usable = in_compute_dtype(model, precision.compute, plan.parameters)
-        return token_logprobs(usable, tokens, segment_ids=segment_ids)
+        return objective.logprobs(usable, LmBatch(tokens=tokens, segment_ids=segment_ids))
 
     return Program(
         name=PROGRAM,

@@ -47,7 +47,7 @@ from levanter.run import OK, PREEMPTED, Check, PlanOptions, RunPlan, Target
 from levanter.tracker import start_trackers
 from levanter.trainer.batch_plan import BatchPlan, BatchStage, plan_batches
 from levanter.trainer.config import TrainerConfig
-from levanter.trainer.loss import abstract_batch
+from levanter.trainer.loss import LmBatch, LmObjective
 from levanter.trainer.state import (
     StatePlan,
     TrainState,
@@ -263,15 +263,20 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     options = compiler_options(target.platform, target.kind)
     first = replace(first, compiler_options=options)
 
-    def recipe(batches: BatchPlan, watch: Watch | None) -> StepRecipe:
+    objective = LmObjective(
+        segments=config.data.block_cross_document_attention,
+        z_loss_weight=config.z_loss_weight,
+        auxiliary_weights=model.auxiliary_weights,
+    )
+
+    def recipe(batches: BatchPlan, watch: Watch | None) -> StepRecipe[LmBatch]:
         return StepRecipe(
+            objective=objective,
             optimizer=transformation,
             schedule=config.optimizer.schedule(trainer.num_train_steps),
             precision=precision,
             accumulation=batches.accumulation,
             parameters=state_plan.parameters,
-            z_loss_weight=config.z_loss_weight,
-            auxiliary_weights=model.auxiliary_weights,
             skip_nonfinite=trainer.skip_nonfinite_steps > 0,
             outliers=config.optimizer.outliers,
             watch=watch,
@@ -282,11 +287,8 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
             recipe(stage.plan, watch),
             state=state,
             plan=state_plan,
-            batch=abstract_batch(
-                hax.Axis(resolved.batch_axis, stage.plan.placed_rows),
-                hax.Axis("position", positions),
-                weights=True,
-                segments=config.data.block_cross_document_attention,
+            batch=objective.abstract_batch(
+                hax.Axis(resolved.batch_axis, stage.plan.placed_rows), hax.Axis("position", positions)
             ),
             mappings=resolved.mappings,
             name=program_name(stage) + suffix,
@@ -303,6 +305,7 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
         per_device = trainer.per_device_eval_parallelism
         evaluations.append(
             evaluate_program(
+                objective,
                 state.model,
                 state_plan,
                 rows=resolved.batch_ways * (largest.per_device if per_device == -1 else per_device),
