@@ -31,6 +31,7 @@ from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear, Operand
 from levanter.layers.outputs import Outputs, Sums
+from levanter.layers.part import Shapes
 from levanter.layers.saved import saved
 
 Dispatch = Literal["grouped", "dense"]
@@ -288,6 +289,26 @@ class ExpertsSpec:
     def matmul_parameters(self) -> int:
         """Weights that multiply each token: the router's, and those of the experts it chooses."""
         return self.Embed.size * (self.Expert.size + 3 * self.routing.chosen * self.Mlp.size)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of its weights."""
+        return (self.Embed, self.Mlp, self.Expert)
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
+        """The features inside each expert."""
+        return ((self.Mlp.name,),)
+
+    @property
+    def activations(self) -> Shapes:
+        """What it constrains: the features inside an expert."""
+        return {"mlp hidden": (self.Mlp,)}
+
+    @property
+    def saved(self) -> Shapes:
+        """What it names: see `layers.saved`."""
+        return dict.fromkeys(("gate", "up"), (self.Mlp,))
 
     def init(self, *, key: jax.Array) -> RoutedMlp:
         """Freshly initialized experts."""

@@ -12,6 +12,7 @@ from haliax import Axis, NamedArray
 
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.linear import Linear
+from levanter.layers.part import Shapes
 from levanter.layers.saved import saved
 
 
@@ -92,6 +93,26 @@ class MlpSpec:
     def matmul_parameters(self) -> int:
         """Weights that multiply each token."""
         return (3 if self.gated else 2) * self.Embed.size * self.Mlp.size
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of its weights."""
+        return (self.Embed, self.Mlp)
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
+        """The features inside."""
+        return ((self.Mlp.name,),)
+
+    @property
+    def activations(self) -> Shapes:
+        """What it constrains: the features inside."""
+        return {"mlp hidden": (self.Mlp,)}
+
+    @property
+    def saved(self) -> Shapes:
+        """What it names: see `layers.saved`."""
+        return dict.fromkeys(("gate", "up") if self.gated else ("up",), (self.Mlp,))
 
     def init(self, *, key: jax.Array) -> GatedMlp | PlainMlp:
         """A freshly initialized block."""

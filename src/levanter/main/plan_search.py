@@ -12,6 +12,7 @@ import numpy as np
 
 from levanter.hardware import Accelerator
 from levanter.mesh import MeshConfig, ModelAxes
+from levanter.models.activations import EMBEDDED
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.search import Candidate, SearchResult, Subject, search
@@ -75,7 +76,7 @@ def subject_of(plan: RunPlan) -> Subject:
         raise NothingToSearch("trainer.train_batch_size is a schedule; search with one of its sizes")
     parameters = work.state_plan.parameters if training else plan.sharding
     own = {p.leaf.path for p in parameters.leaves}
-    embedded = next(p.leaf for p in plan.activations.leaves if p.leaf.path == "embedded tokens")
+    embedded = next(p.leaf for p in plan.activations.leaves if p.leaf.path == EMBEDDED)
     positions = dict(embedded.axes)["position"]
     vocab = dict(next(leaf.axes for leaf in (p.leaf for p in parameters.leaves) if "vocab" in leaf.names))["vocab"]
     sizes = {axis.name: axis.size for axis in model.axes.values()}
@@ -93,6 +94,9 @@ def subject_of(plan: RunPlan) -> Subject:
         ),
         batch_axis=resolved.batch_axis,
         axes=ModelAxes(sizes={**sizes, "vocab": vocab, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
+        tensor_axes=model.tensor_axes,
+        layers=len(model.layers),
+        summed=sum(bool(part.tensor_axes) for layer in model.layers for part in layer.parts),
         positions=positions,
         global_batch=work.config.trainer.train_batch_size if training else None,
         flops_per_token=load.flops_causal / load.tokens,
@@ -146,4 +150,7 @@ def search_layouts(
 def with_candidate(entry_point: str, config: Any, payload: Mapping[str, Any]) -> Any:
     """The configuration that a worker's payload means: varied where it names a candidate."""
     given = payload.get("candidate")
-    return config if given is None else vary(entry_point, config, Candidate(**given))
+    if given is None:
+        return config
+    # It came as JSON, which has no tuples.
+    return vary(entry_point, config, Candidate(**{**given, "cut": tuple(given["cut"])}))

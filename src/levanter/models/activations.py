@@ -1,6 +1,13 @@
-"""The named activations of a decoder-only transformer, as shapes: what the compute mapping is checked against."""
+"""The named activations of a language model, as shapes: what the compute mapping is checked against.
+
+What is inside the layers, their specs say (`Part.activations`); the rest is the same in every model.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Literal
 
 import numpy as np
+from haliax import Axis
 
 from haliax_ext.activations import Activation
 from levanter.models.head_scores import chunking
@@ -9,6 +16,38 @@ from levanter.models.registry import LmConfig
 RESIDUAL = "residual stream"
 """What the stream between blocks is called among the activations."""
 
+EMBEDDED = "embedded tokens"
+"""What the layers' input is called among the activations."""
+
+
+def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:
+    """What the layers constrain: name → axes beside batch and position.
+
+    An activation that is in kinds of layers of several shapes is as many activations; its axes then tell them apart.
+    """
+    found: dict[str, tuple[Axis, ...]] = {}
+    for layer in dict.fromkeys(config.layers):
+        for name, axes in layer.activations.items():
+            if found.setdefault(name, axes) != axes:
+                found[f"{name} [{', '.join(f'{axis.name} {axis.size}' for axis in axes)}]"] = axes
+    return found
+
+
+def kept_by_name(config: LmConfig, inner: Mapping[str, int], names: Collection[str]) -> Mapping[str, int]:
+    """Which activations of a shape gradient checkpointing keeps, and of how many layers each.
+
+    Args:
+        config: the model.
+        inner: axes and sizes of the shape beside batch and position.
+        names: by which it keeps activations.
+    """
+    found: dict[str, int] = {}
+    for layer in config.layers:
+        for name, axes in layer.saved.items():
+            if name in names and {axis.name: axis.size for axis in axes} == inner:
+                found[name] = found.get(name, 0) + 1
+    return found
+
 
 def transformer_activations(
     config: LmConfig, *, batch: tuple[str, int], positions: int, vocab: int, chunk: int, dtype: np.dtype
@@ -16,30 +55,26 @@ def transformer_activations(
     """What a forward pass with chunked scoring constrains.
 
     Args:
-        config: the model; its axes `embed`, `mlp`, `kv_head`, `q_heads_per_group`, `head_size` are used as it has them.
+        config: the model.
         batch: the batch axis, name and size.
         positions: tokens in a sequence.
         vocab: entries of the output head.
         chunk: positions whose logits exist at a time.
         dtype: the compute dtype; logits are float32.
     """
-    sizes = {axis.name: axis.size for axis in config.axes.values()}
     leading = (batch, ("position", positions))
     _, in_chunk = chunking(positions, chunk)
 
-    def named(name: str, *axes: str) -> Activation:
-        inner = tuple((axis, sizes[axis]) for axis in axes if axis in sizes)
-        return Activation(name=name, axes=(*leading, *inner), dtype=dtype)
+    def named(name: str, *axes: Axis, mapping: Literal["compute", "residual"] = "compute") -> Activation:
+        inner = tuple((axis.name, axis.size) for axis in axes)
+        return Activation(name=name, axes=(*leading, *inner), mapping=mapping, dtype=dtype)
 
-    residual = Activation(name=RESIDUAL, axes=(*leading, ("embed", sizes["embed"])), mapping="residual", dtype=dtype)
     logits = Activation(
         name="logits of a chunk", axes=(batch, ("position", in_chunk), ("vocab", vocab)), dtype=np.dtype(np.float32)
     )
     return (
-        residual,
-        named("embedded tokens", "embed"),
-        named("queries", "kv_head", "q_heads_per_group", "head_size"),
-        named("keys and values", "kv_head", "head_size"),
-        named("mlp hidden", "mlp"),
+        named(RESIDUAL, config.Embed, mapping="residual"),
+        named(EMBEDDED, config.Embed),
+        *(named(name, *axes) for name, axes in layer_activations(config).items()),
         logits,
     )

@@ -15,23 +15,12 @@ from haliax import Axis
 from jax.typing import DTypeLike
 
 from haliax_ext.errors import nearest
+from levanter.layers.layer import LayerSpec
+from levanter.layers.part import AttentionGroup, merged_axes
 
 if TYPE_CHECKING:
     from haliax_ext.rules import WeightRules
     from levanter.models.base import LmHeadModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionGroup:
-    """Layers whose queries see equally far.
-
-    Attributes:
-        features: of all query heads of these layers: `layers · heads · head_size`.
-        window: how many keys a query sees, itself included; None for all before it.
-    """
-
-    features: int
-    window: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +53,24 @@ class LmConfig(draccus.ChoiceRegistry):
 
     @property
     @abstractmethod
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is, first to last."""
+
+    @property
     def axes(self) -> Mapping[str, Axis]:
-        """The axes of the model's weights by name, without `vocab`."""
+        """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
+        kinds = dict.fromkeys(self.layers)
+        return merged_axes((self.Embed, *(axis for kind in kinds for axis in kind.axes.values())))
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
+        """What tensor parallelism cuts in the layers; see `Part`."""
+        return tuple(dict.fromkeys(cut for kind in dict.fromkeys(self.layers) for cut in kind.tensor_axes))
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names by which gradient checkpointing may keep activations of some layer."""
+        return tuple(dict.fromkeys(name for kind in dict.fromkeys(self.layers) for name in kind.saved))
 
     @property
     def auxiliary_weights(self) -> Mapping[str, float]:
@@ -100,14 +105,17 @@ class LmConfig(draccus.ChoiceRegistry):
                 rows.
         """
 
-    @abstractmethod
     def matmul_parameters(self, vocab_size: int) -> int:
         """Weights that multiply each token once in a forward pass, the output head included."""
+        return sum(layer.matmul_parameters for layer in self.layers) + vocab_size * self.Embed.size
 
     @property
-    @abstractmethod
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
         """Every layer's query features, by how far the layer sees."""
+        features: dict[int | None, int] = {}
+        for group in (group for layer in self.layers for group in layer.attention_groups):
+            features[group.window] = features.get(group.window, 0) + group.features
+        return tuple(AttentionGroup(features=n, window=window) for window, n in features.items())
 
     @property
     def attention_features(self) -> int:

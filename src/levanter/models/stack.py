@@ -10,7 +10,7 @@ Layers that differ are scanned in *periods*: the body of the scan is a few layer
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -21,15 +21,20 @@ from haliax.nn import ScanCheckpointPolicy
 from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.errors import nearest
-from levanter.layers.saved import SAVED_NAMES
 
 C = TypeVar("C")
 
 POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested")
 
 
-def checkpoint_policy(value: bool | str | Mapping[str, Any] | ScanCheckpointPolicy) -> ScanCheckpointPolicy:
+def checkpoint_policy(
+    value: bool | str | Mapping[str, Any] | ScanCheckpointPolicy, *, names: Collection[str] | None = None
+) -> ScanCheckpointPolicy:
     """The policy that a config value means.
+
+    Args:
+        value: see above.
+        names: of the activations that the layers name; None if any will do.
 
     Raises:
         ValueError: an unknown name or field.
@@ -42,8 +47,8 @@ def checkpoint_policy(value: bool | str | Mapping[str, Any] | ScanCheckpointPoli
             close = nearest(unknown[0], fields)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
             raise ValueError(f"model.gradient_checkpointing: no such fields {unknown}{hint}; there are {fields}")
-        for field in ("save_block_internals", "offload_block_internals"):
-            _check_names(field, value.get(field))
+        for field in ("save_block_internals", "offload_block_internals") if names is not None else ():
+            _check_names(field, value.get(field), names or ())
         return ScanCheckpointPolicy(**value)
     if isinstance(value, bool) or value in POLICY_NAMES:
         return ScanCheckpointPolicy.from_bool_or_str(value)
@@ -54,15 +59,14 @@ def checkpoint_policy(value: bool | str | Mapping[str, Any] | ScanCheckpointPoli
     )
 
 
-def _check_names(field: str, names: Any) -> None:
+def _check_names(field: str, given: Any, names: Collection[str]) -> None:
     """Refuses names that nothing has: JAX would keep nothing, and say nothing."""
-    given = names if isinstance(names, list | tuple) else ()
-    if unknown := [name for name in given if name not in SAVED_NAMES]:
-        close = nearest(str(unknown[0]), SAVED_NAMES)
+    if unknown := [name for name in given if name not in names] if isinstance(given, list | tuple) else []:
+        close = nearest(str(unknown[0]), names)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise ValueError(
             f"model.gradient_checkpointing.{field}: nothing in a block is named {unknown}{hint}; "
-            f"there are {list(SAVED_NAMES)}"
+            f"there are {list(names)}"
         )
 
 

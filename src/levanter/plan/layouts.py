@@ -17,20 +17,14 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, place
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
-from levanter.models.activations import RESIDUAL
+from levanter.models.activations import RESIDUAL, kept_by_name
+from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 from levanter.run import RunPlan
 from levanter.trainer.state import GRADIENT_BYTES, MODEL, TrainState, plan_state
 
 AXES, ROWS = "trainer.mesh.axes", "trainer"
 """Sections of the YAML: mesh sizes, and the batch."""
-KEPT_AS: Mapping[str, tuple[str, ...]] = {
-    "queries": ("query", "attention"),
-    "keys and values": ("key", "value"),
-    "embedded tokens": ("attention_output",),
-    "mlp hidden": ("gate", "up"),
-}
-"""By which of its names gradient checkpointing keeps arrays that are laid out like a named activation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +179,28 @@ def kept_times(subject: Subject, activation: LeafPlan) -> int:
     """
     if not subject.training:
         return 1
-    of_each = 1 if activation.leaf.path == RESIDUAL else len(kept_names(subject, activation))
+    if activation.leaf.path != RESIDUAL:
+        return max(1, sum(kept_names(subject, activation).values()))
+    if (model := _model(subject)) is not None:
+        return len(model.layers)
     stacks = (dict(plan.leaf.axes).get("layers", 1) for plan in subject.plan.sharding.leaves)
-    return max(1, of_each * max(stacks, default=1))
+    return max(1, max(stacks, default=1))
 
 
-def kept_names(subject: Subject, activation: LeafPlan) -> tuple[str, ...]:
-    """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device."""
-    model = getattr(subject.plan.work, "model", None)
-    policy = checkpoint_policy(getattr(model, "gradient_checkpointing", True))
-    kept = policy.save_block_internals
-    names = kept if isinstance(kept, list | tuple) else ()
-    return tuple(name for name in KEPT_AS.get(activation.leaf.path, ()) if name in names)
+def kept_names(subject: Subject, activation: LeafPlan) -> Mapping[str, int]:
+    """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device, and of how many
+    layers each."""
+    model = _model(subject)
+    if model is None or activation.leaf.path == RESIDUAL:
+        return {}
+    kept = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
+    inner = {name: size for name, size in activation.leaf.axes if name not in (subject.batch_axis, "position")}
+    return kept_by_name(model, inner, kept if isinstance(kept, list | tuple) else ())
+
+
+def _model(subject: Subject) -> LmConfig | None:
+    """The model that is trained."""
+    return getattr(subject.plan.work, "model", None)
 
 
 def _whole_rows(subject: Subject, scale: float) -> bool:

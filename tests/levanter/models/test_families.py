@@ -142,7 +142,7 @@ def test_runs_are_the_layers_in_order(name):
     config, expected = SHAPES[name]
     runs = config.runs
     assert [(len(run.places), run.periods) for run in runs] == expected
-    assert tuple(spec for run in runs for _ in range(run.periods) for spec in run.places) == config.blocks
+    assert tuple(spec for run in runs for _ in range(run.periods) for spec in run.places) == config.layers
     assert [run.start for run in runs] == [sum(r.layers for r in runs[:n]) for n in range(len(runs))]
 
 
@@ -163,12 +163,12 @@ def test_every_layer_of_a_checkpoint_is_read_once(name):
     for run in config.runs:
         for place, spec in enumerate(run.places):
             for period in range(run.periods):
-                assert config.blocks[run.start + period * len(run.places) + place] == spec
+                assert config.layers[run.start + period * len(run.places) + place] == spec
 
 
 def test_a_long_period_is_not_looked_for():
-    blocks = Gemma3Config(num_layers=40, sliding_window_pattern=20).blocks
-    assert [(len(run.places), run.periods) for run in runs_of(blocks)] == [(1, 19), (1, 1), (1, 19), (1, 1)]
+    layers = Gemma3Config(num_layers=40, sliding_window_pattern=20).layers
+    assert [(len(run.places), run.periods) for run in runs_of(layers)] == [(1, 19), (1, 1), (1, 19), (1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from levanter.layers.attention.backends import attend, choose_backend
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
+from levanter.layers.part import AttentionGroup, Shapes
 from levanter.layers.rotary import apply_rotary
 from levanter.layers.saved import saved
 
@@ -74,6 +75,48 @@ class AttentionSpec:
         """Weights that multiply each token."""
         kv = self.KVHead.size * self.HeadSize.size
         return 2 * self.Embed.size * kv * (self.QHeadsPerGroup.size + 1)
+
+    @property
+    def attribute(self) -> str:
+        """See `Mixer`."""
+        return "self_attn"
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of its weights."""
+        return (self.Embed, self.KVHead, self.QHeadsPerGroup, self.HeadSize)
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
+        """Heads: those with keys and values of their own first, then the query heads that share one."""
+        return ((self.KVHead.name, self.QHeadsPerGroup.name),)
+
+    @property
+    def activations(self) -> Shapes:
+        """What it constrains: queries, and keys and values."""
+        query, key = (self.KVHead, self.QHeadsPerGroup, self.HeadSize), (self.KVHead, self.HeadSize)
+        return {"queries": query, "keys and values": key}
+
+    @property
+    def saved(self) -> Shapes:
+        """What it names: see `layers.saved`."""
+        query, key = self.activations.values()
+        return {"query": query, "key": key, "value": key, "attention": query, "attention_output": (self.Embed,)}
+
+    @property
+    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+        """Its query features, and how far they see."""
+        features = self.KVHead.size * self.QHeadsPerGroup.size * self.HeadSize.size
+        return (AttentionGroup(features=features, window=self.window),)
+
+    @property
+    def state_axes(self) -> Mapping[str, tuple[str, ...]]:
+        """Keys and values of all positions so far."""
+        return dict.fromkeys(("key", "value"), ("key_position", self.KVHead.name, self.HeadSize.name))
+
+    def init(self, *, key: jax.Array) -> "GroupedQueryAttention":
+        """Freshly initialized attention."""
+        return GroupedQueryAttention.init(self, key=key)
 
 
 RotaryTables = Mapping[str, tuple[NamedArray, NamedArray]]

@@ -298,7 +298,7 @@ def _kernel(
         save_residuals=False,
         mask_value=pallas.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name="attention",  # one of `layers.saved.SAVED_NAMES`: its output, and its log-sum-exp
+        residual_checkpoint_name="attention",  # in `AttentionSpec.saved`: its output, and its log-sum-exp
         mask_function=function,
         interpret=interpret,
     )

@@ -2,11 +2,10 @@
 
 from levanter.models.decoder.config import DecoderConfig, WindowedConfig
 from levanter.models.decoder.model import DecoderLmHeadModel
-from levanter.models.decoder.spec import BlockSpec, Run, runs_of
+from levanter.models.decoder.spec import Run, runs_of
 from levanter.models.decoder.weights import BlockTensor, decoder_rules
 
 __all__ = [
-    "BlockSpec",
     "BlockTensor",
     "DecoderConfig",
     "DecoderLmHeadModel",

@@ -18,11 +18,13 @@ from haliax_ext.errors import nearest
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.attention.backends import check_backend_name, choose_backend
 from levanter.layers.attention.grouped import AttentionSpec
+from levanter.layers.layer import PRE_NORMS, LayerSpec, NormPlace, ResidualSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
+from levanter.layers.part import FeedForward, Mixer
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
-from levanter.models.decoder.spec import PRE_NORMS, BlockSpec, FeedForward, NormPlace, Run, runs_of
-from levanter.models.registry import AttentionGroup, LmConfig
+from levanter.models.decoder.spec import Run, runs_of
+from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 
 if TYPE_CHECKING:
@@ -126,6 +128,15 @@ class DecoderConfig(LmConfig):
         """Attention of a layer."""
         return dataclasses.replace(self.attention, window=self.window(layer), rope=self.rotary(layer))
 
+    def mixer_of(self, layer: int) -> Mixer:
+        """In which part of a layer positions see each other: attention, unless the family has another kind."""
+        return self.attention_of(layer)
+
+    def feed_forward_of(self, layer: int) -> FeedForward | None:
+        """The feed-forward part of a layer; None for a layer without."""
+        del layer
+        return self.mlp
+
     @property
     def embedding_scale(self) -> float | None:
         """What embedded tokens are multiplied by."""
@@ -143,30 +154,23 @@ class DecoderConfig(LmConfig):
 
     # What follows from them.
 
-    @property
-    def blocks(self) -> tuple[BlockSpec, ...]:
-        """Every layer."""
-        mlp, norm = self.mlp, self.norm
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        residual = ResidualSpec(norm=self.norm, norms=self.norms, parallel=self.parallel_residual)
         return tuple(
-            BlockSpec(
-                attention=self.attention_of(n),
-                mlp=mlp,
-                norm=norm,
-                norms=self.norms,
-                parallel=self.parallel_residual,
-            )
+            LayerSpec(mixer=self.mixer_of(n), feed_forward=self.feed_forward_of(n), residual=residual)
             for n in range(self.num_layers)
         )
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The layers as they are scanned."""
-        return runs_of(self.blocks)
+        return runs_of(self.layers)
 
     @property
     def ropes(self) -> Mapping[str, RotaryConfig]:
         """The rotary embeddings that some layer uses, by the name of their field."""
-        names = [self.rotary(n) for n in range(self.num_layers)]
+        names = [layer.mixer.rope for layer in self.layers]
         return {name: getattr(self, name) for name in dict.fromkeys(names) if name is not None}
 
     def __post_init__(self):
@@ -191,8 +195,10 @@ class DecoderConfig(LmConfig):
             problems.append(
                 f"model.activation_function {self.activation_function!r} is not one of {sorted(ACTIVATIONS)}{hint}"
             )
+        # Layers are asked once there is nothing wrong with their sizes.
+        names = None if problems else self.saved_names
         for check in (
-            lambda: checkpoint_policy(self.gradient_checkpointing),
+            lambda: checkpoint_policy(self.gradient_checkpointing, names=names),
             lambda: check_backend_name(self.attn_backend),
         ):
             try:
@@ -252,17 +258,12 @@ class DecoderConfig(LmConfig):
 
     @property
     def axes(self) -> Mapping[str, Axis]:
-        all_axes = (self.Layers, self.Embed, self.Mlp, self.KVHead, self.QHeadsPerGroup, self.HeadSize)
-        return {axis.name: axis for axis in all_axes}
+        return {"layers": self.Layers, **super().axes}
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "DecoderLmHeadModel":
         from levanter.models.decoder.model import DecoderLmHeadModel
 
         return DecoderLmHeadModel.init(Vocab, self, key=key)
-
-    def matmul_parameters(self, vocab_size: int) -> int:
-        each = self.attention.matmul_parameters + self.mlp.matmul_parameters
-        return self.num_layers * each + vocab_size * self.hidden_dim
 
     @property
     def requested_backend(self) -> str | None:
@@ -270,15 +271,6 @@ class DecoderConfig(LmConfig):
         if self.attn_backend is None and self.use_flash_attention is False:
             return "reference"
         return self.attn_backend
-
-    @property
-    def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        features = self.num_heads * self.HeadSize.size
-        windows = [self.window(n) for n in range(self.num_layers)]
-        return tuple(
-            AttentionGroup(features=features * windows.count(window), window=window)
-            for window in dict.fromkeys(windows)
-        )
 
     def for_platform(
         self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None

@@ -10,6 +10,7 @@ compiled Program, speak of `layers.self_attn.q_proj` and `lm_head`.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,19 +25,32 @@ from haliax_ext.mapping import shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention
 from levanter.layers.attention.grouped import RotaryTables
 from levanter.layers.embedding import Embedding, PositionEmbedding
+from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
 from levanter.layers.outputs import Outputs, Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
-from levanter.models.decoder.spec import BlockSpec, Run
+from levanter.models.decoder.spec import Run
 from levanter.models.stack import Period, checkpoint_policy, stack_of
 
 
 class DecoderBlock(eqx.Module):
-    """One layer. A norm that the family does not have is None."""
+    """One layer. What its spec does not have is None.
 
-    self_attn: GroupedQueryAttention
+    Attributes:
+        self_attn: the mixer where it is attention.
+        mixer: the mixer where it is of another kind.
+        mlp: the feed-forward part.
+        input_layernorm: before the mixer.
+        post_attention_layernorm: before the feed-forward part.
+        post_attn_layernorm: on the mixer's output.
+        post_mlp_layernorm: on the feed-forward part's output.
+        parallel: whether both parts read the layer's input.
+    """
+
+    self_attn: GroupedQueryAttention | None
+    mixer: eqx.Module | None
     mlp: Any
     input_layernorm: Norm | None
     post_attention_layernorm: Norm | None
@@ -45,21 +59,22 @@ class DecoderBlock(eqx.Module):
     parallel: bool = eqx.field(static=True)
 
     @staticmethod
-    def init(spec: BlockSpec, *, key: jax.Array) -> "DecoderBlock":
+    def init(spec: LayerSpec, *, key: jax.Array) -> "DecoderBlock":
         """A freshly initialized layer."""
-        attention_key, mlp_key = jax.random.split(key)
+        mixer_key, mlp_key = jax.random.split(key)
 
         def norm(place: str) -> Norm | None:
-            return spec.norm.init(spec.attention.Embed) if place in spec.norms else None
+            return spec.residual.norm.init(spec.Embed) if place in spec.norms else None
 
+        mixers = {"self_attn": None, "mixer": None, spec.mixer.attribute: spec.mixer.init(key=mixer_key)}
         return DecoderBlock(
-            self_attn=GroupedQueryAttention.init(spec.attention, key=attention_key),
-            mlp=spec.mlp.init(key=mlp_key),
+            **mixers,
+            mlp=None if spec.feed_forward is None else spec.feed_forward.init(key=mlp_key),
             input_layernorm=norm("input_layernorm"),
             post_attention_layernorm=norm("post_attention_layernorm"),
             post_attn_layernorm=norm("post_attn_layernorm"),
             post_mlp_layernorm=norm("post_mlp_layernorm"),
-            parallel=spec.parallel,
+            parallel=spec.residual.parallel,
         )
 
     def __call__(self, carry: Outputs, mask: AttentionMask, tables: RotaryTables) -> Outputs:
@@ -72,15 +87,18 @@ class DecoderBlock(eqx.Module):
                 return y if module is None else module(y)
 
         normed = norm("input_layernorm", x)
-        with jax.named_scope("self_attn"):
-            attended = self.self_attn(normed, mask, tables)
-        attended = norm("post_attn_layernorm", attended).rearrange(x.axes)
-        between = x if self.parallel else shard_residual(x + attended)
+        attribute = "mixer" if self.self_attn is None else "self_attn"
+        with jax.named_scope(attribute):
+            mixed = getattr(self, attribute)(normed, mask, tables)
+        mixed = norm("post_attn_layernorm", mixed).rearrange(x.axes)
+        between = x if self.parallel else shard_residual(x + mixed)
+        if self.mlp is None:
+            return dataclasses.replace(carry, activations=shard_residual(x + mixed) if self.parallel else between)
         normed = norm("post_attention_layernorm", between)
         with jax.named_scope("mlp"):
             made = Outputs.of(self.mlp(normed))
         fed = norm("post_mlp_layernorm", made.activations).rearrange(x.axes)
-        x = shard_residual(x + attended + fed if self.parallel else between + fed)
+        x = shard_residual(x + mixed + fed if self.parallel else between + fed)
         return Outputs(activations=x, auxiliary=carry.auxiliary.plus(made.auxiliary))
 
 
@@ -105,7 +123,7 @@ class DecoderTransformer(eqx.Module):
         keys = jax.random.split(key, config.num_layers)
         norm = config.norm.init(config.Embed)
         if not config.scan_layers:
-            blocks = [DecoderBlock.init(spec, key=keys[n]) for n, spec in enumerate(config.blocks)]
+            blocks = [DecoderBlock.init(spec, key=keys[n]) for n, spec in enumerate(config.layers)]
             policy = checkpoint_policy(config.gradient_checkpointing)
             unrolled = BlockSeq(blocks, Axis("layers", config.num_layers), policy)
             return DecoderTransformer(layers=unrolled, later=(), norm=norm, config=config)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from haliax import Axis
 
 from levanter.layers.attention.grouped import AttentionSpec
+from levanter.layers.layer import POST_NORMS, PRE_NORMS, NormPlace
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
 from levanter.models.decoder.config import DecoderConfig
-from levanter.models.decoder.spec import POST_NORMS, PRE_NORMS, NormPlace
 from levanter.models.registry import LmConfig
 
 if TYPE_CHECKING:

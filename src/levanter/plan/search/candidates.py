@@ -1,17 +1,19 @@
-"""The legal ways to lay a decoder-only transformer over the devices of a slice.
+"""The legal ways to lay a language model over the devices of a slice.
 
 A candidate is a factoring of the devices into `data × model × group`, what the parameters are cut by beside that, where
 the residual stream lies between blocks, how many rows of the batch a device handles at a time, and for training what is
-kept for the backward pass. `model × group` together cut `mlp`, the attention heads (`model` the groups of K and V,
-`group` the queries within them) and, where it divides, `vocab`.
+kept for the backward pass. `model × group` together cut what the layers say that tensor parallelism cuts
+(`Part.tensor_axes`): an axis by itself (`mlp`) is cut by both; of axes that share the devices (attention heads: those
+with keys and values of their own, and the query heads within their groups) `model` cuts the first and `group` the
+second. Where it divides, they cut `vocab` too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from haliax_ext.divisibility import divisors
-from levanter.mesh.heads import KV_HEAD, Q_PER_GROUP, factor
+from levanter.models.axes import COMPOSITES
 
 Residual = Literal["whole", "embed", "position"]
 SCORING_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -31,6 +33,7 @@ class Candidate:
         rows: rows of the batch for each of the ways it is cut, at a time.
         remat: `model.gradient_checkpointing`; None for scoring.
         slices: slices that share the batch.
+        cut: what `model × group` cut in the layers, as mappings call it.
     """
 
     data: int
@@ -42,6 +45,7 @@ class Candidate:
     rows: int = 1
     remat: bool | str | None = None
     slices: int = 1
+    cut: tuple[str, ...] = ("mlp", "heads")
 
     @property
     def batch_ways(self) -> int:
@@ -59,7 +63,7 @@ class Candidate:
         axes = {"data": -1, "model": self.model} | ({"group": self.group} if self.group > 1 else {})
         options: dict[str, Any] = {
             "axes": axes,
-            "shared_mapping": {"mlp": tensor, "heads": tensor, "vocab": tensor if self.vocab else None},
+            "shared_mapping": {**dict.fromkeys(self.cut, tensor), "vocab": tensor if self.vocab else None},
             "param_mapping": {"embed": "data" if self.fsdp else None},
         }
         if self.residual != "whole":
@@ -77,22 +81,32 @@ class Candidate:
         return ", ".join(parts)
 
 
-def candidates(sizes: Mapping[str, int], *, devices: int, global_batch: int | None, slices: int = 1) -> list[Candidate]:
+def candidates(
+    sizes: Mapping[str, int],
+    *,
+    tensor_axes: Sequence[tuple[str, ...]],
+    devices: int,
+    global_batch: int | None,
+    slices: int = 1,
+) -> list[Candidate]:
     """Every candidate whose sizes divide, in a fixed order.
 
     Args:
-        sizes: the model's axes: `embed`, `mlp`, `kv_head`, `q_heads_per_group`, `vocab`.
+        sizes: the model's axes: `embed`, `vocab`, and those of `tensor_axes`.
+        tensor_axes: what tensor parallelism cuts in the layers.
         devices: of one slice.
         global_batch: rows of a training step, over all slices; None for scoring, where any batch will do.
         slices: slices that share the batch.
     """
     found: list[Candidate] = []
+    cut = tuple(_name(axes) for axes in sorted(tensor_axes, key=len))
     for ways in divisors(devices):
-        both = factor(ways, kv_heads=sizes[KV_HEAD], q_per_group=sizes[Q_PER_GROUP])
-        if both is None or sizes["mlp"] % ways:
+        both = _factored(ways, [tuple(sizes[name] for name in axes) for axes in tensor_axes])
+        if both is None:
             continue
         data = devices // ways
-        base = Candidate(data=data, model=both[0], group=both[1], vocab=sizes["vocab"] % ways == 0, slices=slices)
+        divides = sizes["vocab"] % ways == 0
+        base = Candidate(data=data, model=both[0], group=both[1], vocab=divides, slices=slices, cut=cut)
         for fsdp in (True, False) if data > 1 else (False,):
             if fsdp and sizes["embed"] % data:
                 continue
@@ -100,6 +114,27 @@ def candidates(sizes: Mapping[str, int], *, devices: int, global_batch: int | No
                 laid_out = replace(base, fsdp=fsdp, residual=residual)
                 found += _with_batch(laid_out, global_batch)
     return found
+
+
+def _factored(ways: int, cuts: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
+    """The largest `model`, and its `group`, of so many ways in all that divide every cut; None if there are none.
+
+    An axis by itself is divided by both; of two that share the devices, `model` divides the first.
+    """
+    if any(len(sizes) == 1 and sizes[0] % ways for sizes in cuts):
+        return None
+    shared = [sizes for sizes in cuts if len(sizes) > 1]
+    if not shared:
+        return ways, 1
+    for model in reversed(divisors(ways)):
+        if all(first % model == 0 and second % (ways // model) == 0 for first, second in shared):
+            return model, ways // model
+    return None
+
+
+def _name(axes: tuple[str, ...]) -> str:
+    """What mappings call axes that are cut together."""
+    return axes[0] if len(axes) == 1 else next(name for name, parts in COMPOSITES.items() if parts == axes)
 
 
 def _residuals(sizes: Mapping[str, int], ways: int, *, training: bool) -> Iterator[Residual]:

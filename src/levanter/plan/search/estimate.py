@@ -3,11 +3,12 @@
 Only for ranking, and for saying why a neighbour lost; times that are reported come from the compiler. Counted are
 
     gathers     parameters cut over a mesh axis that does not cut the computation, once a pass over the layers
-    tensor      the sum over `mlp` and over heads in every layer: two all-reduces of the residual stream a pass
+    tensor      the sum over what tensor parallelism cuts, in every part of a layer: for attention and `mlp` two
+                all-reduces of the residual stream a layer and pass
     gradients   reduced over the mesh axes that cut the batch
     compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
 
-Gathers and gradients hide behind compute for the most part (`HIDDEN`), the sums over heads and `mlp` do not: seconds =
+Gathers and gradients hide behind compute for the most part (`HIDDEN`), the sums of tensor parallelism do not: seconds =
 max(compute, HBM, links) + (1 − HIDDEN) · min(compute, links) + tensor, with links = gathers + gradients.
 """
 
@@ -37,7 +38,6 @@ ALIVE_AT_ONCE = 0.5
 GRADIENT_BYTES = 4
 # Norms' inputs and outputs, rotated queries and keys, gate, up and their product: about so many times the named ones.
 KEPT_WITHOUT_REMAT = 2
-LAYERS = "layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,9 @@ class Subject:
         activations: the named activations of a forward pass, with a batch of 1.
         batch_axis: the logical name of the batch axis.
         axes: the model's axes, and the names that mappings may use.
+        tensor_axes: what tensor parallelism cuts in the layers.
+        layers: how many there are.
+        summed: parts of all layers whose results are summed where tensor parallelism cuts them.
         positions: tokens in a row.
         global_batch: rows of a training step; None for scoring.
         flops_per_token: model FLOPs, attention over the causal half.
@@ -63,15 +66,13 @@ class Subject:
     activations: tuple[Leaf, ...]
     batch_axis: str
     axes: ModelAxes
+    tensor_axes: tuple[tuple[str, ...], ...]
+    layers: int
+    summed: int
     positions: int
     global_batch: int | None
     flops_per_token: float
     compute_bytes: int
-
-    @property
-    def layers(self) -> int:
-        """The number of layers that are stacked in the parameters."""
-        return max((dict(leaf.axes).get(LAYERS, 1) for leaf in self.parameters), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class Estimate:
         compute: matrix units.
         memory: reading every argument once.
         gathers: parameters over links.
-        tensor: sums over heads and `mlp`.
+        tensor: sums over what tensor parallelism cuts.
         gradients: over links.
         problem: why it cannot run at all, in axis names; "" if it can.
     """
@@ -127,7 +128,7 @@ class Estimate:
             "matrix multiplications": self.compute,
             "reading parameters from HBM": self.memory,
             "all-gathers of parameters (embed → data)": self.gathers,
-            "sums over mlp and heads (→ model)": self.tensor,
+            "sums over the axes that tensor parallelism cuts (→ model)": self.tensor,
             "gradients over data": self.gradients,
         }
         return max(parts, key=lambda name: parts[name])
@@ -158,7 +159,8 @@ def estimate(candidate: Candidate, subject: Subject, pod: Accelerator) -> Estima
     gathered = _gathered(subject, mappings, mesh)
     residual = candidate.rows * subject.positions * subject.axes.sizes["embed"] * subject.compute_bytes
     tensor_axes = [axis for axis in ("model", "group") if mesh.shape.get(axis, 1) > 1]
-    sums = 2 * subject.layers + 1
+    # The head is one more.
+    sums = subject.summed + 1
     flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
     return Estimate(
         argument_bytes=plan.bytes_per_device,
@@ -177,8 +179,8 @@ def estimate(candidate: Candidate, subject: Subject, pod: Accelerator) -> Estima
 
 @dataclass(frozen=True, kw_only=True)
 class _Passes:
-    """How often the layers are gone through: `forward` with parameters gathered, `tensor` with sums over heads and
-    `mlp`; `compute` is what rematerialization multiplies the model's FLOPs by."""
+    """How often the layers are gone through: `forward` with parameters gathered, `tensor` with the sums of
+    tensor parallelism; `compute` is what rematerialization multiplies the model's FLOPs by."""
 
     forward: int
     tensor: int

@@ -98,6 +98,7 @@ def search(
     say = on_event or (lambda _: None)
     found = candidates(
         subject.axes.sizes,
+        tensor_axes=subject.tensor_axes,
         devices=pod.devices // pod.slices,
         global_batch=subject.global_batch,
         slices=pod.slices,

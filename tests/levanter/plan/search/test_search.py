@@ -31,6 +31,7 @@ LLAMA_8B = LlamaConfig(
     hidden_dim=4096, intermediate_dim=14336, num_layers=32, num_heads=32, num_kv_heads=8, max_seq_len=4096
 )
 VOCAB = 128256
+TENSOR_AXES = LLAMA_8B.tensor_axes
 
 
 def subject_of(config: LlamaConfig, *, positions: int, global_batch: int | None = None, dtype=jnp.bfloat16) -> Subject:
@@ -50,6 +51,9 @@ def subject_of(config: LlamaConfig, *, positions: int, global_batch: int | None 
         activations=tuple(Leaf(a.name, a.axes, np.dtype(a.dtype)) for a in activations),
         batch_axis="batch",
         axes=ModelAxes(sizes={**sizes, "vocab": VOCAB, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
+        tensor_axes=config.tensor_axes,
+        layers=config.num_layers,
+        summed=2 * config.num_layers,
         positions=positions,
         global_batch=global_batch,
         flops_per_token=(6.0 if training else 2.0) * config.matmul_parameters(VOCAB),
@@ -60,7 +64,7 @@ def subject_of(config: LlamaConfig, *, positions: int, global_batch: int | None 
 @pytest.mark.parametrize(("kv", "groups", "mlp", "devices"), [(8, 16, 53248, 128), (12, 1, 4096, 8), (4, 7, 96, 24)])
 def test_tensor_ways_are_those_that_divide(kv, groups, mlp, devices):
     sizes = {"embed": 64 * devices, "mlp": mlp, "kv_head": kv, "q_heads_per_group": groups, "vocab": devices * 10}
-    found = {c.tensor_ways for c in candidates(sizes, devices=devices, global_batch=None)}
+    found = {c.tensor_ways for c in candidates(sizes, tensor_axes=TENSOR_AXES, devices=devices, global_batch=None)}
     legal = {
         a * b
         for a, b in itertools.product(range(1, devices + 1), repeat=2)
@@ -71,7 +75,7 @@ def test_tensor_ways_are_those_that_divide(kv, groups, mlp, devices):
 
 def test_a_training_batch_is_cut_into_whole_microbatches():
     sizes = {"embed": 4096, "mlp": 14336, "kv_head": 8, "q_heads_per_group": 4, "vocab": 1024}
-    found = candidates(sizes, devices=16, global_batch=24)
+    found = candidates(sizes, tensor_axes=TENSOR_AXES, devices=16, global_batch=24)
     assert found
     for c in found:
         assert 24 % (c.data * c.rows) == 0
@@ -80,7 +84,8 @@ def test_a_training_batch_is_cut_into_whole_microbatches():
 
 
 @pytest.mark.parametrize("candidate", candidates(
-    {"embed": 4096, "mlp": 14336, "kv_head": 8, "q_heads_per_group": 4, "vocab": VOCAB}, devices=64, global_batch=None
+    {"embed": 4096, "mlp": 14336, "kv_head": 8, "q_heads_per_group": 4, "vocab": VOCAB}, tensor_axes=TENSOR_AXES,
+    devices=64, global_batch=None
 )[::5], ids=str)  # fmt: skip
 def test_argument_bytes_are_those_of_the_mesh_it_writes(candidate):
     subject, pod = subject_of(LLAMA_8B, positions=128), parse_accelerator("v6e-64")

@@ -1,0 +1,102 @@
+"""`LayerSpec`: a kind of layer as one value: a mixer, a feed-forward part, and how they join the residual stream.
+
+Layers of one model may differ in any of it, weights included (`models.decoder.spec` says how such layers are scanned).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from haliax import Axis
+
+from levanter.layers.norm import NormSpec
+from levanter.layers.part import AttentionGroup, FeedForward, Mixer, Part, Shapes, merged_axes
+
+NormPlace = Literal["input_layernorm", "post_attention_layernorm", "post_attn_layernorm", "post_mlp_layernorm"]
+"""Where a layer may have norms: before the mixer, before the feed-forward part, on the mixer's output, on the
+feed-forward part's output. The names are Llama's (and this project's attribute names); checkpoints of other families
+call them otherwise."""
+
+PRE_NORMS: tuple[NormPlace, ...] = ("input_layernorm", "post_attention_layernorm")
+POST_NORMS: tuple[NormPlace, ...] = ("post_attn_layernorm", "post_mlp_layernorm")
+MIXER_NORMS: tuple[NormPlace, ...] = ("input_layernorm", "post_attn_layernorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualSpec:
+    """How the parts of a layer join the residual stream.
+
+    Attributes:
+        norm: what kind its norms are.
+        norms: where it has norms.
+        parallel: whether both parts read the layer's input (GPT-NeoX), instead of one after the other.
+    """
+
+    norm: NormSpec
+    norms: tuple[NormPlace, ...] = PRE_NORMS
+    parallel: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """A kind of layer.
+
+    Attributes:
+        mixer: the part in which positions see each other; the window and the rotary table of attention included.
+        feed_forward: the part behind it (or beside it); None for a layer without.
+        residual: how they join the residual stream.
+    """
+
+    mixer: Mixer
+    feed_forward: FeedForward | None
+    residual: ResidualSpec
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The mixer, and the feed-forward part if there is one."""
+        return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
+
+    @property
+    def norms(self) -> tuple[NormPlace, ...]:
+        """Where it has norms: those of a feed-forward part are left out where there is none."""
+        return tuple(place for place in self.residual.norms if self.feed_forward is not None or place in MIXER_NORMS)
+
+    @property
+    def Embed(self) -> Axis:
+        """The axis of the residual stream."""
+        return self.mixer.Embed
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """The axes of its weights, by name."""
+        return merged_axes(axis for part in self.parts for axis in part.axes)
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
+        """What tensor parallelism cuts; see `Part`."""
+        return tuple(dict.fromkeys(cut for part in self.parts for cut in part.tensor_axes))
+
+    @property
+    def activations(self) -> Shapes:
+        """What its parts constrain by the compute mapping."""
+        return {name: axes for part in self.parts for name, axes in part.activations.items()}
+
+    @property
+    def saved(self) -> Shapes:
+        """What its parts name for gradient checkpointing."""
+        return {name: axes for part in self.parts for name, axes in part.saved.items()}
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply each token."""
+        return sum(part.matmul_parameters for part in self.parts)
+
+    @property
+    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+        """The query features of its mixer."""
+        return self.mixer.attention_groups
+
+    @property
+    def state_axes(self) -> Mapping[str, tuple[str, ...]]:
+        """What it carries from call to call while text is generated; see `Mixer`."""
+        return self.mixer.state_axes
