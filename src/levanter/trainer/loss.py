@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.nn.scan import Stacked
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from haliax_ext.abstract import Leaf, map_arrays
 from haliax_ext.placement import LeafPlan
@@ -80,9 +81,9 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
         return (Term(name=LOSS), *z, *auxiliary)
 
     def abstract_batch(self, Batch: hax.Axis, Pos: hax.Axis) -> LmBatch:
-        def of(dtype: Any) -> hax.NamedArray:
-            array: Any = jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(dtype))
-            return hax.NamedArray(array, (Batch, Pos))
+        def of(dtype: DTypeLike) -> hax.NamedArray:
+            array = jax.ShapeDtypeStruct((Batch.size, Pos.size), np.dtype(dtype))
+            return hax.NamedArray(array, (Batch, Pos))  # pyright: ignore
 
         return LmBatch(
             tokens=of(np.int32),
