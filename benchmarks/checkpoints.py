@@ -77,6 +77,7 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
     from levanter.checkpoint import Checkpointer
     from levanter.commands.train.train_lm import TrainLmConfig, describe
     from levanter.config import load
+    from levanter.data import next_tokens
     from levanter.run import Target
     from levanter.trainer.hooks import state_arrays
 
@@ -88,8 +89,10 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
     program = plan.program("train_step")
     step, batch = program.jit(mesh), program.inputs[1].value
     shape = batch.tokens.array.shape
+    tokens = np.random.default_rng(0).integers(0, 258, shape).astype(np.int32)
     values = {
-        "tokens": np.random.default_rng(0).integers(0, 258, shape).astype(np.int32),
+        "tokens": tokens,
+        "targets": next_tokens(tokens),
         "loss_weights": np.ones(shape, np.float32),
         "segment_ids": np.zeros(shape, np.int32),
     }

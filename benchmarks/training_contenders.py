@@ -76,6 +76,7 @@ def ours(shape: Shape, data: Any, _: int) -> Run:
     from levanter.commands.shell.local import configure_jax, local_target
     from levanter.commands.train.train_lm import TrainLmConfig, describe
     from levanter.config import parse
+    from levanter.data import next_tokens
     from levanter.mesh import local_devices
     from levanter.trainer.loss import LmBatch
 
@@ -126,7 +127,10 @@ def ours(shape: Shape, data: Any, _: int) -> Run:
         return hax.NamedArray(jax.device_put(x, rows), axes)
 
     ones = np.ones((shape.batch, shape.length), np.float32)
-    batches = [LmBatch(tokens=named(tokens), loss_weights=named(ones)) for tokens in data["tokens"]]
+    batches = [
+        LmBatch(tokens=named(tokens), targets=named(next_tokens(tokens)), loss_weights=named(ones))
+        for tokens in data["tokens"]
+    ]
     step = program.jit(mesh)
 
     def once(state: Any, n: int) -> tuple[Any, Any]:

@@ -17,8 +17,8 @@ def training(payload: dict[str, Any], target: Target) -> RunPlan:
     step = plan.program("train_step")
     state = step.inputs[0]
 
-    def score(model: Any, tokens: Any) -> Any:
-        return token_logprobs(model, tokens)
+    def score(model: Any, tokens: Any, targets: Any) -> Any:
+        return token_logprobs(model, tokens, targets)
 
     scoring = Program(
         name="score",
@@ -26,6 +26,7 @@ def training(payload: dict[str, Any], target: Target) -> RunPlan:
         inputs=(
             Input(name="model", value=state.value.model, placement=plan.work.state_plan.parameters),
             Input(name="tokens", value=step.inputs[1].value.tokens, placement=step.mappings.compute),
+            Input(name="targets", value=step.inputs[1].value.targets, placement=step.mappings.compute),
         ),
         mappings=step.mappings,
         out_placement=AxisMapping(),

@@ -15,6 +15,7 @@ from haliax_ext.abstract import with_arrays
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, score_program
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.config import load
+from levanter.data import next_tokens
 from levanter.run import Target
 
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)
@@ -341,8 +342,9 @@ def score(described: PretrainedModel, tokens: np.ndarray, segments: np.ndarray) 
     program = score_program(described, rows=tokens.shape[0], positions=tokens.shape[1])
     axes = (hax.Axis("batch", tokens.shape[0]), hax.Axis("position", tokens.shape[1]))
     spec = described.resolved.mappings.compute.spec(("batch", "position"))
-    ids, owners = (hax.NamedArray(jax.device_put(x, jax.NamedSharding(mesh, spec)), axes) for x in (tokens, segments))
-    found = program.jit(mesh)(model, ids, owners)
+    batch = (tokens, next_tokens(tokens, segments), segments)
+    placed = (hax.NamedArray(jax.device_put(x, jax.NamedSharding(mesh, spec)), axes) for x in batch)
+    found = program.jit(mesh)(model, *placed)
     return model, np.asarray(found.array)
 
 

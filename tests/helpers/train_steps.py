@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
+from levanter.data import next_tokens
 from levanter.models import LlamaConfig
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig, OptimizerConfig
@@ -86,8 +87,13 @@ class Setup:
             return hax.NamedArray(jax.device_put(values[n], sharding), axes)
 
         if not self.packed:
-            return LmBatch(tokens=placed(TOKENS))
-        return LmBatch(tokens=placed(TOKENS), loss_weights=placed(WEIGHTS), segment_ids=placed(SEGMENTS))
+            return LmBatch(tokens=placed(TOKENS), targets=placed(next_tokens(TOKENS)))
+        return LmBatch(
+            tokens=placed(TOKENS),
+            targets=placed(next_tokens(TOKENS, SEGMENTS)),
+            loss_weights=placed(WEIGHTS),
+            segment_ids=placed(SEGMENTS),
+        )
 
     def start(self, mesh, arrays: Mapping[str, np.ndarray] | None = None):
         """The state with parameters that are given; every statistic begins at zero."""

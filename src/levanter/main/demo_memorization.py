@@ -29,7 +29,7 @@ from levanter.commands.shell.local import configure_jax, local_target
 from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf import tokenizer as hf_tokenizer
 from levanter.compat.hf.config_bridge import write_config
-from levanter.data import LmDataConfig
+from levanter.data import LmDataConfig, next_tokens
 from levanter.io import Progress, atomic_write, join
 from levanter.main import eval_careless_lm, train_lm
 from levanter.memorization.measurement import Measurement, measure
@@ -175,9 +175,11 @@ def _batch(plan: RunPlan, mesh: Mesh, rows: np.ndarray) -> LmBatch:
         return None if like is None else hax.NamedArray(jax.device_put(values, sharding), like.axes)
 
     tokens = placed(rows.astype(np.int32), declared.tokens)
-    assert tokens is not None
+    targets = placed(next_tokens(rows), declared.targets)
+    assert tokens is not None and targets is not None
     return LmBatch(
         tokens=tokens,
+        targets=targets,
         loss_weights=placed(np.ones(rows.shape, np.float32), declared.loss_weights),
         segment_ids=placed(np.zeros(rows.shape, np.int32), declared.segment_ids),
     )

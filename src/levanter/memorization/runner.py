@@ -87,7 +87,7 @@ def score_program(
     name: str = "score",
     **options: Any,
 ) -> Program:
-    """The Program that scores one batch: model and tokens → `SuffixScores`, whole on every device.
+    """The Program that scores one batch: model, tokens and the suffixes → `SuffixScores`, whole on every device.
 
     Args:
         model: abstract, its weights in the compute dtype.
@@ -100,17 +100,18 @@ def score_program(
         options: further fields of `Program`.
     """
     Batch, Pos = hax.Axis(batch_axis, shape.rows), hax.Axis("position", shape.positions)
+    Suffix = hax.Axis("suffix", shape.suffix)
     wanted: tuple[Law, ...] = (TOP_40, *((law.top_k, law.temperature) for law in laws))
 
-    def score(model: LmHeadModel, tokens: hax.NamedArray, padding: hax.NamedArray | None = None) -> SuffixScores:
+    def score(
+        model: LmHeadModel, tokens: hax.NamedArray, targets: hax.NamedArray, padding: hax.NamedArray | None = None
+    ) -> SuffixScores:
         if padding is None:
-            return suffix_scores(model, tokens, suffix=shape.suffix, laws=wanted)
+            return suffix_scores(model, tokens, targets, laws=wanted)
         index = hax.arange(Pos).broadcast_to(tokens.axes)
         positions = index - padding.broadcast_to(tokens.axes)
         is_token = (positions >= 0).astype(np.int32)
-        return suffix_scores(
-            model, tokens, suffix=shape.suffix, laws=wanted, segment_ids=is_token, positions=positions * is_token
-        )
+        return suffix_scores(model, tokens, targets, laws=wanted, segment_ids=is_token, positions=positions * is_token)
 
     def declared(*axes: hax.Axis) -> hax.NamedArray:
         return hax.NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], np.int32), axes)  # pyright: ignore
@@ -118,6 +119,7 @@ def score_program(
     inputs = [
         Input(name="model", value=model, placement=mappings if placement is None else placement),
         Input(name="tokens", value=declared(Batch, Pos), placement=mappings.compute),
+        Input(name="targets", value=declared(Batch, Suffix), placement=mappings.compute),
     ]
     if shape.padded:
         inputs.append(Input(name="padding", value=declared(Batch), placement=mappings.compute))
@@ -156,7 +158,8 @@ def score_batches(
     for begin in range(first, len(source), shape.rows):
         real = min(shape.rows, len(source) - begin)
         rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
-        inputs = [source.take(rows)]
+        tokens = source.take(rows)
+        inputs = [tokens, tokens[:, -shape.suffix :]]
         if shape.padded:
             padding = source.left_padding(rows)
             inputs.append(np.zeros(len(rows), np.int32) if padding is None else padding)

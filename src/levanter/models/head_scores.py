@@ -69,7 +69,7 @@ def target_logprobs(
     Args:
         activations: `[…, position, embed]`.
         head: from `embed` to `vocab`, in the dtype of the activations.
-        targets: ids, `[…, position]`.
+        targets: ids, `[…, position]`; what is found where one is negative means nothing.
         chunk: positions at a time.
         vocab_size: entries of `vocab` that count; None for all.
         soft_cap: bound of the logits; see `head_logits`.
@@ -86,7 +86,7 @@ def target_scores(
     Args:
         activations: `[…, position, embed]`.
         head: from `embed` to `vocab`, in the dtype of the activations.
-        targets: ids, `[…, position]`.
+        targets: ids, `[…, position]`; what is found where one is negative means nothing.
         chunk: positions at a time.
         how: what is found.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from haliax_ext.mapping import AxisMapping, ways_in_scope
 from haliax_ext.meshspec import MeshSpec
@@ -61,6 +61,7 @@ def planned_chunk(config: LmConfig, *, batch: tuple[str, int], vocab: int, mappi
 def token_logprobs(
     model: LmHeadModel,
     tokens: NamedArray,
+    targets: NamedArray,
     *,
     segment_ids: NamedArray | None = None,
     attn_mask: AttentionMask | None = None,
@@ -68,7 +69,7 @@ def token_logprobs(
     chunk: int | None = None,
     activations: NamedArray | None = None,
 ) -> NamedArray:
-    """Log-probability of each next token.
+    """Log-probability of each target.
 
     Where the vocabulary axis is longer than the config's `vocab_size`, the added entries are left out of the
     distribution. Matrix products are in the dtype of the weights; the head's result and everything after it is float32.
@@ -76,43 +77,45 @@ def token_logprobs(
     Args:
         model: its weights in the compute dtype.
         tokens: ids, `[…, position]`.
-        segment_ids: `[…, position]`; tokens see, and are scored within, their own segment.
+        targets: the id that each position predicts, over the axes of `tokens`; negative where it predicts none. A
+            batch brings them (`levanter.data.next_tokens`); `next_tokens` makes them of named arrays.
+        segment_ids: `[…, position]`; tokens see their own segment only.
         attn_mask: causal by default.
         positions: the position of each token, where it is not its index.
         chunk: positions scored at a time; default the config's `cross_entropy_block_size`, else `default_chunk`.
         activations: the model's for these tokens, where they are there already.
 
     Returns:
-        Float32 with the axes of `tokens`; entry t is log p(tokens[t+1] | tokens[..t]). The last entry of a sequence,
-        and of each segment, is 0.
+        Float32 with the axes of `targets`; entry t is log p(targets[t] | tokens[..t]), 0 where nothing is predicted.
     """
     if activations is None:
         activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
-    logprobs, _ = _scores(model, activations, tokens, segment_ids, chunk, normalizers=False)
+    logprobs, _ = _scores(model, activations, targets, chunk, normalizers=False)
     return logprobs
 
 
 def token_scores(
     model: LmHeadModel,
     tokens: NamedArray,
+    targets: NamedArray,
     *,
     segment_ids: NamedArray | None = None,
     chunk: int | None = None,
     activations: NamedArray | None = None,
 ) -> tuple[NamedArray, NamedArray]:
-    """Log-probability of each next token, and the log-normalizer of the distribution it is from.
+    """Log-probability of each target, and the log-normalizer of the distribution it is from.
 
     The log-normalizer is the log-sum-exp of the logits, which z-loss keeps near 0.
 
     Args:
-        model, tokens, segment_ids, chunk, activations: see `token_logprobs`.
+        model, tokens, targets, segment_ids, chunk, activations: see `token_logprobs`.
 
     Returns:
-        Both as `token_logprobs` returns the first: float32, 0 where nothing follows.
+        Both as `token_logprobs` returns the first: float32, 0 where nothing is predicted.
     """
     if activations is None:
         activations = model(tokens, segment_ids=segment_ids).activations
-    logprobs, normalizers = _scores(model, activations, tokens, segment_ids, chunk, normalizers=True)
+    logprobs, normalizers = _scores(model, activations, targets, chunk, normalizers=True)
     assert normalizers is not None
     return logprobs, normalizers
 
@@ -120,60 +123,77 @@ def token_scores(
 def _scores(
     model: LmHeadModel,
     activations: NamedArray,
-    tokens: NamedArray,
-    segment_ids: NamedArray | None,
+    targets: NamedArray,
     chunk: int | None,
     *,
     normalizers: bool,
 ) -> tuple[NamedArray, NamedArray | None]:
     chunk = chunk or model.config.cross_entropy_block_size
     if chunk is None:
-        others = [-(-axis.size // ways_in_scope(axis.name)) for axis in tokens.axes if axis.name != "position"]
+        others = [-(-axis.size // ways_in_scope(axis.name)) for axis in targets.axes if axis.name != "position"]
         vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
         chunk = default_chunk(rows=math.prod(others), vocab=vocab, parts=ways_in_scope("position"))
     found = target_scores(
         activations,
         model.head,
-        hax.roll(tokens, -1, "position"),
+        targets,
         chunk=chunk,
         how=HeadScoring(
             vocab_size=model.config.vocab_size, soft_cap=model.config.logit_soft_cap, normalizers=normalizers
         ),
     )
-    counts = has_next(tokens.axes, segment_ids)
-    return hax.where(counts, found[0], 0.0), hax.where(counts, found[1], 0.0) if normalizers else None
+    there = has_target(targets)
+    return hax.where(there, found[0], 0.0), hax.where(there, found[1], 0.0) if normalizers else None
 
 
-def has_next(axes: tuple[Axis, ...], segment_ids: NamedArray | None = None) -> NamedArray:
-    """Whether a token is followed by another one of its sequence and segment, boolean over `axes`."""
-    (Pos,) = [axis for axis in axes if axis.name == "position"]
-    inside = hax.named(hax.arange(Pos).array < Pos.size - 1, Pos).broadcast_to(axes).rearrange(axes)
+def next_tokens(tokens: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
+    """The targets of next-token prediction, for whoever has named arrays and no batch; int32, axes of `tokens`.
+
+    A batch brings its targets: they are made on the host by `levanter.data.next_tokens`, which says the same. The last
+    position of a sequence, and of each segment, predicts nothing: −1.
+
+    Args:
+        tokens: ids, `[…, position]`.
+        segment_ids: segments, over axes of `tokens`; None for one.
+    """
+    Pos = tokens.resolve_axis("position")
+
+    def following(x: NamedArray, end: int) -> NamedArray:
+        return hax.pad(x[Pos.name, 1:], {Pos.name: (0, 1)}, constant_values=end).rearrange(x.axes)
+
+    targets = following(tokens.astype(jnp.int32), -1)
     if segment_ids is None:
-        return inside
-    following = hax.roll(segment_ids, -1, Pos).rearrange(segment_ids.axes)
-    same = hax.named(segment_ids.array == following.array, segment_ids.axes)
-    return inside & same.broadcast_to(axes).rearrange(axes)
+        return targets
+    same = hax.named(segment_ids.array == following(segment_ids, 0).array, segment_ids.axes)
+    return hax.where(same.broadcast_to(targets.axes).rearrange(targets.axes), targets, -1)
+
+
+def has_target(targets: NamedArray) -> NamedArray:
+    """Whether a position predicts anything, boolean over the axes of `targets`."""
+    return hax.named(targets.array >= 0, targets.axes)
 
 
 def mean_loss(
     model: LmHeadModel,
     tokens: NamedArray,
+    targets: NamedArray,
     *,
     weights: NamedArray | None = None,
     segment_ids: NamedArray | None = None,
     chunk: int | None = None,
 ) -> NamedArray:
-    """The mean of −log p over the tokens that count, a float32 scalar to differentiate.
+    """The mean of −log p over the targets that count, a float32 scalar to differentiate.
 
     Args:
         model: its weights in the compute dtype.
         tokens: ids, `[…, position]`.
+        targets: see `token_logprobs`.
         weights: float32 weight of predicting *from* each position, `[…, position]`; default 1.
         segment_ids: see `token_logprobs`.
         chunk: see `token_logprobs`.
     """
-    logprobs = token_logprobs(model, tokens, segment_ids=segment_ids, chunk=chunk)
-    counts = has_next(tokens.axes, segment_ids).astype(jnp.float32)
+    logprobs = token_logprobs(model, tokens, targets, segment_ids=segment_ids, chunk=chunk)
+    counts = has_target(targets).astype(jnp.float32)
     if weights is not None:
         counts = counts * weights
     return -hax.sum(logprobs * counts) / hax.maximum(hax.sum(counts), 1e-9)

@@ -49,32 +49,31 @@ class SuffixScores(eqx.Module):
 def suffix_scores(
     model: LmHeadModel,
     tokens: NamedArray,
+    targets: NamedArray,
     *,
-    suffix: int,
     laws: tuple[Law, ...] = (TOP_40,),
     segment_ids: NamedArray | None = None,
     positions: NamedArray | None = None,
     chunk: int | None = None,
 ) -> SuffixScores:
-    """Scores the last `suffix` tokens of each sequence.
+    """Scores the suffix that each sequence ends with.
 
     Matrix products are in the dtype of the weights; the head's result and everything after it is float32.
 
     Args:
         model: its weights in the compute dtype.
         tokens: ids, `[batch, position]`.
-        suffix: how many tokens at the end are scored; at least one before them is given.
+        targets: the ids that are scored, `[batch, suffix]`: the last ones of `tokens`, with at least one before them.
         laws: the laws whose normalizers are wanted.
         segment_ids: `[batch, position]`; tokens see only their own segment.
         positions: the position of each token, where it is not its index.
         chunk: suffix positions scored at a time.
     """
-    Pos = tokens.resolve_axis("position")
-    assert 0 < suffix < Pos.size, f"{suffix} of {Pos.size} tokens cannot be a suffix with something before it"
+    Pos, Suffix = tokens.resolve_axis("position"), targets.resolve_axis("suffix")
+    assert Suffix.size < Pos.size, f"{Suffix.size} of {Pos.size} tokens cannot be a suffix with something before it"
     activations = model(tokens, segment_ids=segment_ids, positions=positions).activations
-    first = Pos.size - suffix
-    predicting = activations[Pos.name, first - 1 : Pos.size - 1].rename({Pos.name: "suffix"})
-    targets = tokens[Pos.name, first:].rename({Pos.name: "suffix"})
+    first = Pos.size - Suffix.size
+    predicting = activations[Pos.name, first - 1 : Pos.size - 1].rename({Pos.name: Suffix.name})
     return score_targets(
         predicting,
         model.head,

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.program import Input, spec_of
-from levanter.data import TrainingData, TrainRows, batches
+from levanter.data import TrainingData, TrainRows, batches, next_tokens
 from levanter.trainer.loss import LmBatch
 
 
@@ -48,8 +48,11 @@ def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> LmBatch:
     placement = declared.placement
     assert placement is not None and rows.tokens.shape == (stop - first, Pos.size), (rows.tokens.shape, Batch, Pos)
 
+    # Where the step knows of no segments, each row is one sequence.
+    targets = next_tokens(rows.tokens, None if abstract.segment_ids is None else rows.segment_ids)
+
     def placed(leaf: Leaf, _: Any) -> jax.Array:
-        values: np.ndarray = getattr(rows, leaf.path)
+        values: np.ndarray = targets if leaf.path == "targets" else getattr(rows, leaf.path)
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None

@@ -27,7 +27,7 @@ from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
-from levanter.models.scoring import has_next, token_logprobs, token_scores
+from levanter.models.scoring import has_target, token_logprobs, token_scores
 from levanter.models.stack import Period
 from levanter.trainer.objective import LOSS, Objective, Term
 
@@ -42,17 +42,19 @@ class LmBatch(eqx.Module):
 
     Attributes:
         tokens: int32 ids, `[batch, position]`.
-        loss_weights: float32 weight of predicting *from* each position; None for 1 everywhere.
+        targets: int32, `[batch, position]`: the id that each position predicts; negative where it predicts none.
+        loss_weights: float32 weight of each target; None for 1 everywhere.
         segment_ids: int32, `[batch, position]`; tokens see their own segment only. None for one segment.
     """
 
     tokens: hax.NamedArray
+    targets: hax.NamedArray
     loss_weights: hax.NamedArray | None = None
     segment_ids: hax.NamedArray | None = None
 
     def counts(self) -> hax.NamedArray:
-        """Float32 weight of each position in the loss: 0 where nothing of the sequence follows."""
-        counts = has_next(self.tokens.axes, self.segment_ids).astype(jnp.float32)
+        """Float32 weight of each position in the loss: 0 where it predicts nothing."""
+        counts = has_target(self.targets).astype(jnp.float32)
         return counts if self.loss_weights is None else counts * self.loss_weights
 
 
@@ -87,6 +89,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
 
         return LmBatch(
             tokens=of(np.int32),
+            targets=of(np.int32),
             loss_weights=of(np.float32) if self.weights else None,
             segment_ids=of(np.int32) if self.segments else None,
         )
@@ -107,6 +110,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             logprobs, normalizers = token_scores(
                 model,
                 batch.tokens,
+                batch.targets,
                 segment_ids=batch.segment_ids,
                 chunk=self.chunk,
                 activations=outputs.activations,
@@ -127,7 +131,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
     def logprobs(
         self, model: LmHeadModel, batch: LmBatch, *, activations: hax.NamedArray | None = None
     ) -> hax.NamedArray:
-        """Log-probability of each next token, of which the loss is the weighted mean; what evaluation adds up.
+        """Log-probability of each target, of which the loss is the weighted mean; what evaluation adds up.
 
         Args:
             model: its weights in the compute dtype, or wrapped by `in_compute_dtype`.
@@ -135,7 +139,12 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             activations: the model's for these tokens, where they are there already.
         """
         return token_logprobs(
-            model, batch.tokens, segment_ids=batch.segment_ids, chunk=self.chunk, activations=activations
+            model,
+            batch.tokens,
+            batch.targets,
+            segment_ids=batch.segment_ids,
+            chunk=self.chunk,
+            activations=activations,
         )
 
 

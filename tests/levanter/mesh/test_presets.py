@@ -22,7 +22,7 @@ from haliax_ext.planner import plan_sharding
 from levanter.config.loader import parse
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models.axes import KNOWN_AXES
-from levanter.models.scoring import mean_loss
+from levanter.models.scoring import mean_loss, next_tokens
 from levanter.trainer.config import TrainerConfig
 
 PRESETS = Path(__file__).parents[3] / "config" / "mesh"
@@ -146,7 +146,7 @@ def test_activations_of_70b(name, tmp_path):
 
 
 def loss(model, tokens):
-    return mean_loss(model, tokens, chunk=12).array
+    return mean_loss(model, tokens, next_tokens(tokens), chunk=12).array
 
 
 @pytest.mark.parametrize("name", ["default", "llama_2d"])

@@ -16,7 +16,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.rotary import Llama3RotaryConfig
 from levanter.models import LlamaConfig, LmConfig
-from levanter.models.scoring import mean_loss, token_logprobs
+from levanter.models.scoring import mean_loss, next_tokens, token_logprobs
 from levanter.models.stack import POLICY_NAMES
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, 16)).astype(np.int32)
@@ -117,7 +117,11 @@ def test_a_longer_vocabulary_axis_may_lack_rows():
 
 
 def gradients(model, tokens):
-    return eqx.filter_value_and_grad(lambda m: mean_loss(m, tokens).array)(model)
+    return eqx.filter_value_and_grad(lambda m: mean_loss(m, tokens, next_tokens(tokens)).array)(model)
+
+
+def logprobs(model, tokens):
+    return token_logprobs(model, tokens, next_tokens(tokens))
 
 
 def run(config, devices, arrays=None, function=gradients):
@@ -158,8 +162,8 @@ def test_unrolled_layers_equal_scanned_ones(extras, devices):
                 by_layer[path.replace(".stacked.", f".blocks.{n}.")] = array[n]
         else:
             by_layer[path] = array
-    expected = run(scanned, devices, arrays, lambda m, t: token_logprobs(m, t)).array
-    found = run(unrolled, devices, by_layer, lambda m, t: token_logprobs(m, t)).array
+    expected = run(scanned, devices, arrays, logprobs).array
+    found = run(unrolled, devices, by_layer, logprobs).array
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert expected.std() > 0.3
 
@@ -171,8 +175,8 @@ def test_backends_agree_inside_the_model_on_a_mesh(backend, upcast, devices):
     other = tiny_config(attn_backend=backend, flash_attention_block_size=6, upcast_attn=upcast)
     arrays, heads = random_arrays(config), ("model", "group")
     mappings = mappings_for(config, spec, heads=heads)
-    expected = run_on(token_logprobs, config, arrays, TOKENS, spec, mappings, devices).array
-    found = run_on(token_logprobs, other, arrays, TOKENS, spec, mappings, devices).array
+    expected = run_on(logprobs, config, arrays, TOKENS, spec, mappings, devices).array
+    found = run_on(logprobs, other, arrays, TOKENS, spec, mappings, devices).array
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -212,8 +216,8 @@ def test_405b_lowers_for_tpu_without_a_device(policy):
 def test_without_mappings_the_model_runs_unconstrained(devices):
     config = tiny_config()
     nothing = Mappings(params=AxisMapping(), compute=AxisMapping())
-    found = run_on(token_logprobs, config, random_arrays(config), TOKENS, MeshSpec.of(x=2), nothing, devices).array
-    expected = run(config, devices, function=token_logprobs).array
+    found = run_on(logprobs, config, random_arrays(config), TOKENS, MeshSpec.of(x=2), nothing, devices).array
+    expected = run(config, devices, function=logprobs).array
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -223,7 +227,7 @@ def test_a_compiled_program_speaks_of_the_models_parts(scan):
     config = tiny_config(scan_layers=scan, use_qk_norm=True)
 
     def gradient(model, ids):
-        return eqx.filter_value_and_grad(lambda m: mean_loss(m, ids).array)(model)
+        return eqx.filter_value_and_grad(lambda m: mean_loss(m, ids, next_tokens(ids)).array)(model)
 
     program = program_for(gradient, config, VOCAB, (2, 24), Mappings())
     text = program.lower(MeshSpec.of(data=1).build(jax.devices()[:1])).compile().as_text()

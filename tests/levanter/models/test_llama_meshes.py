@@ -22,7 +22,7 @@ from haliax_ext.abstract import leaves
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.models.scoring import mean_loss
+from levanter.models.scoring import mean_loss, next_tokens
 
 CONFIG = tiny_config()
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, (8, 32)).astype(np.int32)
@@ -31,7 +31,9 @@ BOTH = ("model", "group")
 
 def loss_and_gradients(model, tokens):
     """The loss, and the gradient of every leaf by path."""
-    loss, gradients = eqx.filter_value_and_grad(lambda m: mean_loss(m, tokens, chunk=12).array)(model)
+    loss, gradients = eqx.filter_value_and_grad(lambda m: mean_loss(m, tokens, next_tokens(tokens), chunk=12).array)(
+        model
+    )
     return loss, gradients
 
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from levanter.models import Gemma3Config
-from levanter.models.scoring import mean_loss
+from levanter.models.scoring import mean_loss, next_tokens
 from levanter.trainer.loss import in_compute_dtype
 
 Vocab, Batch, Pos = Axis("vocab", 64), Axis("batch", 2), Axis("position", 16)
@@ -59,7 +59,8 @@ IDS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
 
 
 def loss(model):
-    return mean_loss(model, hax.named(IDS, (Batch, Pos)), chunk=16).scalar()
+    ids = hax.named(IDS, (Batch, Pos))
+    return mean_loss(model, ids, next_tokens(ids), chunk=16).scalar()
 
 
 def gradients_by_tensor(config, wrap=lambda model: model):

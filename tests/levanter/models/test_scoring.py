@@ -13,6 +13,7 @@ import pytest
 from haliax import Axis
 from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_for, random_arrays, run_on, tiny_config
 
+from haliax_ext.abstract import with_arrays
 from haliax_ext.hlo import read_figures
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
@@ -22,8 +23,8 @@ from levanter.models.head_scores import chunking, target_logprobs
 from levanter.models.precision import Precision
 from levanter.models.scoring import (
     LossMean,
-    has_next,
     mean_loss,
+    next_tokens,
     planned_chunk,
     sequence_sums,
     token_logprobs,
@@ -173,7 +174,7 @@ def test_the_chunk_that_is_planned_is_the_chunk_that_is_scored(devices, monkeypa
     assert size == 5 and chunking(24, size) == (6, 4)
 
     def score_in_small_chunks(model, ids):
-        return token_logprobs(model, ids)
+        return token_logprobs(model, ids, next_tokens(ids))
 
     program = program_for(score_in_small_chunks, config, VOCAB, (8, 24), mappings)
     assert "8x4x256xf32" in program.lower(spec.abstract()).as_text()
@@ -196,10 +197,11 @@ def test_segments_are_scored_as_if_alone(devices):
 
     def packed_score(model, ids):
         segments = (hax.arange(ids.resolve_axis("position")) >= 10).astype(jnp.int32)
-        return token_logprobs(model, ids, segment_ids=segments.broadcast_to(ids.axes))
+        targets = next_tokens(ids, segments)
+        return token_logprobs(model, ids, targets, segment_ids=segments.broadcast_to(ids.axes))
 
     def lone_score(model, ids):
-        return token_logprobs(model, ids)
+        return token_logprobs(model, ids, next_tokens(ids))
 
     found = run_on(packed_score, config, arrays, packed, spec, mappings, devices).array
     alone = [
@@ -216,10 +218,10 @@ def test_logits_of_a_sequence_never_exist(devices):
     mappings = mappings_for(config, spec)
 
     def gradient(model, ids):
-        return eqx.filter_grad(lambda m: mean_loss(m, ids, chunk=16).array)(model)
+        return eqx.filter_grad(lambda m: mean_loss(m, ids, next_tokens(ids), chunk=16).array)(model)
 
     def forward(model, ids):
-        return token_logprobs(model, ids, chunk=16)
+        return token_logprobs(model, ids, next_tokens(ids), chunk=16)
 
     for function in (forward, gradient):
         text = (
@@ -238,7 +240,7 @@ def test_the_gradient_of_the_head_crosses_the_mesh_once(devices):
     spec = MeshSpec.of(data=4, model=2)
 
     def gradient(model, ids):
-        return eqx.filter_grad(lambda m: mean_loss(m, ids).array)(model)
+        return eqx.filter_grad(lambda m: mean_loss(m, ids, next_tokens(ids)).array)(model)
 
     program = program_for(gradient, config, VOCAB, (8, 32), mappings_for(config, spec))
     figures = read_figures(program.lower(spec.build(devices)).compile().as_text(), spec)
@@ -259,7 +261,7 @@ def test_the_loss_of_a_half_precision_policy_is_close(devices):
         def function(model, ids):
             model = Precision.parse(policy).cast_to_compute(model)
             assert model.lm_head.weight.dtype == Precision.parse(policy).compute
-            return mean_loss(model, ids)
+            return mean_loss(model, ids, next_tokens(ids))
 
         return run_on(function, config, random_arrays(config), tokens, spec, mappings_for(config, spec), devices).array
 
@@ -277,10 +279,34 @@ def test_weights_choose_what_counts():
     assert count.array.tolist() == [4, 4, 4]
 
 
-def test_has_next_ends_with_the_segment():
-    segments = hax.named(np.array([0, 0, 1, 1, 1, 2], np.int32), "position")
-    assert has_next(segments.axes, segments).array.tolist() == [True, False, True, True, False, False]
-    assert has_next(segments.axes).array.tolist() == [True] * 5 + [False]
+def test_targets_end_with_the_segment():
+    tokens, segments = (hax.named(np.array(x, np.int32), "position") for x in ([5, 6, 7, 8, 0, 9], [0, 0, 1, 1, 1, 2]))
+    assert next_tokens(tokens, segments).array.tolist() == [6, -1, 8, 0, -1, -1]
+    assert next_tokens(tokens).array.tolist() == [6, 7, 8, 0, 9, -1]
+    rows = hax.named(np.array([[1, 2, 3], [4, 5, 6]], np.int64).astype(np.int32), ("batch", "position"))
+    ends = hax.named(np.array([0, 0, 1], np.int32), "position")
+    assert next_tokens(rows, ends).array.tolist() == [[2, -1, -1], [5, -1, -1]]
+
+
+def test_targets_in_any_place_are_scored_where_they_stand():
+    """What a position predicts is said by its target, and nothing is asked of the token beside it."""
+    config = tiny_config()
+    template = abstract_model(config)
+    model = with_arrays(template, {k: jnp.asarray(v) for k, v in random_arrays(config).items()})
+    axes = (Axis("batch", 2), Axis("position", 12))
+    tokens, targets = (RNG.integers(0, VOCAB, (2, 12)).astype(np.int32) for _ in range(2))
+    targets[RNG.random((2, 12)) < 0.3] = -1
+
+    @jax.jit
+    def both(model):
+        ids = hax.named(tokens, axes)
+        logits = model.logits(model(ids).activations).rearrange(("batch", "position", "vocab"))
+        return token_logprobs(model, ids, hax.named(targets, axes), chunk=5).array, logits.array
+
+    found, logits = (np.asarray(x, np.float64) for x in both(model))
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = np.take_along_axis(logprobs, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(found, np.where(targets < 0, 0, expected), atol=2e-5)
 
 
 def test_host_sums_are_float64():

@@ -115,7 +115,9 @@ SUFFIX = 9
 
 
 def of_model(model, tokens):
-    return suffix_scores(model, tokens, suffix=SUFFIX, laws=LAWS, chunk=4)
+    Pos = tokens.resolve_axis("position")
+    targets = tokens[Pos.name, Pos.size - SUFFIX :].rename({Pos.name: "suffix"})
+    return suffix_scores(model, tokens, targets, laws=LAWS, chunk=4)
 
 
 def all_logits(model, tokens):

@@ -10,6 +10,7 @@ from helpers.llama_on_mesh import VOCAB, random_arrays, tiny_config
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from levanter.layers.embedding import Embedding
+from levanter.models.scoring import next_tokens
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -47,7 +48,7 @@ def test_the_gradient_of_the_head_is_added_up_in_float32():
     def gradient(chunk, dtype):
         def loss(model):
             usable = in_compute_dtype(model, np.dtype(dtype), None)
-            return LmObjective(chunk=chunk).sums(usable, LmBatch(tokens=tokens))["loss"]
+            return LmObjective(chunk=chunk).sums(usable, LmBatch(tokens=tokens, targets=next_tokens(tokens)))["loss"]
 
         return jax.jit(jax.grad(loss))(model).embeddings.token_embeddings.weight.array
 
@@ -70,7 +71,7 @@ def test_every_weight_is_used_in_the_compute_dtype_and_none_is_changed():
     assert {leaf.dtype for leaf in leaves(template)} == {np.dtype(np.float32)}
 
 
-def test_counts_leave_out_what_nothing_follows():
+def test_counts_leave_out_what_predicts_nothing():
     axes = (Axis("batch", 1), Axis("position", 6))
 
     def row(values, dtype):
@@ -78,6 +79,7 @@ def test_counts_leave_out_what_nothing_follows():
 
     batch = LmBatch(
         tokens=row([1, 2, 3, 4, 5, 6], jnp.int32),
+        targets=row([2, 3, -1, 5, 0, -1], jnp.int32),
         loss_weights=row([1, 0.5, 1, 1, 0, 1], jnp.float32),
         segment_ids=row([0, 0, 0, 1, 1, 1], jnp.int32),
     )

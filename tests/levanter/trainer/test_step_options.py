@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from haliax_ext.meshspec import MeshSpec
-from levanter.models.scoring import token_scores
+from levanter.models.scoring import next_tokens, token_scores
 from levanter.optim import AdamConfig, SgdConfig, SkipStepConfig
 from levanter.optim.outliers import Recent, is_outlier, remembered
 from levanter.trainer.loss import LmObjective
@@ -220,7 +220,7 @@ def test_log_normalizers_leave_out_what_only_rounds_the_vocabulary_up():
     @jax.jit
     def both(model):
         hidden = model(tokens, segment_ids=segments).activations.rearrange(("batch", "position", "embed"))
-        return hidden.array, token_scores(model, tokens, segment_ids=segments, chunk=6)
+        return hidden.array, token_scores(model, tokens, next_tokens(tokens, segments), segment_ids=segments, chunk=6)
 
     hidden, (logprobs, normalizers) = both(model)
     hidden = np.asarray(hidden, np.float64)

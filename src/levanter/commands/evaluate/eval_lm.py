@@ -278,13 +278,15 @@ def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
 
 
 def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> Program:
-    """The Program that scores one batch: model, tokens and segments → log-probabilities, `[batch, position]`."""
+    """The Program that scores one batch: model, tokens, targets, segments → log-probabilities, `[batch, position]`."""
     Batch, Pos = hax.Axis(pretrained.resolved.batch_axis, rows), hax.Axis("position", positions)
     ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
     mappings = pretrained.resolved.mappings
 
-    def score(model: Any, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
-        return token_logprobs(model, tokens, segment_ids=segment_ids)
+    def score(
+        model: Any, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
+    ) -> hax.NamedArray:
+        return token_logprobs(model, tokens, targets, segment_ids=segment_ids)
 
     return Program(
         name="score",
@@ -292,6 +294,7 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> 
         inputs=(
             Input(name="model", value=pretrained.abstract, placement=pretrained.sharding),
             Input(name="tokens", value=ids, placement=mappings.compute),
+            Input(name="targets", value=ids, placement=mappings.compute),
             Input(name="segment_ids", value=ids, placement=mappings.compute),
         ),
         mappings=mappings,
@@ -371,9 +374,9 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
 
 
 def on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]:
-    """The batch's ids and segments as global arrays; every process gives its devices their part."""
+    """The batch's ids, targets and segments as global arrays; every process gives its devices their part."""
     placed = []
-    for declared, data in zip(program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True):
+    for declared, data in zip(program.inputs[1:], (batch.tokens, batch.targets, batch.segment_ids), strict=True):
         axes = declared.value.axes
         assert declared.placement is not None
         sharding = NamedSharding(mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))

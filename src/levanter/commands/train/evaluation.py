@@ -102,9 +102,11 @@ def evaluate_program(
     Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
     ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
 
-    def evaluate(model: LmHeadModel, tokens: hax.NamedArray, segment_ids: hax.NamedArray) -> hax.NamedArray:
+    def evaluate(
+        model: LmHeadModel, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
+    ) -> hax.NamedArray:
         usable = in_compute_dtype(model, precision.compute, plan.parameters)
-        return objective.logprobs(usable, LmBatch(tokens=tokens, segment_ids=segment_ids))
+        return objective.logprobs(usable, LmBatch(tokens=tokens, targets=targets, segment_ids=segment_ids))
 
     return Program(
         name=PROGRAM,
@@ -112,6 +114,7 @@ def evaluate_program(
         inputs=(
             Input(name="model", value=model, placement=plan.parameters),
             Input(name="tokens", value=ids, placement=resolved.mappings.compute),
+            Input(name="targets", value=ids, placement=resolved.mappings.compute),
             Input(name="segment_ids", value=ids, placement=resolved.mappings.compute),
         ),
         mappings=resolved.mappings,
@@ -193,7 +196,7 @@ class Evaluate:
                     placed = [
                         self._placed(declared, values)
                         for declared, values in zip(
-                            self.program.inputs[1:], (batch.tokens, batch.segment_ids), strict=True
+                            self.program.inputs[1:], (batch.tokens, batch.targets, batch.segment_ids), strict=True
                         )
                     ]
                     waiting.append((batch, score(state.model, *placed)))

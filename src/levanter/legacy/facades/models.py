@@ -24,7 +24,7 @@ from levanter.layers.linear import Dense
 from levanter.models import flops
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import token_logprobs
+from levanter.models.scoring import next_tokens, token_logprobs
 
 
 class LmExample(eqx.Module):
@@ -144,7 +144,8 @@ def compute_next_token_loss(
     if logsumexp_weight:
         raise ValueError("logsumexp_weight: not supported here; train_lm has z_loss_weight")
     weight = example.loss_weight
-    losses = -token_logprobs(model, example.tokens, attn_mask=example.attn_mask) * weight
+    targets = next_tokens(example.tokens)
+    losses = -token_logprobs(model, example.tokens, targets, attn_mask=example.attn_mask) * weight
     if reduction is hax.mean:
         total = hax.sum(losses, axis=reduction_axis)
         result = total / hax.sum(weight.broadcast_to(losses.axes), axis=reduction_axis)

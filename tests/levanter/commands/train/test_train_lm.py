@@ -12,6 +12,7 @@ from haliax_ext.abstract import with_arrays
 from haliax_ext.errors import ShardingError
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
+from levanter.data import next_tokens
 from levanter.plan.targets import target_of_pod
 from levanter.run import RunRefused, Target
 from levanter.trainer.batch_plan import BatchError
@@ -134,8 +135,10 @@ def test_its_programs_run(tmp_path, devices):
     rng = np.random.default_rng(0)
     shape = batch.tokens.array.shape
     # A sequence that repeats itself can be learned.
+    tokens = np.tile(rng.integers(0, 131, (1, shape[1])), (shape[0], 1)).astype(np.int32)
     values = {
-        "tokens": np.tile(rng.integers(0, 131, (1, shape[1])), (shape[0], 1)).astype(np.int32),
+        "tokens": tokens,
+        "targets": next_tokens(tokens),
         "loss_weights": np.ones(shape, np.float32),
         "segment_ids": np.zeros(shape, np.int32),
     }
