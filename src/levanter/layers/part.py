@@ -80,7 +80,11 @@ class FeedForward(Part, Protocol):
 
 
 class Mixer(Part, Protocol):
-    """The spec of a mixer, in which positions see each other: `AttentionSpec`."""
+    """The spec of a mixer, in which positions see each other: `AttentionSpec`.
+
+    Its module is called as `mixer(x, context, state)` and returns `[…, position, embed]` and its new state; see
+    `layers.attention.MixerContext`.
+    """
 
     @property
     def attribute(self) -> str:

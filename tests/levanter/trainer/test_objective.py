@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
-from levanter.models.scoring import token_logprobs
+from levanter.models.scoring import next_tokens, token_logprobs
 from levanter.optim import SgdConfig
 from levanter.trainer.loop import Loop
 from levanter.trainer.metrics import StepSize, Track
@@ -86,7 +86,7 @@ class Preference(Objective[LmHeadModel, Pairs]):
     def sums(self, model, batch):
         texts = (batch.chosen, batch.rejected)
         chosen, rejected = (
-            hax.sum(token_logprobs(model, tokens, chunk=12) * batch.counts["text", n], "position")
+            hax.sum(token_logprobs(model, tokens, next_tokens(tokens), chunk=12) * batch.counts["text", n], "position")
             for n, tokens in enumerate(texts)
         )
         x = BETA * (chosen - rejected - batch.reference)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention.backends import attend, choose_backend
+from levanter.layers.attention.context import MixerContext
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
@@ -119,10 +120,6 @@ class AttentionSpec:
         return GroupedQueryAttention.init(self, key=key)
 
 
-RotaryTables = Mapping[str, tuple[NamedArray, NamedArray]]
-"""Cosines and sines (`RotaryConfig.tables`) by the names that layers know them by."""
-
-
 class GroupedQueryAttention(eqx.Module):
     """Self-attention. Constraint points: queries, keys and values after their projections.
 
@@ -169,15 +166,18 @@ class GroupedQueryAttention(eqx.Module):
             spec=spec,
         )
 
-    def __call__(self, x: NamedArray, mask: AttentionMask, tables: RotaryTables) -> NamedArray:
+    def __call__(self, x: NamedArray, context: MixerContext, state: None = None) -> tuple[NamedArray, None]:
         """Attends within `x`.
 
         Args:
             x: `[…, position, embed]`.
-            mask: which positions see which; the spec's window narrows it.
-            tables: at least the one that the spec names.
+            context: the mask, which the spec's window narrows, and at least the rotary table that the spec names.
+            state: None: the keys are those of `x`.
+
+        Returns:
+            `[…, position, embed]`, and the state.
         """
-        spec = self.spec
+        spec, mask = self.spec, context.mask
         if spec.window is not None:
             mask = mask & AttentionMask(sliding_window=spec.window)
 
@@ -191,7 +191,7 @@ class GroupedQueryAttention(eqx.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
             with jax.named_scope("rope"):
-                q, k = (apply_rotary(y, *tables[spec.rope], spec.HeadSize) for y in (q, k))
+                q, k = (apply_rotary(y, *context.tables[spec.rope], spec.HeadSize) for y in (q, k))
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
         k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
         if spec.upcast:
@@ -213,4 +213,4 @@ class GroupedQueryAttention(eqx.Module):
             # The kernel names its own output, together with what its backward pass needs beside it.
             mixed = mixed if choice.name == "splash" else saved(mixed, "attention")
         with jax.named_scope("o_proj"):
-            return saved(self.o_proj(mixed), "attention_output")
+            return saved(self.o_proj(mixed), "attention_output"), state

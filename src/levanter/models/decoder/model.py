@@ -22,8 +22,7 @@ from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.mapping import shard_residual
-from levanter.layers.attention import AttentionMask, GroupedQueryAttention
-from levanter.layers.attention.grouped import RotaryTables
+from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
 from levanter.layers.embedding import Embedding, PositionEmbedding
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
@@ -77,9 +76,15 @@ class DecoderBlock(eqx.Module):
             parallel=spec.residual.parallel,
         )
 
-    def __call__(self, carry: Outputs, mask: AttentionMask, tables: RotaryTables) -> Outputs:
-        """Maps the residual stream `[…, position, embed]` to itself, and adds to the sums beside it."""
-        x = carry.activations
+    def __call__(self, carry: tuple[Outputs, None], context: MixerContext) -> tuple[Outputs, None]:
+        """Maps the residual stream `[…, position, embed]` and the layers' state to themselves.
+
+        Args:
+            carry: the stream, with the sums beside it that the layer adds to; and the state, None where there is none.
+            context: what the mixer reads beside the stream.
+        """
+        stream, state = carry
+        x = stream.activations
 
         def norm(name: str, y: NamedArray) -> NamedArray:
             module = getattr(self, name)
@@ -89,17 +94,18 @@ class DecoderBlock(eqx.Module):
         normed = norm("input_layernorm", x)
         attribute = "mixer" if self.self_attn is None else "self_attn"
         with jax.named_scope(attribute):
-            mixed = getattr(self, attribute)(normed, mask, tables)
+            mixed, state = getattr(self, attribute)(normed, context, state)
         mixed = norm("post_attn_layernorm", mixed).rearrange(x.axes)
         between = x if self.parallel else shard_residual(x + mixed)
         if self.mlp is None:
-            return dataclasses.replace(carry, activations=shard_residual(x + mixed) if self.parallel else between)
+            x = shard_residual(x + mixed) if self.parallel else between
+            return dataclasses.replace(stream, activations=x), state
         normed = norm("post_attention_layernorm", between)
         with jax.named_scope("mlp"):
             made = Outputs.of(self.mlp(normed))
         fed = norm("post_mlp_layernorm", made.activations).rearrange(x.axes)
         x = shard_residual(x + mixed + fed if self.parallel else between + fed)
-        return Outputs(activations=x, auxiliary=carry.auxiliary.plus(made.auxiliary))
+        return Outputs(activations=x, auxiliary=stream.auxiliary.plus(made.auxiliary)), state
 
 
 class DecoderTransformer(eqx.Module):
@@ -131,15 +137,25 @@ class DecoderTransformer(eqx.Module):
         return DecoderTransformer(layers=first, later=tuple(later), norm=norm, config=config)
 
     def __call__(
-        self, x: NamedArray, mask: AttentionMask, positions: NamedArray | None, *, auxiliary: Sequence[str] = ()
-    ) -> Outputs:
+        self,
+        x: NamedArray,
+        mask: AttentionMask,
+        positions: NamedArray | None,
+        state: None = None,
+        *,
+        auxiliary: Sequence[str] = (),
+    ) -> tuple[Outputs, None]:
         """Maps embedded tokens to the activations that the head reads.
 
         Args:
             x: `[…, position, embed]`.
             mask: which positions see which.
             positions: the position of each token, where it is not its index.
+            state: what the layers remember from one call to the next; None where a call sees whole sequences.
             auxiliary: names of the sums that are wanted of the blocks.
+
+        Returns:
+            The activations with those sums, and the state.
         """
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
@@ -149,14 +165,15 @@ class DecoderTransformer(eqx.Module):
                 for name, rope in self.config.ropes.items()
             }
         # A scan is named after its axis; unrolled blocks are given the same name.
-        carry = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
+        stream = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
+        context = MixerContext(mask=mask, tables=tables, positions=positions)
         for layers in (self.layers, *self.later):
             unrolled = isinstance(layers, BlockSeq)
             with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
-                carry = layers.fold(carry, mask, tables)
+                stream, state = layers.fold((stream, state), context)
         with jax.named_scope("norm"):
-            x = hax.auto_sharded(self.norm(carry.activations))
-        return Outputs(activations=x, auxiliary=carry.auxiliary)
+            x = hax.auto_sharded(self.norm(stream.activations))
+        return Outputs(activations=x, auxiliary=stream.auxiliary), state
 
 
 def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
@@ -254,7 +271,8 @@ class DecoderLmHeadModel(LmHeadModel):
     ) -> Outputs:
         positions = self._positions(positions, segment_ids)
         embedded = self.embeddings(input_ids, positions)
-        return self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
+        found, _ = self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
+        return found
 
     @property
     def head(self) -> Linear:

@@ -12,7 +12,14 @@ from haliax import Axis
 
 from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
-from levanter.layers.attention import AttentionMask, BackendChoice, GroupedQueryAttention, attend, backends
+from levanter.layers.attention import (
+    AttentionMask,
+    BackendChoice,
+    GroupedQueryAttention,
+    MixerContext,
+    attend,
+    backends,
+)
 from levanter.layers.attention.backends import choose_backend
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.attention.splash import splash_attention
@@ -214,7 +221,10 @@ def test_equals_the_attention_of_gpt_oss(name, monkeypatch):
                 )
         mine = eqx.tree_at(lambda m: m.sinks, mine, filled(mine.sinks, held["sinks"]))
         tables = {"rope": DefaultRotaryConfig(theta=1e4).tables(Head, hax.arange(Place), length=40)}
-        return mine(hax.named(x, (Batch, Place, Embed)), AttentionMask.causal(), tables).array
+        context = MixerContext(mask=AttentionMask.causal(), tables=tables)
+        found, state = mine(hax.named(x, (Batch, Place, Embed)), context)
+        assert state is None
+        return found.array
 
     np.testing.assert_allclose(run(held, x), expected.numpy(), atol=2e-5)
 
