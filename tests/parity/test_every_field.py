@@ -23,9 +23,11 @@ from helpers.family_models import ESSENTIAL, VARIANTS, describe_folder, score, t
 
 from levanter.compat.hf.config_bridge import read_config
 from levanter.compat.hf.errors import CheckpointError
-from levanter.compat.hf.families import FAMILIES, Fields
-from levanter.compat.hf.families.base import HARMLESS
-from levanter.compat.hf.families.decoder import expected_tensors
+from levanter.compat.hf.expected_tensors import expected_tensors
+from levanter.models.config_json import HARMLESS, Fields
+from levanter.models.registry import families_of_config_json
+
+OURS = families_of_config_json("llama")
 
 LENGTH, ROWS = 48, 8
 OF_THE_LIBRARY = {"num_labels", "problem_type", "is_heterogeneous", "tie_last_hidden_states"}
@@ -52,13 +54,14 @@ def names_asked_for(config: Any) -> set[str]:
     return {one or other for one, other in found}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", OURS)
 def test_every_name_is_read_or_known_to_be_harmless(model_type):
     """Null ones too, which nothing reports."""
     transformers = pytest.importorskip("transformers")
     config = transformers.CONFIG_MAPPING[model_type]()
     fields = Fields(config.to_dict())
-    FAMILIES[model_type].read(fields)
+    _, kind = OURS[model_type]
+    kind.read(fields)
     assert not fields.problems and not fields.findings
     known = fields.seen | HARMLESS | OF_THE_LIBRARY
     assert names_of(config) - known == set()

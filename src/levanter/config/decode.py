@@ -19,6 +19,7 @@ from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
 from levanter.config.nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
 from levanter.config.schema import (
     TYPE_KEY,
+    choice_names,
     config_fields,
     describe,
     is_choice,
@@ -134,8 +135,8 @@ class Decoder:
 
     def _choice(self, node: Node, base: Any, path: Keys) -> Any:
         node = _unfolded(node)
-        choices = base.get_known_choices()
-        names = ", ".join(sorted(choices))
+        choices = choice_names(base)
+        names = ", ".join(choices)
         if not isinstance(node, MapNode):
             known = isinstance(node, Scalar) and node.text in choices
             hint = f"; write {{{TYPE_KEY}: {node.text}}}" if known else f" ({TYPE_KEY}: {names})"  # type: ignore[union-attr]
@@ -156,7 +157,12 @@ class Decoder:
             assert given is not None, f"{base.__name__} has a default choice {name!r} that is not registered"
             message = f"unknown {TYPE_KEY} `{name}`{did_you_mean(name, choices)} (known: {names})"
             return self.wrong(message, given.node.mark, (*path, TYPE_KEY))
-        return self._dataclass(node, choices[name], path, skip=(TYPE_KEY,), choices=choices)
+        try:
+            chosen = base.get_choice_class(name)
+        except ValueError as error:  # a package that cannot be imported
+            assert given is not None
+            return self.wrong(str(error), given.node.mark, (*path, TYPE_KEY))
+        return self._dataclass(node, chosen, path, skip=(TYPE_KEY,), choices=base.get_known_choices())
 
     def _literal_type(self, node: MapNode, own: str, path: Keys) -> None:
         given = node.get(TYPE_KEY)

@@ -18,6 +18,7 @@ from levanter.config.dump import plain
 from levanter.config.schema import (
     TYPE_KEY,
     ConfigField,
+    choice_names,
     config_fields,
     describe,
     is_choice,
@@ -77,14 +78,15 @@ class _Keys:
     ) -> Iterator[tuple[str, str]]:
         """The keys inside one field, where it is a block or a choice."""
         if is_choice(annotation):
-            choices = annotation.get_known_choices()
+            choices = choice_names(annotation)
             dotted = ".".join(path)
             name = self.chosen.get(dotted)
             if name not in choices:
                 name = registered_name(type(default)) if is_dataclass(default) else annotation.default_choice_name()
-            if name is not None and choices[name] not in seen:
+            chosen = None if name is None else annotation.get_choice_class(name)
+            if chosen is not None and chosen not in seen:
                 yield dotted, f"{'  ' * len(path)}  (keys of {TYPE_KEY}: {name})"
-                yield from self.of(choices[name], path, seen)
+                yield from self.of(chosen, path, seen)
         elif isinstance(annotation, type) and is_dataclass(annotation) and annotation not in seen:
             yield from self.of(annotation, path, seen)
 
@@ -110,7 +112,7 @@ def _line(path: tuple[str, ...], one: ConfigField, meaning: str) -> str:
 
 
 def _type(annotation: Any) -> str:
-    names = [choice for m in union_members(annotation) if is_choice(m) for choice in sorted(m.get_known_choices())]
+    names = [choice for m in union_members(annotation) if is_choice(m) for choice in choice_names(m)]
     return f"{describe(annotation)}" + (f": {' | '.join(names)}" if names else "")
 
 

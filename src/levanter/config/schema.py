@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from draccus.utils import is_choice_type
 
 TYPE_KEY = CHOICE_TYPE_KEY
@@ -90,6 +90,16 @@ def union_members(annotation: Any) -> tuple[Any, ...]:
 def is_choice(annotation: Any) -> bool:
     """Whether the annotation is the base class of a registry."""
     return isinstance(annotation, type) and is_choice_type(annotation)
+
+
+def choice_names(base: type[ChoiceType]) -> tuple[str, ...]:
+    """Every name that a registry takes, sorted.
+
+    A registry whose choices are found in packages has a class method `choice_names` of its own, which names those that
+    are not imported yet too; `get_choice_class` imports them.
+    """
+    own = getattr(base, "choice_names", base.get_known_choices)
+    return tuple(sorted(own()))
 
 
 def registered_name(cls: type) -> str | None:

@@ -227,10 +227,14 @@ def _refuse(config: AbsentModelConfig, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+_ASKED = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # pyright: ignore[reportAttributeAccessIssue]
+"""What a family answers."""
+
+
 def register_absent() -> None:
     """Registers a config class for each of upstream's families that nobody has registered."""
     for name, keys in FAMILIES.items():
-        if name not in LmConfig.get_known_choices():
+        if name not in LmConfig.choice_names():
             LmConfig.register_subclass(name, _config_class(name, keys))
 
 
@@ -248,7 +252,7 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
             "__module__": __name__,
             **{
                 asked: property(_refuse) if isinstance(getattr(LmConfig, asked), property) else _refuse
-                for asked in LmConfig.__abstractmethods__  # pyright: ignore[reportAttributeAccessIssue]
+                for asked in _ASKED
             },
         },
     )

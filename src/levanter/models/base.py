@@ -12,7 +12,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.reference import soft_capped
 from levanter.layers.linear import Linear
 from levanter.layers.outputs import Outputs
-from levanter.models.registry import LmConfig
+from levanter.models.architecture import Architecture
 
 
 class LmHeadModel(eqx.Module):
@@ -21,7 +21,7 @@ class LmHeadModel(eqx.Module):
     The two are apart so that logits need never exist for a whole sequence (see `models.scoring`).
     """
 
-    config: eqx.AbstractVar[LmConfig]
+    config: eqx.AbstractVar[Architecture]
 
     @abstractmethod
     def __call__(

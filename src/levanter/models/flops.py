@@ -8,9 +8,11 @@ Recomputation for gradient checkpointing is not counted: these are the model's o
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
-from levanter.models.registry import LmConfig
+from levanter.models.architecture import Architecture
+
+D = TypeVar("D", bound=Architecture, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,18 @@ class FlopsPerToken:
         return 3 * self.scoring
 
 
+class CountsFlops(Protocol[D]):
+    """What counts a family's operations."""
+
+    def __call__(
+        self, config: D, /, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]
+    ) -> FlopsPerToken:
+        """Operations a token; see `flops_per_token`."""
+        ...
+
+
 def flops_per_token(
-    config: LmConfig, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]
+    config: Architecture, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]
 ) -> FlopsPerToken:
     """Operations a token in sequences of `context_length`.
 

@@ -1,140 +1,223 @@
-"""The model families: what `model: {type: …}` may name, and what every family's config answers.
+"""Model families by name: this project's own, and those of installed packages.
 
-A config is a frozen value that knows its axes and can build its model; it holds no array. `levanter.models` imports
-every family, and importing a family registers it here.
+`LmConfig` is what `model: {type: …}` names a subclass of. Which family it belongs to, and so how a model is made of it,
+is looked up here, by the name that its class is registered under:
+
+* ours are in `OWN`; `levanter.models` imports their configs, and the rest of one is imported when it is asked for;
+* a third party's is an entry point of the group `levanter.families`, in its package's metadata:
+
+      [project.entry-points."levanter.families"]
+      foo = "foo_models.family:FOO"
+
+Names of entry points are read from metadata and nothing is imported, so that a package which cannot be imported breaks
+those runs only that ask for it. A config.json whose `model_type` is nobody's among ours makes all packages be asked.
 """
 
-from abc import abstractmethod
+import functools
+import importlib
+import importlib.metadata
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import EntryPoint
+from types import MappingProxyType
+from typing import Any, Literal
 
 import draccus
 import jax
 from haliax import Axis
-from jax.typing import DTypeLike
 
 from haliax_ext.errors import nearest
-from levanter.layers.layer import LayerSpec
-from levanter.layers.part import AttentionGroup, merged_axes
+from haliax_ext.rules import WeightRules
+from levanter.models.architecture import Architecture
+from levanter.models.base import LmHeadModel
+from levanter.models.config_json import ConfigJson
+from levanter.models.family import Family
+from levanter.models.flops import FlopsPerToken
 
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
-    from levanter.models.base import LmHeadModel
+GROUP = "levanter.families"
+"""The group of entry points that are families."""
+
+OWN: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "levanter.models.llama.family:LLAMA",
+        "gpt2": "levanter.models.gpt2.family:GPT2",
+        "gpt_neox": "levanter.models.gpt_neox.family:GPT_NEOX",
+        "mistral": "levanter.models.mistral.family:MISTRAL",
+        "mixtral": "levanter.models.mixtral.family:MIXTRAL",
+        "qwen": "levanter.models.qwen.family:QWEN_2",
+        "qwen3": "levanter.models.qwen.family:QWEN_3",
+        "qwen3_moe": "levanter.models.mixtral.family:QWEN_3_MOE",
+        "gemma": "levanter.models.gemma.family:GEMMA_1",
+        "gemma2": "levanter.models.gemma.family:GEMMA_2",
+        "gemma3": "levanter.models.gemma.family:GEMMA_3",
+        "olmo2": "levanter.models.olmo.family:OLMO_2",
+        "olmo3": "levanter.models.olmo.family:OLMO_3",
+        "phi3": "levanter.models.phi.family:PHI_3",
+        "smollm3": "levanter.models.smollm3.family:SMOLLM3",
+    }
+)
+"""This project's families: where each is."""
+
+
+class FamilyError(ValueError):
+    """A family that an installed package says it has cannot be had."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmConfig(draccus.ChoiceRegistry):
-    """The architecture of a causal language model.
-
-    Attributes:
-        max_seq_len: the longest sequence the model is meant for.
-        vocab_size: rows of the embedding table; None leaves it to the tokenizer.
-        tokenizer: the tokenizer the model was made with, if it has its own.
-        reference_checkpoint: a Hugging Face checkpoint of this architecture.
-        cross_entropy_block_size: positions scored at a time; None is scoring's default.
-    """
-
-    max_seq_len: int = 2048
-    vocab_size: int | None = None
-    tokenizer: str | None = None
-    reference_checkpoint: str | None = None
-    cross_entropy_block_size: int | None = None
+class LmConfig(Architecture, draccus.ChoiceRegistry):
+    """The config of a causal language model, of one of the families."""
 
     @classmethod
-    def get_choice_class(cls, name: str) -> Any:
-        """The config class of a model family; an unknown name is an error that names the nearest ones."""
+    def choice_names(cls) -> tuple[str, ...]:
+        """Every name that `model: {type: …}` takes; those of packages that are not imported yet included."""
+        return tuple(dict.fromkeys((*cls.get_known_choices(), *family_names())))
+
+    @classmethod
+    def get_choice_class(cls, name: str) -> "type[LmConfig]":
+        """The config class of a name; imports the package whose family it is.
+
+        Raises:
+            FamilyError: the package cannot be imported.
+            ValueError: no family has the name.
+        """
         known = cls.get_known_choices()
         if name not in known:
-            close = nearest(name, known)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"model.type: {name!r} is not a model family ({', '.join(sorted(known))}){hint}")
+            names = cls.choice_names()
+            if name not in names:
+                close = nearest(name, names)
+                hint = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise ValueError(f"model.type: {name!r} is not a model family ({', '.join(sorted(names))}){hint}")
+            family_named(name)
         return known[name]
 
-    @property
-    @abstractmethod
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer is, first to last."""
-
-    @property
-    def axes(self) -> Mapping[str, Axis]:
-        """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
-        kinds = dict.fromkeys(self.layers)
-        return merged_axes((self.Embed, *(axis for kind in kinds for axis in kind.axes.values())))
-
-    @property
-    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism cuts in the layers; see `Part`."""
-        return tuple(dict.fromkeys(cut for kind in dict.fromkeys(self.layers) for cut in kind.tensor_axes))
-
-    @property
-    def saved_names(self) -> tuple[str, ...]:
-        """The names by which gradient checkpointing may keep activations of some layer."""
-        return tuple(dict.fromkeys(name for kind in dict.fromkeys(self.layers) for name in kind.saved))
-
-    @property
-    def auxiliary_weights(self) -> Mapping[str, float]:
-        """What auxiliary sums of the layers, by name, count in a training loss; what is not named is not made."""
-        return {}
-
-    @property
-    def max_Pos(self) -> Axis:
-        """The axis of positions at full length."""
-        return Axis("position", self.max_seq_len)
-
-    @property
-    def learned_positions(self) -> bool:
-        """Whether positions are rows of a table, so that there are `max_seq_len` of them and no more."""
-        return False
-
-    @property
-    @abstractmethod
-    def Embed(self) -> Axis:
-        """The axis of the residual stream."""
-
-    @abstractmethod
-    def build(self, Vocab: Axis, *, key: jax.Array) -> "LmHeadModel":
+    def build(self, Vocab: Axis, *, key: jax.Array) -> LmHeadModel:
         """A freshly initialized model; call it inside `jit` or `eval_shape`."""
+        return family_of(type(self)).build(Vocab, self, key=key)
 
-    @abstractmethod
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
+    def weight_rules(self, Vocab: Axis | None = None) -> WeightRules:
         """How the model's leaves come from Hugging Face tensors, and back.
 
         Args:
             Vocab: the model's vocabulary axis; where it is longer than `vocab_size`, a checkpoint may lack the added
                 rows.
         """
+        return family_of(type(self)).weight_rules(self, Vocab)
 
-    def matmul_parameters(self, vocab_size: int) -> int:
-        """Weights that multiply each token once in a forward pass, the output head included."""
-        return sum(layer.matmul_parameters for layer in self.layers) + vocab_size * self.Embed.size
+    def flops(self, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]) -> FlopsPerToken:
+        """Operations a token in sequences of `context_length`; see `models.flops.flops_per_token`."""
+        count = family_of(type(self)).flops
+        return count(self, vocab_size=vocab_size, context_length=context_length, attention=attention)
 
-    @property
-    def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Every layer's query features, by how far the layer sees."""
-        features: dict[int | None, int] = {}
-        for group in (group for layer in self.layers for group in layer.attention_groups):
-            features[group.window] = features.get(group.window, 0) + group.features
-        return tuple(AttentionGroup(features=n, window=window) for window, n in features.items())
 
-    @property
-    def attention_features(self) -> int:
-        """Features of all query heads of all layers: `layers · heads · head_size`."""
-        return sum(group.features for group in self.attention_groups)
+def family_names() -> tuple[str, ...]:
+    """The names of all families: ours, then those of packages. Imports none of them."""
+    return (*OWN, *(name for name in _third_party() if name not in OWN))
 
-    @property
-    def logit_soft_cap(self) -> float | None:
-        """Bound of the head's logits, `bound · tanh(logit / bound)`; None for none."""
-        return None
 
-    @abstractmethod
-    def for_platform(
-        self, platform: str, *, compute_dtype: DTypeLike, length: int | None = None
-    ) -> "tuple[LmConfig, tuple[str, ...]]":
-        """This config with open choices made for a platform, and one line of reason for each choice.
+def family_named(name: str) -> Family[Any]:
+    """The family of a name, one of `family_names`; its config class is registered with `LmConfig`.
 
-        Args:
-            platform: `cpu`, `gpu` or `tpu`.
-            compute_dtype: of activations.
-            length: tokens in a sequence; default `max_seq_len`.
-        """
+    Raises:
+        FamilyError: the package that has it cannot be imported, or holds something else; or two packages have it.
+    """
+    if name in OWN:
+        return _own(name)
+    found = _third_party()[name]
+    point, *others = found
+    if others:
+        raise FamilyError(
+            f"model family {name!r} comes from {len(found)} packages: {'; '.join(map(_source, found))}; "
+            "uninstall all but one"
+        )
+    return _loaded(point)
+
+
+def family_of(config_class: type[LmConfig]) -> Family[Any]:
+    """The family of a config class: its own, or that of the class it is derived from.
+
+    Raises:
+        ValueError: it has none.
+    """
+    names = {cls: name for name, cls in LmConfig.get_known_choices().items()}
+    known = family_names()
+    for cls in config_class.__mro__:
+        if names.get(cls) in known:
+            return family_named(names[cls])
+    raise ValueError(
+        f"{config_class.__name__} has no model family: {GROUP} has none by the name it is registered under "
+        f"({names.get(config_class, 'it is not registered')}); there are {', '.join(known)}"
+    )
+
+
+def families_of_config_json(model_type: str | None) -> Mapping[str, tuple[Family[Any], ConfigJson[Any]]]:
+    """The kinds of config.json that are known, by `model_type`: ours; packages' too, unless ours have `model_type`."""
+    own = {kind.model_type: (family, kind) for family in map(_own, OWN) for kind in family.config_json}
+    if model_type in own:
+        return own
+    loaded = [family for name in family_names() if name not in OWN and isinstance(family := _attempted(name), Family)]
+    return {kind.model_type: (family, kind) for family in loaded for kind in family.config_json} | own
+
+
+def broken_families() -> tuple[str, ...]:
+    """What is wrong with each family of a package that cannot be had; imports all of them."""
+    attempts = [_attempted(name) for name in family_names() if name not in OWN]
+    return tuple(str(error) for error in attempts if isinstance(error, FamilyError))
+
+
+def _attempted(name: str) -> Family[Any] | FamilyError:
+    try:
+        return family_named(name)
+    except FamilyError as error:
+        return error
+
+
+@functools.cache
+def _own(name: str) -> Family[Any]:
+    module, _, attribute = OWN[name].partition(":")
+    family = getattr(importlib.import_module(module), attribute)
+    assert isinstance(family, Family) and family.name == name, f"{OWN[name]} is not the family {name!r}"
+    return family
+
+
+def _third_party() -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Entry points of packages, by name."""
+    return _entry_points(tuple(sys.path))
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Read once for each value of Python's search path."""
+    del path
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for each in importlib.metadata.entry_points(group=GROUP):
+        found[each.name] = (*found.get(each.name, ()), each)
+    return MappingProxyType(found)
+
+
+def _source(point: EntryPoint) -> str:
+    """How messages call a package's entry point."""
+    package = "an unnamed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+    return f"{package} ({point.value})"
+
+
+@functools.cache
+def _loaded(point: EntryPoint) -> Family[Any]:
+    """The family of an entry point."""
+    said = f"model family {point.name!r} comes from the package {_source(point)}"
+    try:
+        family = point.load()
+    except Exception as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise FamilyError(f"{said}, which cannot be imported: {type(error).__name__}: {reason}") from error
+    if not isinstance(family, Family):
+        raise FamilyError(f"{said}, which is a {type(family).__name__}; expected a levanter.models.family.Family")
+    if family.name != point.name:
+        raise FamilyError(f"{said}, whose own name is {family.name!r}; they must be the same")
+    if not issubclass(family.config_class, LmConfig):
+        raise FamilyError(f"{said}, whose config {family.config_class.__name__} is not an LmConfig")
+    try:
+        LmConfig.register_subclass(point.name, family.config_class)
+    except ValueError as error:
+        raise FamilyError(f"{said}: {error}") from error
+    return family

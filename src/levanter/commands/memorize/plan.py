@@ -187,7 +187,7 @@ def model_block(config: Any) -> tuple[LmConfig | None, list[Check]]:
     except CheckpointError:
         return config.model, []
     try:
-        merged(config.model, checkpoint.bridged, where=checkpoint.where)
+        merged(config.model, checkpoint.config, where=checkpoint.where)
     except CheckpointError as error:
         free = written(config.model) - set(checkpoint.bridged.family.architecture_fields)
         model = replace(checkpoint.config, **{key: getattr(config.model, key) for key in sorted(free)})

@@ -16,14 +16,14 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.checkpoint import hf_config, open_checkpoint
-from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, read_config
+from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.hf.tokenizer import load as load_tokenizer
 from levanter.config import plain, written
 from levanter.data import PassthroughTokenizer, Tokenizer
-from levanter.models.registry import LmConfig
+from levanter.models.registry import LmConfig, family_of
 from levanter.models.vocabularies import known_vocabulary
 from levanter.run import Check
 
@@ -125,12 +125,12 @@ def find_origin(
         return _without_weights(reference, model, error, block_is_whole)
     architecture, replaced = None, []
     if block_yields and model is not None:
-        architecture, replaced = yielding(model, checkpoint.bridged, where=checkpoint.where)
+        architecture, replaced = yielding(model, checkpoint.config, where=checkpoint.where)
     return Origin(
         reference=reference,
         checkpoint=checkpoint,
         architecture=architecture
-        or merged(model, checkpoint.bridged, where=checkpoint.where, block_is_whole=block_is_whole),
+        or merged(model, checkpoint.config, where=checkpoint.where, block_is_whole=block_is_whole),
         description=checkpoint.description,
         stored=_stored(checkpoint.document),
         checks=(
@@ -142,29 +142,29 @@ def find_origin(
     )
 
 
-def yielding(model: LmConfig, bridged: BridgedConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
+def yielding(model: LmConfig, own: LmConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
     """The checkpoint's architecture whatever the block says of it, with the block's choices of how to run it.
 
     Returns:
         The config, and a note where the block said something else.
     """
     try:
-        return merged(model, bridged, where=where), []
+        return merged(model, own, where=where), []
     except CheckpointError as error:
-        free = written(model) - set(bridged.family.architecture_fields)
+        free = written(model) - set(family_of(type(own)).architecture_fields)
         # A block of another family has fields of its own.
-        own = {field.name for field in fields(bridged.config)}
-        config = replace(bridged.config, **{key: getattr(model, key) for key in sorted(free & own)})
+        shared = {field.name for field in fields(own)}
+        config = replace(own, **{key: getattr(model, key) for key in sorted(free & shared)})
         message = f"the checkpoint's architecture is taken, whatever the block says: {error}"
         return config, [Check(name="model block", status="note", message=message)]
 
 
-def merged(model: LmConfig | None, bridged: BridgedConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
+def merged(model: LmConfig | None, own: LmConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
     """The checkpoint's architecture with the user's choices of how to run it (backend, blocks, lengths).
 
     Args:
         model: the block; keys that are not written are taken from the checkpoint.
-        bridged: the checkpoint's.
+        own: the checkpoint's.
         where: how messages call its config.
         block_is_whole: what is not written in the block counts as well.
 
@@ -172,15 +172,15 @@ def merged(model: LmConfig | None, bridged: BridgedConfig, *, where: str, block_
         ConfigMismatchError: the block says something else of the architecture than the checkpoint.
     """
     if model is None:
-        return bridged.config
+        return own
     keys = written(model)
     block = {key: value for key, value in plain(model).items() if key in keys or key == "type"}
     if block_is_whole:
-        check_model_block({**plain(model), **block}, bridged, where=where)
-        return replace(model, vocab_size=bridged.config.vocab_size)
-    check_model_block(block, bridged, where=where)
-    free = keys - set(bridged.family.architecture_fields)
-    return replace(bridged.config, **{key: getattr(model, key) for key in sorted(free)})
+        check_model_block({**plain(model), **block}, own, where=where)
+        return replace(model, vocab_size=own.vocab_size)
+    check_model_block(block, own, where=where)
+    free = keys - set(family_of(type(own)).architecture_fields)
+    return replace(own, **{key: getattr(model, key) for key in sorted(free)})
 
 
 def _holds_weights(reference: str) -> bool:
@@ -203,11 +203,11 @@ def _without_weights(reference: str, model: LmConfig | None, error: CheckpointEr
     return Origin(
         reference=reference,
         checkpoint=None,
-        architecture=merged(model, bridged, where=where, block_is_whole=block_is_whole),
-        description=f"{where} ({bridged.family.model_type}, without its weights)",
+        architecture=merged(model, bridged.config, where=where, block_is_whole=block_is_whole),
+        description=f"{where} ({bridged.kind.model_type}, without its weights)",
         stored=stored,
         checks=(
-            Check(name="model", status="ok", message=f"{where} ({bridged.family.model_type})"),
+            Check(name="model", status="ok", message=f"{where} ({bridged.kind.model_type})"),
             *(Check(name="model", status="note", message=str(finding)) for finding in bridged.findings),
             _absent(error, stored),
         ),

@@ -21,12 +21,11 @@ from levanter.checkpoint import (
     same_names,
 )
 from levanter.commands.model.origin import PASSTHROUGH, Origin, from_block, merged
-from levanter.compat.hf.config_bridge import BridgedConfig, family_for
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.hf.tokenizer import load as load_tokenizer
 from levanter.config import ConfigError, parse_text, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
-from levanter.models.registry import LmConfig
+from levanter.models.registry import LmConfig, family_of
 from levanter.run import Check
 from levanter.trainer.state import MODEL
 
@@ -89,7 +88,7 @@ def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
     """
     assert model.vocab_size is not None
     fields = plain(model)
-    names = (*family_for(model).architecture_fields, *_ALSO)
+    names = (*family_of(type(model)).architecture_fields, *_ALSO)
     return {
         "model": {"type": fields["type"], **{name: fields[name] for name in names if name in fields}},
         "tokenizer": tokenizer,
@@ -146,13 +145,12 @@ def find_saved(path: str, model: LmConfig | None, *, key: str = "checkpoint_path
         found = open_saved(path)
     except MissingCheckpointError as error:
         return from_block(path, model, MissingCheckpointError(f"{key}: {error}"), rules=same_names, padded=True)
-    bridged = BridgedConfig(config=found.config, family=family_for(found.config), findings=())
     where = f"{found.ref.path}/metadata.json"
     (stored, *_) = (info.dtype for info in found.source.tensors.values() if info.dtype.kind not in "iub")
     return Origin(
         reference=found.tokenizer_name,
         checkpoint=found,
-        architecture=merged(model, bridged, where=where),
+        architecture=merged(model, found.config, where=where),
         description=found.description,
         stored=np.dtype(stored),
         checks=(Check(name="model", status="ok", message=found.description),),

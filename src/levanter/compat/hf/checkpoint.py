@@ -15,12 +15,12 @@ from levanter.compat.gguf import GgufSource, hf_document, open_gguf
 from levanter.compat.gguf import tokenizer as gguf_tokenizer
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
-from levanter.compat.hf.families import Finding
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.locate import Located, locate, locate_first
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary, load_from_repository
+from levanter.models.config_json import Finding
 from levanter.models.registry import LmConfig
 
 CONFIG = "config.json"
@@ -78,7 +78,7 @@ class PretrainedCheckpoint:
             kinds[info.dtype.name] = kinds.get(info.dtype.name, 0) + info.nbytes
         stored = self.quantization or max(kinds, key=lambda kind: kinds[kind])
         form = "GGUF" if self.quantization is not None else "safetensors"
-        return f"{self.ref} ({self.bridged.family.model_type}, {form} {stored}, {self.nbytes / 2**20:,.1f} MiB)"
+        return f"{self.ref} ({self.bridged.kind.model_type}, {form} {stored}, {self.nbytes / 2**20:,.1f} MiB)"
 
     def tokenizer(self) -> FastTokenizer:
         """The checkpoint's own tokenizer.
@@ -92,7 +92,7 @@ class PretrainedCheckpoint:
 
     def check_model_block(self, block: Mapping[str, Any], *, block_name: str = "model") -> None:
         """Holds the keys of a YAML `model:` block, as written, against the checkpoint's config."""
-        check_model_block(block, self.bridged, block_name=block_name, where=self.where)
+        check_model_block(block, self.config, block_name=block_name, where=self.where)
 
 
 def open_checkpoint(

@@ -16,11 +16,11 @@ import numpy as np
 from haliax_ext.errors import nearest
 from haliax_ext.sources import TensorInfo
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError, raise_if
-from levanter.compat.hf.families import FAMILIES, ExpectedTensor, Family, Fields, Finding
-from levanter.compat.hf.families.base import HARMLESS, Spelling
-from levanter.compat.hf.families.decoder import expected_tensors
+from levanter.compat.hf.expected_tensors import ExpectedTensor, expected_tensors
 from levanter.layers.activation import ACTIVATIONS
-from levanter.models.registry import LmConfig
+from levanter.models.config_json import HARMLESS, ConfigJson, Fields, Finding, Spelling
+from levanter.models.family import Family
+from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_names, family_of
 
 _DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 
@@ -31,31 +31,36 @@ class BridgedConfig:
 
     Attributes:
         config: ours.
-        family: how it crossed.
+        family: its family.
+        kind: which of the family's kinds of config.json it is.
         findings: fields that were not understood, to be shown to the user.
     """
 
     config: LmConfig
-    family: Family
+    family: Family[Any]
+    kind: ConfigJson[Any]
     findings: tuple[Finding, ...]
 
 
-def family_of(document: Mapping[str, Any], *, where: object) -> Family:
-    """The family of a config.json.
+def _kind_of(document: Mapping[str, Any], *, where: object) -> tuple[Family[Any], ConfigJson[Any]]:
+    """The family of a config.json, and which of its kinds it is.
 
     Raises:
-        UnknownModelError: its model type is not one this project implements; names the nearest one.
+        UnknownModelError: its model type is not one that a family knows; names the nearest one, and what is wrong with
+            packages whose families could not be asked.
     """
     model_type = document.get("model_type")
-    if isinstance(model_type, str) and model_type in FAMILIES:
-        return FAMILIES[model_type]
-    known = ", ".join(sorted(FAMILIES))
+    said = model_type if isinstance(model_type, str) else None
+    known = families_of_config_json(said)
+    if said is not None and said in known:
+        return known[said]
+    names = ", ".join(sorted(known))
     if model_type is None:
-        raise UnknownModelError(where, f"model_type is missing; known model types: {known}")
-    close = nearest(str(model_type), FAMILIES)
+        raise UnknownModelError(where, f"model_type is missing; known model types: {names}")
+    close = nearest(str(model_type), known)
     raise UnknownModelError(
         where,
-        f"unknown model type {model_type!r}; known model types: {known}",
+        [f"unknown model type {model_type!r}; known model types: {names}", *broken_families()],
         suggestion=f"the nearest known one is {close[0]!r}" if close else None,
     )
 
@@ -67,21 +72,27 @@ def read_config(document: Mapping[str, Any], *, where: object = "config.json") -
         UnknownModelError: unknown model type.
         CheckpointError: with everything in it that is missing, contradicts itself or cannot be computed here.
     """
-    family = family_of(document, where=where)
+    family, kind = _kind_of(document, where=where)
     fields = Fields(document)
-    config = family.read(fields)
+    config = kind.read(fields)
     fields.leftovers(HARMLESS)
     raise_if(CheckpointError, where, fields.problems)
     assert config is not None
-    return BridgedConfig(config=config, family=family, findings=tuple(fields.findings))
+    return BridgedConfig(config=config, family=family, kind=kind, findings=tuple(fields.findings))
 
 
-def family_for(config: LmConfig) -> Family:
-    """The family whose config class `config` is an instance of."""
-    for family in FAMILIES.values():
-        if type(config) is family.config_class:
-            return family
-    raise ValueError(f"{type(config).__name__} has no Hugging Face form; those that have: {', '.join(FAMILIES)}")
+def family_for(config: LmConfig) -> Family[Any]:
+    """The family whose config class `config` is an instance of, one with a Hugging Face form.
+
+    Raises:
+        ValueError: there is none; a class derived from a family's own has fields that a config.json has no words for.
+    """
+    family = family_of(type(config))
+    if type(config) is family.config_class and family.config_json:
+        return family
+    raise ValueError(
+        f"{type(config).__name__} has no Hugging Face form; families that have: {', '.join(family_names())}"
+    )
 
 
 def write_config(
@@ -103,8 +114,9 @@ def write_config(
         config = dataclasses.replace(config, vocab_size=vocab_size)
     if config.vocab_size is None:
         raise ValueError("model.vocab_size must be known to write config.json")
-    document = {"architectures": [family.architecture], "model_type": family.model_type}
-    document |= family.write(config, spelling)
+    kind = family.config_json[0]
+    document: dict[str, Any] = {"architectures": [kind.transformers_class], "model_type": kind.model_type}
+    document |= kind.write(config, spelling)
     if dtype is not None:
         document["dtype" if spelling == "transformers5" else "torch_dtype"] = dtype
     return document
@@ -166,7 +178,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_model_block(
-    block: Mapping[str, Any], bridged: BridgedConfig, *, block_name: str = "model", where: object = "config.json"
+    block: Mapping[str, Any], config: LmConfig, *, block_name: str = "model", where: object = "config.json"
 ) -> None:
     """Holds what the user's YAML says of the model against the checkpoint's own config.
 
@@ -175,7 +187,7 @@ def check_model_block(
 
     Args:
         block: the keys of the YAML block, as written.
-        bridged: the checkpoint's config.
+        config: the checkpoint's.
         block_name: how messages call the block.
         where: how messages call the checkpoint's config.
 
@@ -183,14 +195,13 @@ def check_model_block(
         ConfigMismatchError: with every key that disagrees, and both values.
     """
     problems = []
-    kind = block.get("type", bridged.family.config_class.get_choice_name(bridged.family.config_class))
-    own_kind = type(bridged.config).get_choice_name(type(bridged.config))
-    if kind != own_kind:
-        problems.append(f"{block_name}.type is {kind!r}, the checkpoint's model is {own_kind!r}")
-    for name in bridged.family.architecture_fields:
+    family = family_of(type(config))
+    if block.get("type", family.name) != family.name:
+        problems.append(f"{block_name}.type is {block['type']!r}, the checkpoint's model is {family.name!r}")
+    for name in family.architecture_fields:
         if name not in block:
             continue
-        problems += _compare(f"{block_name}.{name}", block[name], _effective(bridged.config, name), where)
+        problems += _compare(f"{block_name}.{name}", block[name], _effective(config, name), where)
     raise_if(
         ConfigMismatchError,
         f"{block_name}: against {where}",

@@ -262,6 +262,7 @@ class HFCheckpointConverter:
         }
         if asked := [name for name, value in refused.items() if value]:
             raise ValueError(f"{', '.join(asked)}: not supported; the folder has config.json, weights and tokenizer")
+        assert isinstance(model.config, LmConfig)
         export(
             model,
             model.config,

@@ -28,9 +28,9 @@ from levanter.compat.hf.export_place import INCOMPLETE as INCOMPLETE
 from levanter.compat.hf.export_place import ExportPathError as ExportPathError
 from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
-from levanter.compat.hf.rope import Spelling
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
 from levanter.models.base import LmHeadModel
+from levanter.models.config_json import Spelling
 from levanter.models.registry import LmConfig
 from levanter.processes.together import jit_together
 

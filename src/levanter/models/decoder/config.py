@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import jax
 from haliax import Axis
 from jax.typing import DTypeLike
 
@@ -26,9 +25,6 @@ from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.spec import Run, runs_of
 from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
-
-if TYPE_CHECKING:
-    from levanter.models.decoder.model import DecoderLmHeadModel
 
 C = TypeVar("C", bound="DecoderConfig")
 
@@ -259,11 +255,6 @@ class DecoderConfig(LmConfig):
     @property
     def axes(self) -> Mapping[str, Axis]:
         return {"layers": self.Layers, **super().axes}
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> "DecoderLmHeadModel":
-        from levanter.models.decoder.model import DecoderLmHeadModel
-
-        return DecoderLmHeadModel.init(Vocab, self, key=key)
 
     @property
     def requested_backend(self) -> str | None:

@@ -10,9 +10,6 @@ window to one without, and turns those with another rotary base.
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from haliax import Axis
 
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, PRE_NORMS, NormPlace
@@ -21,9 +18,6 @@ from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @LmConfig.register_subclass("gemma")
@@ -112,11 +106,6 @@ class Gemma2Config(WindowedConfig, GemmaConfig):
     @property
     def logit_soft_cap(self) -> float | None:
         return self.final_logit_softcapping
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.gemma.weights import rules
-
-        return rules(self, Vocab)
 
 
 @LmConfig.register_subclass("gemma3")

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from haliax import Axis
 
@@ -13,9 +12,6 @@ from levanter.layers.norm import NormSpec
 from levanter.layers.rotary import DefaultRotaryConfig
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @LmConfig.register_subclass("gpt2")
@@ -102,8 +98,3 @@ class Gpt2Config(DecoderConfig):
             if getattr(self, name):
                 problems.append(f"model.{name} is {getattr(self, name)}: there is no dropout here; set it to 0")
         return problems
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.gpt2.weights import rules
-
-        return rules(self, Vocab)

@@ -5,7 +5,6 @@ The defaults are GPT-NeoX-20B's. Upstream does not have the family, so that fiel
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from haliax import Axis
 
@@ -15,9 +14,6 @@ from levanter.layers.norm import NormSpec
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @LmConfig.register_subclass("gpt_neox")
@@ -76,8 +72,3 @@ class GptNeoxConfig(DecoderConfig):
         if self.KVHead.size != self.num_heads:
             problems.append(f"model.num_kv_heads is {self.num_kv_heads}; a GPT-NeoX has as many as num_heads")
         return problems
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.gpt_neox.weights import rules
-
-        return rules(self, Vocab)

@@ -6,9 +6,6 @@ Touvron et al., arXiv:2302.13971; Llama 3, arXiv:2407.21783.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from haliax import Axis
 
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, PRE_NORMS, NormPlace
@@ -16,9 +13,6 @@ from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @LmConfig.register_subclass("llama")
@@ -85,8 +79,3 @@ class LlamaConfig(DecoderConfig):
     @property
     def normed_embedding(self) -> bool:
         return self.input_embedding_norm
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.llama.weights import rules
-
-        return rules(self, Vocab)

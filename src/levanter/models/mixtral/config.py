@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from haliax import Axis
 
@@ -15,9 +15,6 @@ from levanter.models.decoder.config import DecoderConfig
 from levanter.models.mistral.config import MistralConfig
 from levanter.models.qwen.config import Qwen3Config
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +111,6 @@ class MixtralConfig(RoutedConfig, MistralConfig):
             )
         return problems
 
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.mixtral.weights import mixtral_rules
-
-        return mixtral_rules(self, Vocab)
-
 
 @LmConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +176,3 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
         if self.moe_intermediate_dim < 1:
             problems.append(f"model.moe_intermediate_dim must be positive, got {self.moe_intermediate_dim}")
         return problems
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.mixtral.weights import qwen3_moe_rules
-
-        return qwen3_moe_rules(self, Vocab)

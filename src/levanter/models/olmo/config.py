@@ -6,9 +6,6 @@ OLMo 3 gives three layers in four a sliding window, and turns those without YaRN
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from haliax import Axis
 
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, NormPlace
@@ -17,9 +14,6 @@ from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @LmConfig.register_subclass("olmo2")
@@ -47,11 +41,6 @@ class Olmo2Config(LlamaConfig):
     @property
     def attention(self) -> AttentionSpec:
         return dataclasses.replace(super().attention, norm=self.norm, normed="all heads")
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.olmo.weights import rules
-
-        return rules(self, Vocab)
 
     def _problems(self) -> list[str]:
         problems = super()._problems()

@@ -5,15 +5,9 @@ Some rotate a part of each head only, and some stretch their context with LongRo
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from haliax import Axis
 
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
-
-if TYPE_CHECKING:
-    from haliax_ext.rules import WeightRules
 
 
 @LmConfig.register_subclass("phi3")
@@ -39,8 +33,3 @@ class Phi3Config(LlamaConfig):
         plain = ("use_bias", "attention_bias", "mlp_bias", "use_qk_norm", "hybrid_norm", "input_embedding_norm")
         problems = [f"model.{name}: a Phi-3 has none" for name in plain if getattr(self, name)]
         return problems + super()._problems()
-
-    def weight_rules(self, Vocab: Axis | None = None) -> "WeightRules":
-        from levanter.models.phi.weights import rules
-
-        return rules(self, Vocab)

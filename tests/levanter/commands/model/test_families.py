@@ -25,10 +25,10 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.train import train_lm
-from levanter.compat.hf.families import FAMILIES
 from levanter.config import load
 from levanter.main import plan
 from levanter.memorization.results import BookResult, Scheme
+from levanter.models.registry import OWN, family_named
 
 TEXT = "\n".join(TEXTS) * 6
 
@@ -94,7 +94,7 @@ DEFAULT = ("gemma3", "phi3")
 
 def test_every_family_is_here():
     own = {transformers_config(name).model_type for name in ESSENTIAL}
-    assert own == set(FAMILIES) - {"gemma3"}  # the same text model inside of one that sees
+    assert own == {family_named(name).config_json[0].model_type for name in OWN}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from helpers.hf_folder import CONFIG, tensors
 from haliax_ext.sources import TensorInfo
 from levanter.compat.hf.config_bridge import check_model_block, check_tensors, read_config, write_config
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError
-from levanter.compat.hf.families import FAMILIES
 from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import families_of_config_json
 
 LLAMA32_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -102,7 +102,7 @@ def refusal(error=CheckpointError, **fields) -> str:
     return str(caught.value).removeprefix("m/config.json: ")
 
 
-KNOWN = ", ".join(sorted(FAMILIES))
+KNOWN = ", ".join(sorted(families_of_config_json("llama")))
 
 
 def test_unknown_model_types():
@@ -215,18 +215,20 @@ def test_dtypes_that_disagree(key):
 
 def test_a_model_block_that_agrees_or_leaves_things_open():
     bridged = read_config(LLAMA32_1B)
-    check_model_block({}, bridged)
-    check_model_block({"type": "llama", "max_seq_len": 1024, "attn_backend": "blockwise", "head_dim": None}, bridged)
+    check_model_block({}, bridged.config)
+    check_model_block(
+        {"type": "llama", "max_seq_len": 1024, "attn_backend": "blockwise", "head_dim": None}, bridged.config
+    )
     rope = {"type": "llama3", "theta": 500000, "factor": 32}
-    check_model_block({"hidden_dim": 2048, "layer_norm_epsilon": 1e-5, "head_dim": 64, "rope": rope}, bridged)
-    check_model_block({"layer_norm_epsilon": float(np.float32(1e-5))}, bridged)
+    check_model_block({"hidden_dim": 2048, "layer_norm_epsilon": 1e-5, "head_dim": 64, "rope": rope}, bridged.config)
+    check_model_block({"layer_norm_epsilon": float(np.float32(1e-5))}, bridged.config)
 
 
 def test_a_model_block_that_disagrees_names_both_sides():
     block = {"type": "llama", "hidden_dim": 4096, "num_layers": 16, "rope": {"type": "default", "theta": 10000.0}}
     block |= {"tie_word_embeddings": False}
     with pytest.raises(ConfigMismatchError) as caught:
-        check_model_block(block, read_config(LLAMA32_1B), where="meta-llama/Llama-3.2-1B/config.json")
+        check_model_block(block, read_config(LLAMA32_1B).config, where="meta-llama/Llama-3.2-1B/config.json")
     assert str(caught.value) == (
         "model: against meta-llama/Llama-3.2-1B/config.json: 4 problems:\n"
         "  [1] model.hidden_dim is 4096, meta-llama/Llama-3.2-1B/config.json says 2048\n"
@@ -236,4 +238,4 @@ def test_a_model_block_that_disagrees_names_both_sides():
         "  → remove these keys to take the checkpoint's own"
     )
     with pytest.raises(ConfigMismatchError, match=r"model\.type is 'gpt2', the checkpoint's model is 'llama'"):
-        check_model_block({"type": "gpt2"}, read_config(LLAMA32_1B))
+        check_model_block({"type": "gpt2"}, read_config(LLAMA32_1B).config)

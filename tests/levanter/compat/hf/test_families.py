@@ -208,11 +208,11 @@ def test_a_model_block_is_held_against_the_checkpoint():
         "final_logit_softcapping": 30.0,
         "activation_function": "gelu_new",
     }
-    check_model_block(block, bridged)
+    check_model_block(block, bridged.config)
     with pytest.raises(CheckpointError, match=r"model\.sliding_window is 128, config\.json says 4096"):
-        check_model_block({"type": "gemma2", "sliding_window": 128}, bridged)
+        check_model_block({"type": "gemma2", "sliding_window": 128}, bridged.config)
     with pytest.raises(CheckpointError, match=r"model\.type is 'llama', the checkpoint's model is 'gemma2'"):
-        check_model_block({"type": "llama"}, bridged)
+        check_model_block({"type": "llama"}, bridged.config)
 
 
 def test_gelu_is_what_transformers_takes_it_for():

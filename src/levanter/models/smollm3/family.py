@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import (
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import (
     NO_TOKENS,
     Absent,
     layer_types,
@@ -11,13 +11,15 @@ from levanter.compat.hf.families.decoder import (
     read_layer_types,
     write_decoder,
 )
-from levanter.models.registry import LmConfig
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.family import Family
+from levanter.models.llama.weights import rules
 from levanter.models.smollm3.config import SmolLM3Config
 
-_ARCHITECTURE = "SmolLM3ForCausalLM"
+_CLASS = "SmolLM3ForCausalLM"
 
 
-def _read(fields: Fields) -> LmConfig | None:
+def _read(fields: Fields) -> SmolLM3Config | None:
     interval = fields.size("no_rope_layer_interval", 4)
     layers = fields.size("num_hidden_layers", required=True)
     given = fields.get("no_rope_layers", list)
@@ -27,7 +29,7 @@ def _read(fields: Fields) -> LmConfig | None:
         fields,
         SmolLM3Config,
         name="SmolLM3",
-        architecture=_ARCHITECTURE,
+        transformers_class=_CLASS,
         absent=Absent(kv_heads=4, context=32768, tied=True, theta=2_000_000.0),
         no_rope_layer_interval=interval,
         no_rope_layers=None if given is None or list(given) == own else tuple(given),
@@ -51,10 +53,10 @@ def _write(config: SmolLM3Config, spelling: Spelling) -> dict[str, Any]:
     )
 
 
-FAMILY = Family(
-    model_type="smollm3",
-    architecture=_ARCHITECTURE,
+SMOLLM3 = Family(
+    name="smollm3",
     config_class=SmolLM3Config,
-    read=_read,
-    write=_write,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="smollm3", transformers_class=_CLASS, read=_read, write=_write),),
 )

@@ -1,18 +1,19 @@
 """Qwen2 and Qwen2.5 (`model_type: qwen2`), and Qwen3 (`qwen3`)."""
 
-import dataclasses
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import (
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import (
     Absent,
     layer_types,
     read_decoder,
     read_layer_types,
     write_decoder,
 )
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.family import Family
+from levanter.models.llama.weights import rules
 from levanter.models.qwen.config import Qwen3Config, QwenConfig
-from levanter.models.registry import LmConfig
 
 _WINDOW = 4096
 _FULL_LAYERS = 28
@@ -29,7 +30,7 @@ def _windows(fields: Fields) -> dict[str, Any]:
     return found if used else {"use_sliding_window": False}
 
 
-def _read_2(fields: Fields) -> LmConfig | None:
+def _read_2(fields: Fields) -> QwenConfig | None:
     windows = _windows(fields)
     fields.seen.add("layer_types")
     absent = Absent(context=32768)
@@ -37,7 +38,7 @@ def _read_2(fields: Fields) -> LmConfig | None:
         fields,
         QwenConfig,
         name="Qwen2",
-        architecture="Qwen2ForCausalLM",
+        transformers_class="Qwen2ForCausalLM",
         absent=absent,
         biases=(),
         **windows,
@@ -45,14 +46,14 @@ def _read_2(fields: Fields) -> LmConfig | None:
     return read_layer_types(fields, found)
 
 
-def _read_3(fields: Fields) -> LmConfig | None:
+def _read_3(fields: Fields) -> Qwen3Config | None:
     windows = _windows(fields)
     fields.seen.add("layer_types")
     found = read_decoder(
         fields,
         Qwen3Config,
         name="Qwen3",
-        architecture="Qwen3ForCausalLM",
+        transformers_class="Qwen3ForCausalLM",
         absent=Absent(context=32768, head_dim=128),
         biases=("attention_bias",),
         **windows,
@@ -71,12 +72,16 @@ def _write(config: QwenConfig | Qwen3Config, spelling: Spelling) -> dict[str, An
 
 
 QWEN_2 = Family(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
+    name="qwen",
     config_class=QwenConfig,
-    read=_read_2,
-    write=_write,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="qwen2", transformers_class="Qwen2ForCausalLM", read=_read_2, write=_write),),
 )
-QWEN_3 = dataclasses.replace(
-    QWEN_2, model_type="qwen3", architecture="Qwen3ForCausalLM", config_class=Qwen3Config, read=_read_3
+QWEN_3 = Family(
+    name="qwen3",
+    config_class=Qwen3Config,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="qwen3", transformers_class="Qwen3ForCausalLM", read=_read_3, write=_write),),
 )

@@ -1,16 +1,17 @@
-"""What a model family must know to cross between config.json and our config: a `Family`.
+"""What a model family must know to cross between config.json and our config: a `ConfigJson`.
 
 A *field* is a key of config.json. Each is read through `Fields`, which remembers what was asked for; what nobody asked
 for, is not known to be harmless and is not null, is a `Finding` at the end. So a new field that changes the numbers is
 never passed over in silence.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from levanter.models.registry import LmConfig
+from levanter.models.architecture import Architecture
+
+C = TypeVar("C", bound=Architecture)
 
 Spelling = Literal["transformers4", "transformers5"]
 """Whose field names a config.json has."""
@@ -30,15 +31,6 @@ HARMLESS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Fields of any model that name files, steer generation or the library, and leave log-probabilities alone."""
-
-
-RUNNING = frozenset(
-    """
-    max_seq_len tokenizer reference_checkpoint cross_entropy_block_size initializer_range attn_backend
-    use_flash_attention flash_attention_block_size upcast_attn scan_layers gradient_checkpointing
-    """.split()  # noqa: SIM905
-)
-"""Fields of our configs that say how a model is run or made, not what it is."""
 
 
 @dataclass(frozen=True)
@@ -123,40 +115,17 @@ class Fields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """How one `model_type` crosses over.
+class ConfigJson(Generic[C]):
+    """One kind of config.json, of one `model_type`, to a family's config and back.
 
     Attributes:
-        model_type: as in config.json.
-        architecture: the class that transformers builds, for `architectures`.
-        config_class: our config.
-        read: config.json fields → our config.
-        write: our config, and for which transformers → config.json fields.
+        model_type: as the file says it.
+        transformers_class: the class that transformers builds, for `architectures`.
+        read: fields to our config; None after a problem, which is then in the fields.
+        write: our config, and for which transformers, to fields.
     """
 
     model_type: str
-    architecture: str
-    config_class: type[LmConfig]
-    read: Callable[[Fields], LmConfig | None]
-    write: Callable[[Any, Spelling], dict[str, Any]]
-
-    @property
-    def architecture_fields(self) -> tuple[str, ...]:
-        """Fields of our config that change what the model computes, or its weights."""
-        names = [field.name for field in dataclasses.fields(self.config_class)]
-        return tuple(name for name in names if name not in RUNNING)
-
-
-@dataclass(frozen=True)
-class ExpectedTensor:
-    """Tensors of one shape that a config implies.
-
-    Attributes:
-        names: what a checkpoint calls them, all spellings.
-        shape: of each.
-        reason: the shape in the words of config.json.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    reason: str
+    transformers_class: str
+    read: Callable[[Fields], C | None]
+    write: Callable[[C, Spelling], dict[str, Any]]

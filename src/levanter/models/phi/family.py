@@ -3,20 +3,22 @@
 from types import MappingProxyType
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import NO_TOKENS, Absent, read_decoder, write_decoder
-from levanter.compat.hf.rope import read_rope
 from levanter.layers.rotary import LongRotaryConfig
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import NO_TOKENS, Absent, read_decoder, write_decoder
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.rope_json import read_rope
+from levanter.models.family import Family
 from levanter.models.phi.config import Phi3Config
-from levanter.models.registry import LmConfig
+from levanter.models.phi.weights import rules
 
-_ARCHITECTURE = "Phi3ForCausalLM"
+_CLASS = "Phi3ForCausalLM"
 _CONTEXT = 4096
 _RENAMED = MappingProxyType({"su": "longrope", "yarn": "longrope"})
 """Early files of Phi-3 call LongRoPE by other names."""
 
 
-def _read(fields: Fields) -> LmConfig | None:
+def _read(fields: Fields) -> Phi3Config | None:
     window = fields.get("sliding_window", int)
     context = fields.size("max_position_embeddings", _CONTEXT)
     original = fields.size("original_max_position_embeddings", _CONTEXT)
@@ -27,7 +29,7 @@ def _read(fields: Fields) -> LmConfig | None:
         fields,
         Phi3Config,
         name="Phi-3",
-        architecture=_ARCHITECTURE,
+        transformers_class=_CLASS,
         absent=Absent(context=_CONTEXT, epsilon=1e-5),
         rope=rope,
         reads_rope=True,
@@ -44,10 +46,10 @@ def _write(config: Phi3Config, spelling: Spelling) -> dict[str, Any]:
     return document
 
 
-FAMILY = Family(
-    model_type="phi3",
-    architecture=_ARCHITECTURE,
+PHI_3 = Family(
+    name="phi3",
     config_class=Phi3Config,
-    read=_read,
-    write=_write,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="phi3", transformers_class=_CLASS, read=_read, write=_write),),
 )

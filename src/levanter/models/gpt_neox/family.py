@@ -3,13 +3,15 @@
 from types import MappingProxyType
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import Absent, read_decoder, write_sizes
-from levanter.compat.hf.rope import DEFAULT_THETA, read_rope, write_rope
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import Absent, read_decoder, write_sizes
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope, write_rope
+from levanter.models.family import Family
 from levanter.models.gpt_neox.config import GptNeoxConfig
-from levanter.models.registry import LmConfig
+from levanter.models.gpt_neox.weights import rules
 
-_ARCHITECTURE = "GPTNeoXForCausalLM"
+_CLASS = "GPTNeoXForCausalLM"
 _CONTEXT, _SHARE = 2048, 0.25
 _EPSILON = "layer_norm_eps"
 _FLAT = MappingProxyType({"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
@@ -25,7 +27,7 @@ _SIZES = MappingProxyType(
 )
 
 
-def _read(fields: Fields) -> LmConfig | None:
+def _read(fields: Fields) -> GptNeoxConfig | None:
     context = fields.size("max_position_embeddings", _CONTEXT)
     for unread in _DROPOUT:
         fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
@@ -39,7 +41,7 @@ def _read(fields: Fields) -> LmConfig | None:
         fields,
         GptNeoxConfig,
         name="GPT-NeoX",
-        architecture=_ARCHITECTURE,
+        transformers_class=_CLASS,
         absent=Absent(sizes=_SIZES, context=_CONTEXT, epsilon=1e-5, activation="gelu"),
         epsilon_field=_EPSILON,
         rope=read_rope(fields, max_position_embeddings=context, partial=True, share=_SHARE, flat=_FLAT),
@@ -66,10 +68,10 @@ def _write(config: GptNeoxConfig, spelling: Spelling) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    model_type="gpt_neox",
-    architecture=_ARCHITECTURE,
+GPT_NEOX = Family(
+    name="gpt_neox",
     config_class=GptNeoxConfig,
-    read=_read,
-    write=_write,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="gpt_neox", transformers_class=_CLASS, read=_read, write=_write),),
 )

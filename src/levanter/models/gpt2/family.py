@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import DIFFERENT_LAYERS, forbid_foreign
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import DIFFERENT_LAYERS, forbid_foreign
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.family import Family
 from levanter.models.gpt2.config import Gpt2Config
-from levanter.models.registry import LmConfig
+from levanter.models.gpt2.weights import rules
 
-_ARCHITECTURE = "GPT2LMHeadModel"
+_CLASS = "GPT2LMHeadModel"
 _DROPOUT = "dropout is left out (it matters in training only)"
 _OF_OTHER_HEADS = (
     *("summary_activation", "summary_first_dropout", "summary_last_dropout", "summary_proj_to_labels"),
@@ -23,7 +25,7 @@ def _size(fields: Fields, name: str, others: str, default: int) -> int:
     return found
 
 
-def _read(fields: Fields) -> LmConfig | None:
+def _read(fields: Fields) -> Gpt2Config | None:
     sizes = {
         "max_seq_len": _size(fields, "n_positions", "max_position_embeddings", fields.size("n_ctx", 1024)),
         "hidden_dim": _size(fields, "n_embd", "hidden_size", 768),
@@ -45,7 +47,7 @@ def _read(fields: Fields) -> LmConfig | None:
     upcast = fields.get("reorder_and_upcast_attn", bool, False)
     for unread in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         fields.note(unread, [0, 0.0, 0.1], _DROPOUT)
-    fields.note("architectures", [None, [_ARCHITECTURE]], f"read as {_ARCHITECTURE}")
+    fields.note("architectures", [None, [_CLASS]], f"read as {_CLASS}")
     fields.seen.update((*_OF_OTHER_HEADS, "n_ctx"))
     forbid_foreign(fields, name="GPT-2", layers=sizes["num_layers"])
     if fields.problems:
@@ -90,10 +92,10 @@ def _write(config: Gpt2Config, spelling: Spelling) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    model_type="gpt2",
-    architecture=_ARCHITECTURE,
+GPT2 = Family(
+    name="gpt2",
     config_class=Gpt2Config,
-    read=_read,
-    write=_write,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="gpt2", transformers_class=_CLASS, read=_read, write=_write),),
 )

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import (
+from levanter.layers.rotary import DefaultRotaryConfig
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import (
     NO_TOKENS,
     Absent,
     layer_types,
@@ -11,27 +12,28 @@ from levanter.compat.hf.families.decoder import (
     read_layer_types,
     write_decoder,
 )
-from levanter.compat.hf.rope import read_rope_by_layer_type, write_rope_by_layer_type
-from levanter.layers.rotary import DefaultRotaryConfig
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
+from levanter.models.family import Family
 from levanter.models.olmo.config import Olmo2Config, Olmo3Config
-from levanter.models.registry import LmConfig
+from levanter.models.olmo.weights import rules
 
 _THETA = 500_000.0
 _BIASES = ("attention_bias",)
 
 
-def _read_2(fields: Fields) -> LmConfig | None:
+def _read_2(fields: Fields) -> Olmo2Config | None:
     return read_decoder(
         fields,
         Olmo2Config,
         name="OLMo 2",
-        architecture="Olmo2ForCausalLM",
+        transformers_class="Olmo2ForCausalLM",
         absent=Absent(epsilon=1e-5),
         biases=_BIASES,
     )
 
 
-def _read_3(fields: Fields) -> LmConfig | None:
+def _read_3(fields: Fields) -> Olmo3Config | None:
     window = fields.unless_null("sliding_window", int, 4096)
     fields.seen.add("layer_types")
     context = fields.size("max_position_embeddings", 2048)
@@ -49,7 +51,7 @@ def _read_3(fields: Fields) -> LmConfig | None:
         fields,
         Olmo3Config,
         name="OLMo 3",
-        architecture="Olmo3ForCausalLM",
+        transformers_class="Olmo3ForCausalLM",
         absent=Absent(epsilon=1e-5),
         rope=whole,
         reads_rope=True,
@@ -73,16 +75,16 @@ def _write_3(config: Olmo3Config, spelling: Spelling) -> dict[str, Any]:
 
 
 OLMO_2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
+    name="olmo2",
     config_class=Olmo2Config,
-    read=_read_2,
-    write=_write_2,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="olmo2", transformers_class="Olmo2ForCausalLM", read=_read_2, write=_write_2),),
 )
 OLMO_3 = Family(
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
+    name="olmo3",
     config_class=Olmo3Config,
-    read=_read_3,
-    write=_write_3,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="olmo3", transformers_class="Olmo3ForCausalLM", read=_read_3, write=_write_3),),
 )

@@ -1,10 +1,10 @@
 """Gemma 1, 2 and 3: `model_type` gemma, gemma2, gemma3_text, and the text model of gemma3."""
 
-import dataclasses
 from typing import Any
 
-from levanter.compat.hf.families.base import HARMLESS, Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import (
+from levanter.layers.rotary import DefaultRotaryConfig
+from levanter.models.config_json import HARMLESS, ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import (
     DIFFERENT_LAYERS,
     PLAIN,
     Absent,
@@ -13,11 +13,14 @@ from levanter.compat.hf.families.decoder import (
     read_layer_types,
     write_decoder,
 )
-from levanter.compat.hf.rope import read_rope_by_layer_type, write_rope_by_layer_type
-from levanter.layers.rotary import DefaultRotaryConfig
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
+from levanter.models.family import Family
 from levanter.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
-from levanter.models.registry import LmConfig
+from levanter.models.gemma.weights import rules
+from levanter.models.llama.weights import rules as llama_rules
 
+_GEMMA_3 = "Gemma3ForCausalLM"
 _GELU = "gelu_pytorch_tanh"
 _BIASES = ("attention_bias",)
 _SIZES = {
@@ -51,12 +54,12 @@ def _activation_of_1(fields: Fields) -> str:
     return next(iter(meant), _GELU)
 
 
-def _read_1(fields: Fields) -> LmConfig | None:
+def _read_1(fields: Fields) -> GemmaConfig | None:
     return read_decoder(
         fields,
         GemmaConfig,
         name="Gemma",
-        architecture="GemmaForCausalLM",
+        transformers_class="GemmaForCausalLM",
         absent=Absent(kv_heads=None, head_dim=256, context=8192, tied=True),
         activation=_activation_of_1(fields),
         biases=_BIASES,
@@ -70,7 +73,7 @@ def _windowed(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _read_2(fields: Fields) -> LmConfig | None:
+def _read_2(fields: Fields) -> Gemma2Config | None:
     more = _windowed(fields)
     for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         more[name] = fields.unless_null(name, float, default)
@@ -79,7 +82,7 @@ def _read_2(fields: Fields) -> LmConfig | None:
         fields,
         Gemma2Config,
         name="Gemma 2",
-        architecture="Gemma2ForCausalLM",
+        transformers_class="Gemma2ForCausalLM",
         absent=Absent(sizes=_SIZES, kv_heads=4, head_dim=256, context=8192, tied=True),
         activation=_activation(fields),
         biases=_BIASES,
@@ -88,7 +91,7 @@ def _read_2(fields: Fields) -> LmConfig | None:
     return read_layer_types(fields, found)
 
 
-def _read_3(fields: Fields) -> LmConfig | None:
+def _read_3(fields: Fields) -> Gemma3Config | None:
     more = _windowed(fields)
     fields.forbid("use_bidirectional_attention", [False], "only causal attention is meant here")
     fields.forbid("attn_logit_softcapping", [], "transformers reads it and does not apply it")
@@ -109,7 +112,7 @@ def _read_3(fields: Fields) -> LmConfig | None:
         fields,
         Gemma3Config,
         name="Gemma 3",
-        architecture="Gemma3ForCausalLM",
+        transformers_class=_GEMMA_3,
         absent=Absent(sizes={**_SIZES, "vocab_size": 262_208}, kv_heads=4, head_dim=256, context=131_072, tied=True),
         activation=_activation(fields),
         biases=_BIASES,
@@ -121,7 +124,7 @@ def _read_3(fields: Fields) -> LmConfig | None:
     return read_layer_types(fields, found)
 
 
-def _read_3_with_vision(fields: Fields) -> LmConfig | None:
+def _read_3_with_vision(fields: Fields) -> Gemma3Config | None:
     """The text model of one that also sees; the rest of the document is about the other half."""
     text = fields.get("text_config", dict, required=True)
     if text is None:
@@ -187,24 +190,29 @@ def _write_3(config: Gemma3Config, spelling: Spelling) -> dict[str, Any]:
 
 
 GEMMA_1 = Family(
-    model_type="gemma",
-    architecture="GemmaForCausalLM",
+    name="gemma",
     config_class=GemmaConfig,
-    read=_read_1,
-    write=_write_1,
+    build=DecoderLmHeadModel.init,
+    weight_rules=llama_rules,
+    config_json=(ConfigJson(model_type="gemma", transformers_class="GemmaForCausalLM", read=_read_1, write=_write_1),),
 )
 GEMMA_2 = Family(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
+    name="gemma2",
     config_class=Gemma2Config,
-    read=_read_2,
-    write=_write_2,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(
+        ConfigJson(model_type="gemma2", transformers_class="Gemma2ForCausalLM", read=_read_2, write=_write_2),
+    ),
 )
 GEMMA_3 = Family(
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
+    name="gemma3",
     config_class=Gemma3Config,
-    read=_read_3,
-    write=_write_3,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(
+        # A Gemma 3 is written as text only.
+        ConfigJson(model_type="gemma3_text", transformers_class=_GEMMA_3, read=_read_3, write=_write_3),
+        ConfigJson(model_type="gemma3", transformers_class=_GEMMA_3, read=_read_3_with_vision, write=_write_3),
+    ),
 )
-GEMMA_3_WITH_VISION = dataclasses.replace(GEMMA_3, model_type="gemma3", read=_read_3_with_vision)

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from haliax_ext.errors import nearest
-from levanter.compat.hf.families.base import Fields, Finding, Spelling
 from levanter.layers.rotary import (
     DefaultRotaryConfig,
     DynamicRotaryConfig,
@@ -21,6 +20,7 @@ from levanter.layers.rotary import (
     RotaryConfig,
     YarnRotaryConfig,
 )
+from levanter.models.config_json import Fields, Finding, Spelling
 
 DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"

@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import PLAIN, Absent, read_decoder, write_decoder
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import PLAIN, Absent, read_decoder, write_decoder
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.family import Family
 from levanter.models.mixtral.config import MixtralConfig, Qwen3MoeConfig
-from levanter.models.registry import LmConfig
+from levanter.models.mixtral.weights import mixtral_rules, qwen3_moe_rules
 
 _MIXTRAL, _QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 _JITTER = "noise on the router's input is left out (it matters in training only)"
@@ -16,13 +18,13 @@ def _experts(fields: Fields, default: int) -> int:
     return fields.size("num_local_experts", fields.size("num_experts", default))
 
 
-def _read_mixtral(fields: Fields) -> LmConfig | None:
+def _read_mixtral(fields: Fields) -> MixtralConfig | None:
     fields.note("router_jitter_noise", [0, 0.0], _JITTER)
     return read_decoder(
         fields,
         MixtralConfig,
         name="Mixtral",
-        architecture=_MIXTRAL,
+        transformers_class=_MIXTRAL,
         absent=Absent(kv_heads=8, context=131_072, epsilon=1e-5, theta=1e6),
         biases=(),
         sliding_window=fields.get("sliding_window", int),
@@ -42,7 +44,7 @@ def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
     }
 
 
-def _read_qwen(fields: Fields) -> LmConfig | None:
+def _read_qwen(fields: Fields) -> Qwen3MoeConfig | None:
     windowed = fields.get("use_sliding_window", bool, False)
     # In transformers every layer of this family has the window, whatever this says.
     fields.seen.add("max_window_layers")
@@ -50,7 +52,7 @@ def _read_qwen(fields: Fields) -> LmConfig | None:
         fields,
         Qwen3MoeConfig,
         name="Qwen3 with experts",
-        architecture=_QWEN,
+        transformers_class=_QWEN,
         biases=("attention_bias",),
         absent=Absent(kv_heads=4, context=32_768),
         moe_intermediate_dim=fields.size("moe_intermediate_size", 768),
@@ -84,16 +86,18 @@ def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
 
 
 MIXTRAL = Family(
-    model_type="mixtral",
-    architecture=_MIXTRAL,
+    name="mixtral",
     config_class=MixtralConfig,
-    read=_read_mixtral,
-    write=_write_mixtral,
+    build=DecoderLmHeadModel.init,
+    weight_rules=mixtral_rules,
+    config_json=(
+        ConfigJson(model_type="mixtral", transformers_class=_MIXTRAL, read=_read_mixtral, write=_write_mixtral),
+    ),
 )
 QWEN_3_MOE = Family(
-    model_type="qwen3_moe",
-    architecture=_QWEN,
+    name="qwen3_moe",
     config_class=Qwen3MoeConfig,
-    read=_read_qwen,
-    write=_write_qwen,
+    build=DecoderLmHeadModel.init,
+    weight_rules=qwen3_moe_rules,
+    config_json=(ConfigJson(model_type="qwen3_moe", transformers_class=_QWEN, read=_read_qwen, write=_write_qwen),),
 )

@@ -2,26 +2,22 @@
 
 `read_decoder` reads what Llama has, under Llama's field names, and turns every field that changes numbers in some other
 family, and that nobody has asked for, into a problem. A family reads its own fields first and passes them on.
-`expected_tensors` says the shapes of a checkpoint's tensors in config.json's words; they follow from the weight rules.
 """
 
 import dataclasses
-import itertools
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-import haliax as hax
-
-from levanter.compat.hf.families.base import ExpectedTensor, Fields, Spelling
-from levanter.compat.hf.rope import DEFAULT_THETA, read_rope, write_rope
 from levanter.layers.rotary import RotaryConfig
+from levanter.models.config_json import Fields, Spelling
 from levanter.models.decoder.config import FULL, SLIDING, DecoderConfig, WindowedConfig
+from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope, write_rope
 from levanter.models.llama.config import LlamaConfig
-from levanter.models.registry import LmConfig
+
+C = TypeVar("C", bound=DecoderConfig)
+W = TypeVar("W", bound=WindowedConfig)
 
 FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
@@ -109,10 +105,10 @@ class Absent:
 
 def read_decoder(
     fields: Fields,
-    config_class: type[DecoderConfig],
+    config_class: type[C],
     *,
     name: str,
-    architecture: str,
+    transformers_class: str,
     absent: Absent = Absent(),
     epsilon_field: str = EPSILON,
     rope: RotaryConfig | None = None,
@@ -120,14 +116,14 @@ def read_decoder(
     activation: str | None = None,
     biases: Sequence[str] = BIASES,
     **more: Any,
-) -> LmConfig | None:
+) -> C | None:
     """A decoder's config; None after a problem, which is then in `fields`.
 
     Args:
         fields: the document.
         config_class: ours.
         name: what messages call the family.
-        architecture: the class in transformers that this is.
+        transformers_class: the class in transformers that this is.
         absent: what missing fields mean.
         epsilon_field: what the family calls what is added in its norms.
         rope: the rotary embeddings, if the family reads them.
@@ -172,8 +168,8 @@ def read_decoder(
         fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
     fields.note("pretraining_tp", [1], "matmuls are not split by it here, so sums round a little otherwise")
     # A misspelling of early Llama conversions.
-    known = [None, [architecture], [architecture.replace("Llama", "LLaMA")]]
-    fields.note("architectures", known, f"read as {architecture}")
+    known = [None, [transformers_class], [transformers_class.replace("Llama", "LLaMA")]]
+    fields.note("architectures", known, f"read as {transformers_class}")
     fields.note("is_llama_config", [True], "a Llama is read all the same")
     fields.note("auto_map", [], f"code that comes with a checkpoint is never run; its plain {name} is read")
     if fields.problems or rope is None:
@@ -209,12 +205,11 @@ def forbid_foreign(fields: Fields, *, name: str, layers: int) -> None:
             fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
 
 
-def read_layer_types(fields: Fields, config: LmConfig | None) -> LmConfig | None:
+def read_layer_types(fields: Fields, config: W | None) -> W | None:
     """`config` with `layer_types` as the document has them, where they are not the family's own pattern."""
     given = fields.get("layer_types", list)
     if config is None or given is None:
         return config
-    assert isinstance(config, WindowedConfig)
     if list(given) == [config.own_layer_type(n) for n in range(config.num_layers)]:
         return config
     try:
@@ -298,42 +293,3 @@ def write_decoder(
             config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=partial
         )
     return document
-
-
-def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
-    """The shapes that a config implies, from its weight rules."""
-    assert isinstance(config, DecoderConfig)
-    head = config.HeadSize.size
-    words = {
-        ("embed",): f"hidden_size {config.hidden_dim}",
-        ("mlp",): f"intermediate_size {config.intermediate_dim}",
-        ("kv_head", "q_heads_per_group", "head_size"): f"num_attention_heads {config.num_heads} × head_dim {head}",
-        ("kv_head", "head_size"): f"num_key_value_heads {config.num_kv_heads} × head_dim {head}",
-        ("head_size",): f"head_dim {head}",
-        ("vocab",): f"vocab_size {config.vocab_size}",
-    }
-    assert config.vocab_size is not None
-    sizes = {name: axis.size for name, axis in config.axes.items()}
-    sizes |= {"vocab": config.vocab_size, "position": config.max_seq_len}
-    # Unrolled, a rule is one tensor (or one for each expert) of one layer.
-    rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
-    found: dict[str, tuple[tuple[int, ...], str, dict[str, None]]] = {}
-
-    def add(names: list[str], shape: Sequence[int], reasons: Sequence[str]) -> None:
-        kind = re.sub(r"\.\d+\.", ".N.", names[0])
-        _, _, held = found.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
-        held.update((spelling, None) for name in names for spelling in rules.spellings(name))
-
-    for rule in rules.rules:
-        shape = [math.prod(sizes[name] for name in group) for group in rule.axes]
-        reasons = [words.get(group) or " × ".join(f"{name} {sizes[name]}" for name in group) for group in rule.axes]
-        if rule.part is not None:
-            shape[rule.part.axis] = rule.part.length(sizes)
-            reasons[rule.part.axis] = f"{shape[rule.part.axis]} in all"
-        indices = itertools.product(*(range(sizes[name]) for name in rule.stacked))
-        add([rule.source_name(index) for index in indices], shape, reasons)
-    if config.tie_word_embeddings:
-        # A tied head may be stored a second time; it must then have the right shape.
-        heads = [name for name in rules.ignored if "*" not in name]
-        add(heads, (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
-    return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in found.values())

@@ -2,20 +2,22 @@
 
 from typing import Any
 
-from levanter.compat.hf.families.base import Family, Fields, Spelling
-from levanter.compat.hf.families.decoder import Absent, read_decoder, write_decoder
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import Absent, read_decoder, write_decoder
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.family import Family
+from levanter.models.llama.weights import rules
 from levanter.models.mistral.config import MistralConfig
-from levanter.models.registry import LmConfig
 
-_ARCHITECTURE = "MistralForCausalLM"
+_CLASS = "MistralForCausalLM"
 
 
-def _read(fields: Fields) -> LmConfig | None:
+def _read(fields: Fields) -> MistralConfig | None:
     return read_decoder(
         fields,
         MistralConfig,
         name="Mistral",
-        architecture=_ARCHITECTURE,
+        transformers_class=_CLASS,
         absent=Absent(kv_heads=8, context=131_072),
         biases=(),
         sliding_window=fields.unless_null("sliding_window", int, 4096),
@@ -27,10 +29,10 @@ def _write(config: MistralConfig, spelling: Spelling) -> dict[str, Any]:
     return document | {"sliding_window": config.sliding_window}
 
 
-FAMILY = Family(
-    model_type="mistral",
-    architecture=_ARCHITECTURE,
+MISTRAL = Family(
+    name="mistral",
     config_class=MistralConfig,
-    read=_read,
-    write=_write,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="mistral", transformers_class=_CLASS, read=_read, write=_write),),
 )

@@ -1,0 +1,70 @@
+"""The shapes that a config implies for a checkpoint's tensors, said in config.json's words.
+
+They follow from the weight rules, so that every family has them.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import haliax as hax
+
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.registry import LmConfig
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """Tensors of one shape that a config implies.
+
+    Attributes:
+        names: what a checkpoint calls them, all spellings.
+        shape: of each.
+        reason: the shape in the words of config.json.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    reason: str
+
+
+def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
+    """The shapes that a config implies, from its weight rules."""
+    assert isinstance(config, DecoderConfig)
+    head = config.HeadSize.size
+    words = {
+        ("embed",): f"hidden_size {config.hidden_dim}",
+        ("mlp",): f"intermediate_size {config.intermediate_dim}",
+        ("kv_head", "q_heads_per_group", "head_size"): f"num_attention_heads {config.num_heads} × head_dim {head}",
+        ("kv_head", "head_size"): f"num_key_value_heads {config.num_kv_heads} × head_dim {head}",
+        ("head_size",): f"head_dim {head}",
+        ("vocab",): f"vocab_size {config.vocab_size}",
+    }
+    assert config.vocab_size is not None
+    sizes = {name: axis.size for name, axis in config.axes.items()}
+    sizes |= {"vocab": config.vocab_size, "position": config.max_seq_len}
+    # Unrolled, a rule is one tensor (or one for each expert) of one layer.
+    rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
+    found: dict[str, tuple[tuple[int, ...], str, dict[str, None]]] = {}
+
+    def add(names: list[str], shape: Sequence[int], reasons: Sequence[str]) -> None:
+        kind = re.sub(r"\.\d+\.", ".N.", names[0])
+        _, _, held = found.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
+        held.update((spelling, None) for name in names for spelling in rules.spellings(name))
+
+    for rule in rules.rules:
+        shape = [math.prod(sizes[name] for name in group) for group in rule.axes]
+        reasons = [words.get(group) or " × ".join(f"{name} {sizes[name]}" for name in group) for group in rule.axes]
+        if rule.part is not None:
+            shape[rule.part.axis] = rule.part.length(sizes)
+            reasons[rule.part.axis] = f"{shape[rule.part.axis]} in all"
+        indices = itertools.product(*(range(sizes[name]) for name in rule.stacked))
+        add([rule.source_name(index) for index in indices], shape, reasons)
+    if config.tie_word_embeddings:
+        # A tied head may be stored a second time; it must then have the right shape.
+        heads = [name for name in rules.ignored if "*" not in name]
+        add(heads, (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
+    return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in found.values())

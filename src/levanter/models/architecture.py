@@ -1,0 +1,112 @@
+"""`Architecture`: what is known of a causal language model before it exists.
+
+The axes of its weights, its sizes, how much of it multiplies a token, which kernels can run it. A value that holds no
+array; models (`models.base`) keep theirs, and a family (`models.family`) says how a model is made of one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from haliax import Axis
+from jax.typing import DTypeLike
+
+from levanter.layers.layer import LayerSpec
+from levanter.layers.part import AttentionGroup, merged_axes
+
+A = TypeVar("A", bound="Architecture")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(ABC):
+    """A causal language model's architecture.
+
+    Attributes:
+        max_seq_len: the longest sequence the model is meant for.
+        vocab_size: rows of the embedding table; None leaves it to the tokenizer.
+        tokenizer: the tokenizer the model was made with, if it has its own.
+        reference_checkpoint: a Hugging Face checkpoint of this architecture.
+        cross_entropy_block_size: positions scored at a time; None is scoring's default.
+    """
+
+    max_seq_len: int = 2048
+    vocab_size: int | None = None
+    tokenizer: str | None = None
+    reference_checkpoint: str | None = None
+    cross_entropy_block_size: int | None = None
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is, first to last."""
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
+        kinds = dict.fromkeys(self.layers)
+        return merged_axes((self.Embed, *(axis for kind in kinds for axis in kind.axes.values())))
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
+        """What tensor parallelism cuts in the layers; see `Part`."""
+        return tuple(dict.fromkeys(cut for kind in dict.fromkeys(self.layers) for cut in kind.tensor_axes))
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names by which gradient checkpointing may keep activations of some layer."""
+        return tuple(dict.fromkeys(name for kind in dict.fromkeys(self.layers) for name in kind.saved))
+
+    @property
+    def auxiliary_weights(self) -> Mapping[str, float]:
+        """What auxiliary sums of the layers, by name, count in a training loss; what is not named is not made."""
+        return {}
+
+    @property
+    def max_Pos(self) -> Axis:
+        """The axis of positions at full length."""
+        return Axis("position", self.max_seq_len)
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are rows of a table, so that there are `max_seq_len` of them and no more."""
+        return False
+
+    @property
+    @abstractmethod
+    def Embed(self) -> Axis:
+        """The axis of the residual stream."""
+
+    def matmul_parameters(self, vocab_size: int) -> int:
+        """Weights that multiply each token once in a forward pass, the output head included."""
+        return sum(layer.matmul_parameters for layer in self.layers) + vocab_size * self.Embed.size
+
+    @property
+    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+        """Every layer's query features, by how far the layer sees."""
+        features: dict[int | None, int] = {}
+        for group in (group for layer in self.layers for group in layer.attention_groups):
+            features[group.window] = features.get(group.window, 0) + group.features
+        return tuple(AttentionGroup(features=n, window=window) for window, n in features.items())
+
+    @property
+    def attention_features(self) -> int:
+        """Features of all query heads of all layers: `layers · heads · head_size`."""
+        return sum(group.features for group in self.attention_groups)
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """Bound of the head's logits, `bound · tanh(logit / bound)`; None for none."""
+        return None
+
+    @abstractmethod
+    def for_platform(
+        self: A, platform: str, *, compute_dtype: DTypeLike, length: int | None = None
+    ) -> tuple[A, tuple[str, ...]]:
+        """The same with open choices made for a platform, and one line of reason for each choice.
+
+        Args:
+            platform: `cpu`, `gpu` or `tpu`.
+            compute_dtype: of activations.
+            length: tokens in a sequence; default `max_seq_len`.
+        """

@@ -1,0 +1,79 @@
+"""`Family`: everything that a model family is, as one value.
+
+`levanter.models.<name>.family` of ours and the entry points `levanter.families` of installed packages each hold one;
+`models.registry` finds them by name.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import jax
+from haliax import Axis
+
+from haliax_ext.rules import WeightRules
+from levanter.models.architecture import Architecture
+from levanter.models.base import LmHeadModel
+from levanter.models.config_json import ConfigJson
+from levanter.models.flops import CountsFlops, flops_per_token
+
+C = TypeVar("C", bound=Architecture)
+D = TypeVar("D", bound=Architecture, contravariant=True)
+
+RUNNING = frozenset(
+    """
+    max_seq_len tokenizer reference_checkpoint cross_entropy_block_size initializer_range attn_backend
+    use_flash_attention flash_attention_block_size upcast_attn scan_layers gradient_checkpointing
+    """.split()  # noqa: SIM905
+)
+"""Fields of our configs that say how a model is run or made, not what it is."""
+
+
+class Builds(Protocol[D]):
+    """What makes a model of a config."""
+
+    def __call__(self, Vocab: Axis, config: D, *, key: jax.Array) -> LmHeadModel:
+        """A freshly initialized model; called inside `jit` or `eval_shape`."""
+        ...
+
+
+class MapsWeights(Protocol[D]):
+    """What says how a model's leaves come from Hugging Face tensors, and back."""
+
+    def __call__(self, config: D, Vocab: Axis | None = None, /) -> WeightRules:
+        """The rules of a model with this config.
+
+        Args:
+            config: the architecture.
+            Vocab: the model's vocabulary axis; where it is longer than `vocab_size`, a checkpoint may lack the added
+                rows.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(Generic[C]):
+    """A model family.
+
+    Attributes:
+        name: what `model: {type: …}` calls it, and its entry point.
+        config_class: its config, an `LmConfig`, registered under the same name.
+        build: makes a model of a config.
+        weight_rules: where each leaf lies in a Hugging Face checkpoint.
+        config_json: the kinds of config.json that describe a member; the first is what an export writes. Empty for a
+            family that has no Hugging Face form.
+        flops: counts operations; by default from what the config says of its weights and its attention.
+    """
+
+    name: str
+    config_class: type[C]
+    build: Builds[C]
+    weight_rules: MapsWeights[C]
+    config_json: tuple[ConfigJson[C], ...] = ()
+    flops: CountsFlops[C] = flops_per_token
+
+    @property
+    def architecture_fields(self) -> tuple[str, ...]:
+        """Fields of the config that change what the model computes, or its weights."""
+        names = [field.name for field in dataclasses.fields(self.config_class)]
+        return tuple(name for name in names if name not in RUNNING)

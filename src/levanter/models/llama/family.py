@@ -1,0 +1,29 @@
+"""Llama 1 to 3.2, SmolLM2 and whatever else says `model_type: llama`."""
+
+from typing import Any
+
+from levanter.models.config_json import ConfigJson, Fields, Spelling
+from levanter.models.decoder.config_json import read_decoder, write_decoder
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.family import Family
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.llama.weights import rules
+
+_CLASS = "LlamaForCausalLM"
+
+
+def _read(fields: Fields) -> LlamaConfig | None:
+    return read_decoder(fields, LlamaConfig, name="Llama", transformers_class=_CLASS)
+
+
+def _write(config: LlamaConfig, spelling: Spelling) -> dict[str, Any]:
+    return write_decoder(config, spelling, name="Llama") | {"pretraining_tp": 1}
+
+
+LLAMA = Family(
+    name="llama",
+    config_class=LlamaConfig,
+    build=DecoderLmHeadModel.init,
+    weight_rules=rules,
+    config_json=(ConfigJson(model_type="llama", transformers_class=_CLASS, read=_read, write=_write),),
+)
