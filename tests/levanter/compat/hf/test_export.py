@@ -58,7 +58,7 @@ def test_transformers_computes_the_same(tmp_path, mesh, changes):
     with torch.no_grad():
         expected = theirs(torch.from_numpy(ids)).logits.numpy()
     alone = placed(config, random_arrays(config), MESHES[0])
-    x = alone(hax.named(jax.numpy.asarray(ids, jax.numpy.int32), ("batch", "position")))
+    x = alone(hax.named(jax.numpy.asarray(ids, jax.numpy.int32), ("batch", "position"))).activations
     with jax.default_matmul_precision("highest"):
         logits = alone.head(x).array
     np.testing.assert_allclose(logits, expected, atol=2e-4)

@@ -52,7 +52,7 @@ def test_what_transformers_writes_means_the_same(name):
     document = {key: value for key, value in by_transformers(PUBLISHED[name]).items() if value is not None}
     found = read_config(document).config
     expected = read_config(PUBLISHED[name]).config
-    assert found.blocks == expected.blocks and found.ropes == expected.ropes
+    assert found.layers == expected.layers and found.ropes == expected.ropes
     assert dataclasses.replace(found, head_dim=None, rope=expected.rope) == dataclasses.replace(
         expected,
         head_dim=None,
