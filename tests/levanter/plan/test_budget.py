@@ -146,7 +146,7 @@ def test_groups_by_hand(tmp_path):
         **cut,
         "other weights": 4 + 8,  # the step's number and the random key
         "optimizer": 2 * parameters + 2 * 4,  # and two counters
-        "batch": 16 * 16 * (4 + 4 + 4) // 4,  # tokens, weights, segments over `data`
+        "batch": 16 * 16 * (4 + 4 + 4 + 4) // 4,  # tokens, targets, weights, segments over `data`
     }
     # Beside the inputs, not among them.
     assert budget.gradients == parameters
