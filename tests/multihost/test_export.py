@@ -8,8 +8,8 @@ import pytest
 from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS
 
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.export import INCOMPLETE
+from levanter.compat.open import open_checkpoint
 
 # Real processes on a machine that has other things to do.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

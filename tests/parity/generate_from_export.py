@@ -20,7 +20,7 @@ from haliax_ext.program import Input, Program
 from levanter.commands.model.pretrained import ModelChoice, describe_pretrained, load_pretrained
 from levanter.commands.shell.local import local_target
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.compat.open import load_tokenizer
 from levanter.data import python_docs_text
 from levanter.mesh import local_devices
 from levanter.models.base import LmHeadModel

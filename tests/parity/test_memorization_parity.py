@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
 from levanter.commands.shell.entry import run_entry_point
-from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.compat.open import open_checkpoint
 from levanter.memorization.results import BookResult, Scheme
 
 # Digits are tokens of their own: among them a token is often what it was before, which this model finds likely.

@@ -14,7 +14,7 @@ from haliax_ext.abstract import with_arrays
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe, on_devices
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.shell.local import local_target
-from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.compat.open import open_checkpoint
 from levanter.config import parse
 from levanter.data import next_tokens, python_docs_text
 from levanter.mesh import describe_devices

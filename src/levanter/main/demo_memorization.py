@@ -27,8 +27,8 @@ from levanter.commands.memorize.config import EvalCarelessLmConfig
 from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.shell.local import configure_jax, local_target
 from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
-from levanter.compat.hf import tokenizer as hf_tokenizer
 from levanter.compat.hf.config_bridge import write_config
+from levanter.compat.open import load_tokenizer
 from levanter.data import LmDataConfig, next_tokens
 from levanter.io import Progress, atomic_write, join
 from levanter.main import eval_careless_lm, train_lm
@@ -119,7 +119,7 @@ def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
     _write(join(config.output_path, TEXT), text.encode("utf-8"))
     _write(join(folder, "tokenizer.json"), fitted_tokenizer(text, config.vocab_size).to_str().encode("utf-8"))
     half = text[: len(text) // 2]
-    ids = hf_tokenizer.load(folder).encode_batch([half])[0]
+    ids = load_tokenizer(folder).encode_batch([half])[0]
     print(f"{len(text):,} characters, of which the first {len(half):,} ({len(ids):,} tokens) are learned")
     learn(config, ids, folder)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from levanter.commands.train.train_lm import TrainLmConfig, describe
-from levanter.compat.hf import tokenizer as hf_tokenizer
+from levanter.compat.open import load_tokenizer
 from levanter.config import load
 from levanter.data import python_docs_text
 from levanter.main.demo_train import bigram_entropy
@@ -32,7 +32,7 @@ def test_the_documentation_has_the_entropy_that_is_published():
 
 
 def test_its_vocabulary_is_bytes():
-    tokenizer = hf_tokenizer.load(str(ROOT / "config/train/bytes"))
+    tokenizer = load_tokenizer(str(ROOT / "config/train/bytes"))
     text = "def λ(x):\n\treturn  x\r\n"
     (ids,) = tokenizer.encode_batch([text])
     assert ids.tolist() == list(text.encode())

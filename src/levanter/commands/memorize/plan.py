@@ -13,8 +13,8 @@ import numpy as np
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import merged
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.errors import CheckpointError
+from levanter.compat.open import open_checkpoint
 from levanter.config import written
 from levanter.data import Tokenizer
 from levanter.memorization.results import Scheme, Scores

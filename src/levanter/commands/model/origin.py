@@ -15,12 +15,11 @@ import numpy as np
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
-from levanter.compat.hf.checkpoint import hf_config, open_checkpoint
 from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
-from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.compat.open import hf_config, load_tokenizer, open_checkpoint
 from levanter.config import plain, written
 from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_of

@@ -22,7 +22,7 @@ from levanter.checkpoint import (
 )
 from levanter.commands.model.origin import PASSTHROUGH, Origin, from_block, merged
 from levanter.compat.hf.tokenizer import check_vocabulary
-from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.compat.open import load_tokenizer
 from levanter.config import ConfigError, parse_text, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_of

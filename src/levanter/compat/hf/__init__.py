@@ -1,5 +1,4 @@
 """Hugging Face checkpoints: references, files, configs, tokenizers.
 
-`checkpoint.open_checkpoint` is the door; `tokenizer.load` and `config_bridge` serve where only a part is wanted. This
-file imports nothing, so that `compat.gguf` can use the parts.
+`compat.open` is the door, above this folder and `compat.gguf`, which uses parts of this one. This file imports nothing.
 """

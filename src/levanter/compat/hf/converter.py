@@ -33,12 +33,11 @@ from haliax_ext.mapping import Mappings, compute_mapping_in_scope
 from haliax_ext.meshspec import MeshSpec, mesh_in_scope
 from haliax_ext.planner import plan_sharding
 from haliax_ext.sources import TensorInfo, TensorSource
-from levanter.compat.hf.checkpoint import PretrainedCheckpoint, hf_config, open_checkpoint
 from levanter.compat.hf.config_bridge import read_config, write_config
 from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, export
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.tokenizer import FastTokenizer, of_transformers
-from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.compat.open import PretrainedCheckpoint, hf_config, load_tokenizer, open_checkpoint
 from levanter.config import plain, written
 from levanter.mesh import MeshConfig, ModelAxes, local_devices, resolve
 from levanter.models.axes import ALIASES, KNOWN_AXES

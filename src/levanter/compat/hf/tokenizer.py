@@ -18,8 +18,6 @@ import tokenizers
 
 from levanter.compat.hf.byte_lengths import byte_lengths, count_ids
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingFileError
-from levanter.compat.hf.locate import locate_first
-from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.data.tokenizer import Tokenizer
 
@@ -113,25 +111,6 @@ class FastTokenizer:
         roles = {role: getattr(self, f"{role}_id") for role in _ROLES}
         text = json.dumps([self.definition, roles], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def load(ref: str | RepoRef, *, cache: Path | None = None) -> FastTokenizer:
-    """The tokenizer of a checkpoint: a folder, Hub id, URL, `.gguf` file, or a tokenizer.json itself.
-
-    Args:
-        ref: where, as `RepoRef` reads it; alternatives are tried in order.
-        cache: folder for files out of packages; the user's cache by default.
-
-    Raises:
-        CheckpointError: nothing there, or nothing that is a tokenizer.
-    """
-    from levanter.compat.gguf import open_gguf
-    from levanter.compat.gguf import tokenizer as of_gguf
-
-    located = locate_first(ref, cache=cache)
-    if located.is_gguf:
-        return of_gguf(open_gguf(located.local_path()))
-    return load_from_repository(located.repository, file=located.file or DEFINITION)
 
 
 def as_transformers(tokenizer: FastTokenizer) -> Any:

@@ -17,7 +17,7 @@ from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.compat.hf.errors import ConfigMismatchError
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.tokenizer import FastTokenizer, as_transformers
-from levanter.compat.hf.tokenizer import load as load_of_today
+from levanter.compat.open import load_tokenizer as load_of_today
 from levanter.data import LmDataConfig, PassthroughTokenizer
 from levanter.models.registry import LmConfig
 

@@ -11,8 +11,8 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.expected import ExpectedSource
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
 from levanter.commands.model.origin import UnknownArchitectureError, find_origin, find_tokenizer, vocabulary
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, MissingFileError
+from levanter.compat.open import open_checkpoint
 from levanter.config import parse_text
 from levanter.models.registry import LmConfig
 

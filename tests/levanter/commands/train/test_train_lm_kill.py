@@ -12,7 +12,7 @@ import pytest
 from helpers.train_processes import logged, start, train, write_run
 
 from levanter.checkpoint import CheckpointSource, find_checkpoints
-from levanter.compat.hf.checkpoint import open_checkpoint
+from levanter.compat.open import open_checkpoint
 from levanter.io import local_path
 
 OFTEN = ("--trainer.checkpointer.save_interval", "0.1s", "--trainer.checkpointer.keep", "[{every: 50}]")

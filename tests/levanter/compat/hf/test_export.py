@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.export import Beside, ExportPathError, export
 from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.compat.open import open_checkpoint
 
 MESHES = [MeshSpec.of(data=1), MeshSpec.of(data=2, model=4), MeshSpec.of(data=2, model=2, group=2)]
 

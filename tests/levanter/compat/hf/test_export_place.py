@@ -6,9 +6,9 @@ from helpers.llama_on_mesh import abstract_model, random_arrays, tiny_config
 from safetensors.numpy import load
 
 from haliax_ext.abstract import with_arrays
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.export import ExportPathError, export
 from levanter.compat.hf.export_place import MARK, RemotePlace, exports_in, is_whole
+from levanter.compat.open import open_checkpoint
 from levanter.io.paths import filesystem
 
 

@@ -12,8 +12,8 @@ import pytest
 from helpers.hf_folder import tensors, write_folder
 from huggingface_hub import constants
 
-from levanter.compat.hf.checkpoint import open_checkpoint
 from levanter.compat.hf.errors import MissingFileError, UnreachableError
+from levanter.compat.open import open_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from levanter.compat.hf.byte_lengths import byte_alphabet
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingFileError
-from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary, load
+from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary
+from levanter.compat.open import load_tokenizer
 from levanter.data.tokenizer import Tokenizer as Protocol
 
 SAMPLES = [*TEXTS, "", " ", "  leading and trailing  ", "1234 and 🤖🎉 emoji", "\t\r\n", "Ünïcödé ﬁ ½ ١٢٣", "日本 x"]
@@ -156,18 +157,18 @@ def test_the_hash_follows_the_definition_and_the_roles():
 
 def test_loading_from_a_folder_with_its_special_tokens(tmp_path):
     write_folder(tmp_path)
-    found = load(str(tmp_path))
+    found = load_tokenizer(str(tmp_path))
     assert (found.bos_id, found.eos_id, found.pad_id) == (1, 2, 0)
     assert found.name == str(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    found = load(str(tmp_path))
+    found = load_tokenizer(str(tmp_path))
     assert (found.bos_id, found.eos_id, found.pad_id) == (1, 2, None), "ids of config.json"
     alone = tmp_path / "alone"
     alone.mkdir()
     (tmp_path / "tokenizer.json").rename(alone / "tokenizer.json")
-    assert load(str(alone / "tokenizer.json")).encode_batch(["the cat"])[0].tolist()
+    assert load_tokenizer(str(alone / "tokenizer.json")).encode_batch(["the cat"])[0].tolist()
     with pytest.raises(MissingFileError) as caught:
-        load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     assert str(caught.value) == (
         f"{tmp_path}: there is no tokenizer (tokenizer.json); it holds alone/tokenizer.json, config.json, "
         "model.safetensors"
@@ -181,7 +182,7 @@ def test_an_older_kind_of_tokenizer_goes_through_transformers(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
     settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<pad>"}
     write_json(tmp_path / "tokenizer_config.json", settings)
-    found = load(str(tmp_path))
+    found = load_tokenizer(str(tmp_path))
     assert (found.bos_id, found.eos_id) == (1, 2)
     plain = byte_level_tokenizer()
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2 keeps digits together
@@ -191,17 +192,17 @@ def test_an_older_kind_of_tokenizer_goes_through_transformers(tmp_path):
 def test_tokenizer_files_that_cannot_be_read(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CorruptFileError, match=r"tokenizer\.json: it is not UTF-8 JSON"):
-        load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     write_json(tmp_path / "tokenizer.json", {"a": 1})
     with pytest.raises(CorruptFileError, match=r"it is not a tokenizer\.json: it has no model"):
-        load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     write_json(tmp_path / "tokenizer.json", {"model": {"type": "Nonsense"}})
     with pytest.raises(CorruptFileError, match=r"it is not a tokenizer\.json \("):
-        load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"transformers cannot make one from the older files"):
-        load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_is_larger_than_the_vocabulary():

@@ -13,7 +13,6 @@ from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folde
 
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf import repository
-from levanter.compat.hf.checkpoint import hf_config, open_checkpoint
 from levanter.compat.hf.errors import (
     CheckpointError,
     ConfigMismatchError,
@@ -22,6 +21,7 @@ from levanter.compat.hf.errors import (
     UnknownModelError,
     UnsafeCheckpointError,
 )
+from levanter.compat.open import hf_config, open_checkpoint
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import families_of_config_json
 

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: a pretrained model as a value, before a byte of weights is read.
+"""`open_checkpoint`: a pretrained model as a value, before a byte of weights is read; and `load_tokenizer`.
 
 Whatever the reference names (folder, Hub id, URL, GGUF file, file in a package), the result is the same: our config,
 the tensors that a loader can read by slices, the tokenizer, and a line that says what it is. Everything that can be
@@ -19,7 +19,7 @@ from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.locate import Located, locate, locate_first
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
-from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary, load_from_repository
+from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary, load_from_repository
 from levanter.models.config_json import Finding
 from levanter.models.registry import LmConfig
 
@@ -126,6 +126,22 @@ def hf_config(ref: str | RepoRef, *, cache: Path | None = None) -> Mapping[str, 
     if located.is_gguf:
         return hf_document(open_gguf(located.local_path()))
     return _config(located)
+
+
+def load_tokenizer(ref: str | RepoRef, *, cache: Path | None = None) -> FastTokenizer:
+    """The tokenizer of a checkpoint: a folder, Hub id, URL, `.gguf` file, or a tokenizer.json itself.
+
+    Args:
+        ref: where, as `RepoRef` reads it; alternatives are tried in order.
+        cache: folder for files out of packages; the user's cache by default.
+
+    Raises:
+        CheckpointError: nothing there, or nothing that is a tokenizer.
+    """
+    located = locate_first(ref, cache=cache)
+    if located.is_gguf:
+        return gguf_tokenizer(open_gguf(located.local_path()))
+    return load_from_repository(located.repository, file=located.file or DEFINITION)
 
 
 def _config(located: Located) -> Mapping[str, Any]:
