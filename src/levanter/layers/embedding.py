@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.linear import Linear, Operand, operand_of
+from levanter.layers.roles import role
 
 
 class Embedding(eqx.Module):
@@ -16,7 +17,7 @@ class Embedding(eqx.Module):
         weight: `[vocab, embed]`, or another representation of such a matrix.
     """
 
-    weight: NamedArray | Operand
+    weight: NamedArray | Operand = eqx.field(metadata=role("embedding"))
 
     @staticmethod
     def init(Vocab: Axis, Embed: Axis, *, scale: float, key: jax.Array) -> "Embedding":
@@ -43,7 +44,7 @@ class PositionEmbedding(eqx.Module):
         weight: `[position, embed]`.
     """
 
-    weight: NamedArray
+    weight: NamedArray = eqx.field(metadata=role("embedding"))
 
     @staticmethod
     def init(Pos: Axis, Embed: Axis, *, scale: float, key: jax.Array) -> "PositionEmbedding":

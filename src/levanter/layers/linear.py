@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
+from levanter.layers.roles import role
+
 
 class Operand(eqx.Module):
     """A matrix over named axes, or a stack of them, in a representation of its own.
@@ -104,8 +106,8 @@ class Linear(eqx.Module):
         In: names of the contracted axes.
     """
 
-    weight: NamedArray | Operand
-    bias: NamedArray | None
+    weight: NamedArray | Operand = eqx.field(metadata=role("matrix"))
+    bias: NamedArray | None = eqx.field(metadata=role("bias"))
     In: tuple[str, ...] = eqx.field(static=True)
 
     @staticmethod

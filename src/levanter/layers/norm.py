@@ -13,6 +13,8 @@ import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from levanter.layers.roles import role
+
 
 class RMSNorm(eqx.Module):
     """Divides by the root of the mean square along some axes, then scales by a weight.
@@ -26,7 +28,7 @@ class RMSNorm(eqx.Module):
             others) or only the product (Gemma, OLMo). In float32 they are the same.
     """
 
-    weight: NamedArray | None
+    weight: NamedArray | None = eqx.field(metadata=role("norm"))
     axis: str | tuple[str, ...] = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     offset: float = eqx.field(static=True, default=0.0)
@@ -61,8 +63,8 @@ class LayerNorm(eqx.Module):
         eps: added to the variance.
     """
 
-    weight: NamedArray | None
-    bias: NamedArray | None
+    weight: NamedArray | None = eqx.field(metadata=role("norm"))
+    bias: NamedArray | None = eqx.field(metadata=role("norm"))
     axis: str = eqx.field(static=True)
     eps: float = eqx.field(static=True)
 

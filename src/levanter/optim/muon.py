@@ -23,7 +23,6 @@ COEFFICIENTS: dict[str, tuple[float, float, float]] = {
     # The classical iteration: slower, and converges to 1.
     "simple": (2.0, -1.5, 0.5),
 }
-HEAD = "lm_head"
 
 
 class MuonState(NamedTuple):
@@ -34,7 +33,8 @@ class MuonState(NamedTuple):
 
 def is_hidden_matrix(parameter: Parameter) -> bool:
     """Whether a parameter is Muon's: the matrix of a projection that is not the output head."""
-    return hasattr(parameter.owner, "In") and parameter.factors is not None and HEAD not in parameter.path.split(".")
+    projects = parameter.role == "matrix" and bool(parameter.inputs) and "head" not in parameter.roles
+    return projects and parameter.factors is not None
 
 
 def scale_by_muon(

@@ -1,19 +1,21 @@
-"""What optimizers ask of a parameter: its path, the module that owns it, and which of its axes are what.
+"""What optimizers ask of a parameter: its path, what it is, the module that says so, and which of its axes are what.
 
-A *parameter* is a `NamedArray` inside a module. Its *class path* is its owner's class and its name there
-(`Linear.weight`), by which kinds of parameters are picked (no decay for norms, embeddings and biases). *Stack axes*
-count copies of one module (`layers`, `expert`): every copy is a matrix of its own.
+A *parameter* is a `NamedArray` inside a module. Its *roles* are what modules on the way to it declare (`layers.roles`);
+of what no module declares a role, the axes decide: a matrix, or a vector. Its *class path* is the class that declares
+it and the name there (`Linear.weight`), by which a user may pick parameters. *Stack axes* count copies of one module
+(`layers`, `expert`): every copy is a matrix of its own.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import haliax as hax
 import jax
 
 from haliax_ext.pytree import path_string
+from levanter.layers.roles import Role, declared_role
 
 STACK_AXES = ("layers", "expert")
 
@@ -29,23 +31,40 @@ class Parameter:
 
     Attributes:
         path: attribute names from the model down, joined by dots.
-        owner: the module that holds it.
         axes: its axes.
+        owner: the innermost module that declares a role for it; the one that holds it, where none does.
+        name: the owner's field that it is, or is in.
+        roles: the declared roles, outermost first.
     """
 
     path: str
-    owner: Any
     axes: tuple[hax.Axis, ...]
+    owner: Any
+    name: str
+    roles: tuple[Role, ...]
 
     @property
     def class_path(self) -> str:
-        """The owner's class and the parameter's name in it."""
-        return f"{type(self.owner).__name__}.{self.path.rpartition('.')[2]}"
+        """The owner's class and the name of its field."""
+        return f"{type(self.owner).__name__}.{self.name}"
+
+    @property
+    def role(self) -> Role | Literal["vector"]:
+        """What it is: the innermost of its roles, or by its axes."""
+        if self.roles:
+            return self.roles[-1]
+        return "matrix" if len(self.axes) - len(self.stack) > 1 else "vector"
 
     @property
     def stack(self) -> tuple[str, ...]:
         """The stack axes it has."""
         return tuple(axis.name for axis in self.axes if axis.name in STACK_AXES)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The axes that its projection contracts; none if it is no projection's."""
+        names = hax.axis_name(getattr(self.owner, "In", ()))
+        return (names,) if isinstance(names, str) else tuple(names)
 
     @property
     def factors(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -55,14 +74,11 @@ class Parameter:
         without names; other parameters with two axes or more keep the last one as columns.
         """
         names = [axis.name for axis in self.axes if axis.name not in STACK_AXES]
-        inputs = getattr(self.owner, "In", None)
-        if inputs is not None and set(inputs) < set(names):
-            columns = tuple(inputs)
-        elif inputs is None and len(names) > 1:
-            columns = (names[-1],)
-        else:
+        if self.role == "bias" or len(names) < 2:
             return None
-        return tuple(name for name in names if name not in columns), columns
+        columns = tuple(name for name in self.inputs if name in names) or (names[-1],)
+        rows = tuple(name for name in names if name not in columns)
+        return (rows, columns) if rows else None
 
 
 def map_parameters(fn: Callable[..., Any], model: Any, *rest: Any) -> Any:
@@ -73,21 +89,32 @@ def map_parameters(fn: Callable[..., Any], model: Any, *rest: Any) -> Any:
 
     def visit(keys: tuple[Any, ...], x: Any, *others: Any) -> Any:
         assert is_named(x), f"{path_string(keys)} is no named array: optimizers work on named parameters"
-        return fn(Parameter(path=path_string(keys), owner=_owner(model, keys), axes=x.axes), x, *others)
+        return fn(_parameter(model, keys, x.axes), x, *others)
 
     return jax.tree_util.tree_map_with_path(visit, model, *rest, is_leaf=is_named)
 
 
-def _owner(model: Any, keys: Sequence[Any]) -> Any:
-    owner = model
-    for key in keys[:-1]:
+def _parameter(model: Any, keys: Sequence[Any], axes: tuple[hax.Axis, ...]) -> Parameter:
+    holder, owner, roles = model, None, []
+    for n, key in enumerate(keys):
+        name = path_string((key,))
+        declared = declared_role(holder, name)
+        if declared is not None:
+            roles.append(declared)
+        if declared is not None or (not roles and n == len(keys) - 1):
+            owner = (holder, name)
         if isinstance(key, jax.tree_util.GetAttrKey):
-            owner = getattr(owner, key.name)
+            holder = getattr(holder, key.name)
         elif isinstance(key, jax.tree_util.SequenceKey):
-            owner = owner[key.idx]
+            holder = holder[key.idx]
         else:
-            owner = owner[key.key]
-    return owner
+            holder = holder[key.key]
+    assert owner is not None, "a parameter is inside a module"
+    return Parameter(path=path_string(tuple(keys)), axes=axes, owner=owner[0], name=owner[1], roles=tuple(roles))
+
+
+NOT_DECAYED = ("bias", "norm", "embedding", "vector")
+"""Roles that weight decay leaves alone by default."""
 
 
 def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Callable[[Any], Any] | None:
@@ -95,8 +122,7 @@ def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Cal
 
     Args:
         modules: a regular expression that a path or class path begins with, or a list of texts that one contains.
-        default: whether all but biases and the weights of norms and embeddings decay, besides `modules`; None: where
-            no modules are given.
+        default: whether all but `NOT_DECAYED` decay, besides `modules`; None: where no modules are given.
 
     Raises:
         ValueError: the regular expression is none.
@@ -118,8 +144,6 @@ def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Cal
     def decays(parameter: Parameter, _: Any) -> bool:
         if chosen(parameter.path) or chosen(parameter.class_path):
             return True
-        owner = type(parameter.owner).__name__
-        plain = "Norm" not in owner and "Embedding" not in owner and not parameter.path.endswith("bias")
-        return use_default and plain
+        return use_default and parameter.role not in NOT_DECAYED
 
     return lambda model: map_parameters(decays, model)

@@ -22,6 +22,7 @@ from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
 from levanter.layers.part import AttentionGroup, Shapes
+from levanter.layers.roles import role
 from levanter.layers.rotary import apply_rotary
 from levanter.layers.saved import saved
 
@@ -132,7 +133,7 @@ class GroupedQueryAttention(eqx.Module):
     o_proj: Linear
     q_norm: Norm | None
     k_norm: Norm | None
-    sinks: NamedArray | None
+    sinks: NamedArray | None = eqx.field(metadata=role("sink"))
     spec: AttentionSpec = eqx.field(static=True)
 
     @staticmethod

@@ -28,6 +28,7 @@ from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
 from levanter.layers.outputs import Outputs, Sums
+from levanter.layers.roles import role
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.spec import Run
@@ -235,7 +236,7 @@ class DecoderLmHeadModel(LmHeadModel):
 
     embeddings: DecoderEmbedding
     transformer: DecoderTransformer
-    lm_head: Linear | None
+    lm_head: Linear | None = eqx.field(metadata=role("head"))
     config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
