@@ -18,7 +18,7 @@ from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.models import MixtralConfig
-from levanter.models.scoring import mean_loss
+from levanter.models.scoring import mean_loss, next_tokens
 from levanter.models.suffix_scores import suffix_scores
 from levanter.trainer.loss import in_compute_dtype
 
@@ -52,7 +52,7 @@ CONFIGS = {
 def forward(model, tokens):
     """Everything that reads a head or an operand on the way to it."""
     activations = model(tokens).activations
-    scores = suffix_scores(model, tokens, suffix=7, chunk=3)
+    scores = suffix_scores(model, tokens, tokens["position", 17:].rename({"position": "suffix"}), chunk=3)
     return [
         model.logits(activations).rearrange(("batch", "position", "vocab")).array,
         scores.logprobs.array,
@@ -65,7 +65,8 @@ def loss_and_gradients(model, tokens):
     floating, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(floating):
-        return mean_loss(in_compute_dtype(eqx.combine(floating, rest), np.dtype(np.float32), None), tokens, chunk=7)
+        used = in_compute_dtype(eqx.combine(floating, rest), np.dtype(np.float32), None)
+        return mean_loss(used, tokens, next_tokens(tokens), chunk=7)
 
     return jax.tree.leaves(jax.value_and_grad(lambda m: loss(m).scalar())(floating))
 
@@ -79,7 +80,7 @@ def by_matrices(model, tokens):
     floating, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(floating):
-        return mean_loss(dense_twin(eqx.combine(floating, rest)), tokens, chunk=24).scalar()
+        return mean_loss(dense_twin(eqx.combine(floating, rest)), tokens, next_tokens(tokens), chunk=24).scalar()
 
     return forward(dense_twin(model), tokens), jax.tree.leaves(jax.value_and_grad(loss)(floating))
 
