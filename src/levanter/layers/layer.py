@@ -57,6 +57,11 @@ class LayerSpec:
         return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
 
     @property
+    def norm(self) -> NormSpec:
+        """What kind its norms are."""
+        return self.residual.norm
+
+    @property
     def norms(self) -> tuple[NormPlace, ...]:
         """Where it has norms: those of a feed-forward part are left out where there is none."""
         return tuple(place for place in self.residual.norms if self.feed_forward is not None or place in MIXER_NORMS)

@@ -42,6 +42,16 @@ class Architecture(ABC):
         """What each layer is, first to last."""
 
     @property
+    def bodies(self) -> int:
+        """How many layers are compiled, each by itself; those that are alike are one, scanned."""
+        return len(dict.fromkeys(self.layers))
+
+    @property
+    def stacking(self) -> str:
+        """How the layers are scanned, in a few words."""
+        return f"{len(self.layers)} layers"
+
+    @property
     def axes(self) -> Mapping[str, Axis]:
         """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
         kinds = dict.fromkeys(self.layers)

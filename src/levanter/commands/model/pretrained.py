@@ -21,6 +21,7 @@ from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import LoadedArrays, load
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.rules import WeightMismatchError
+from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.origin import OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import find_saved
 from levanter.commands.shell.sameness import require_same_weights
@@ -151,6 +152,7 @@ def describe_pretrained(
         tokenizer_check,
         Check(name="vocabulary", status="ok", message=f"{vocab} ids, {how}"),
         *(Check(name="kernels", status="ok", message=reason) for reason in reasons),
+        *layer_checks(config),
         Check(
             name="precision",
             status="ok",

@@ -21,6 +21,7 @@ from haliax_ext.load_strategy import plan_loading
 from haliax_ext.program import Program
 from haliax_ext.rules import WeightMismatchError
 from levanter.commands.model.defaults import default_notes
+from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.pretrained import vocabulary_rows
@@ -202,6 +203,7 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     architecture = config.model if origin is None else origin.architecture
     model, reasons = architecture.for_platform(target.platform, compute_dtype=precision.compute, length=positions)
     checks += [Check(name="kernels", status="ok", message=reason) for reason in reasons]
+    checks += layer_checks(model)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, model)
     checks += data_checks(config.data, tokenizer, vocab_size=vocab)

@@ -44,18 +44,21 @@ def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
         ("vocab",): f"vocab_size {config.vocab_size}",
     }
     assert config.vocab_size is not None
-    sizes = {name: axis.size for name, axis in config.axes.items()}
-    sizes |= {"vocab": config.vocab_size, "position": config.max_seq_len}
+    outside = {"embed": config.hidden_dim, "vocab": config.vocab_size, "position": config.max_seq_len}
     # Unrolled, a rule is one tensor (or one for each expert) of one layer.
     rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
-    found: dict[str, tuple[tuple[int, ...], str, dict[str, None]]] = {}
+    found: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], str, dict[str, None]]] = {}
 
     def add(names: list[str], shape: Sequence[int], reasons: Sequence[str]) -> None:
-        kind = re.sub(r"\.\d+\.", ".N.", names[0])
+        # Layers of several kinds may have tensors of one name and several shapes.
+        kind = re.sub(r"\.\d+\.", ".N.", names[0]), tuple(shape)
         _, _, held = found.setdefault(kind, (tuple(shape), " by ".join(reasons), {}))
         held.update((spelling, None) for name in names for spelling in rules.spellings(name))
 
     for rule in rules.rules:
+        layer = re.match(r"transformer\.layers\.blocks\.(\d+)\.", rule.target)
+        axes = {} if layer is None else config.layers[int(layer[1])].axes
+        sizes = outside | {name: axis.size for name, axis in axes.items()}
         shape = [math.prod(sizes[name] for name in group) for group in rule.axes]
         reasons = [words.get(group) or " × ".join(f"{name} {sizes[name]}" for name in group) for group in rule.axes]
         if rule.part is not None:

@@ -1,7 +1,8 @@
 """The decoder-only transformer that families are variants of: what one is made of (`spec`), config, model, weights."""
 
-from levanter.models.decoder.config import DecoderConfig, WindowedConfig
+from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.decoder.pattern import PatternedConfig, WindowedConfig
 from levanter.models.decoder.spec import Run, runs_of
 from levanter.models.decoder.weights import BlockTensor, decoder_rules
 
@@ -9,6 +10,7 @@ __all__ = [
     "BlockTensor",
     "DecoderConfig",
     "DecoderLmHeadModel",
+    "PatternedConfig",
     "Run",
     "WindowedConfig",
     "decoder_rules",

@@ -164,6 +164,21 @@ class DecoderConfig(LmConfig):
         return runs_of(self.layers)
 
     @property
+    def bodies(self) -> int:
+        return sum(len(run.places) for run in self.runs) if self.scan_layers else self.num_layers
+
+    @property
+    def stacking(self) -> str:
+        if not self.scan_layers:
+            return f"{self.num_layers} layers, not scanned"
+        runs = [
+            f"{run.periods} periods of {len(run.places)}" if len(run.places) > 1 else f"{run.periods}"
+            for run in self.runs
+        ]
+        kinds = len(dict.fromkeys(self.layers))
+        return f"{self.num_layers} layers of {kinds} kind{'s' if kinds > 1 else ''}, scanned as {', then '.join(runs)}"
+
+    @property
     def ropes(self) -> Mapping[str, RotaryConfig]:
         """The rotary embeddings that some layer uses, by the name of their field."""
         names = [layer.mixer.rope for layer in self.layers]
@@ -278,45 +293,3 @@ class DecoderConfig(LmConfig):
             sinks=self.attention.sinks,
         )
         return dataclasses.replace(self, attn_backend=choice.name), (f"attention: {choice}",)
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""What `layer_types` may say of a layer, in Hugging Face's words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowedConfig(DecoderConfig):
-    """A family of which some layers see only the latest keys.
-
-    Attributes:
-        sliding_window: how many keys a query of such a layer sees, itself included; None for all.
-        layer_types: for each layer `full_attention` or `sliding_attention`; None for the family's own pattern.
-    """
-
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
-
-    def own_layer_type(self, layer: int) -> str:
-        """The type of a layer where `layer_types` does not say."""
-        del layer
-        return SLIDING if self.sliding_window is not None else FULL
-
-    def layer_type(self, layer: int) -> str:
-        """`full_attention` or `sliding_attention`."""
-        return self.own_layer_type(layer) if self.layer_types is None else self.layer_types[layer]
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_type(layer) == SLIDING else None
-
-    def _problems(self) -> list[str]:
-        given = self.layer_types or ()
-        problems = [
-            f"model.layer_types has {kind!r}; a layer is {FULL!r} or {SLIDING!r}"
-            for kind in dict.fromkeys(given)
-            if kind not in (FULL, SLIDING)
-        ]
-        if self.layer_types is not None and len(given) != self.num_layers:
-            problems.append(f"model.layer_types has {len(given)} entries for model.num_layers {self.num_layers}")
-        elif SLIDING in given and self.sliding_window is None:
-            problems.append("model.layer_types has sliding_attention, but model.sliding_window is null")
-        return problems or super()._problems()

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from levanter.layers.rotary import RotaryConfig
 from levanter.models.config_json import Fields, Spelling
-from levanter.models.decoder.config import FULL, SLIDING, DecoderConfig, WindowedConfig
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope, write_rope
 from levanter.models.llama.config import LlamaConfig
 

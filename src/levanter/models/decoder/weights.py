@@ -2,15 +2,18 @@
 
 Hugging Face stores a projection as a matrix `[out, in]` with heads flattened into one of its axes, query heads ordered
 by key/value head first; a layer is one tensor each. Here the axes keep their names and layers are stacked, so a tensor
-of a block is a name and the axes in it (`BlockTensor`), and `decoder_rules` says for all layers where they are.
+of a block is a name and the axes in it (`BlockTensor`), and `decoder_rules` says for all layers where they are. Where
+layers are of several kinds, each kind has a table of its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from haliax import Axis
 
 from haliax_ext.rules import Part, WeightRule, WeightRules
+from levanter.layers.layer import LayerSpec, NormPlace
 from levanter.layers.norm import NormSpec
 from levanter.models.decoder.config import DecoderConfig
 
@@ -63,18 +66,32 @@ def projections(
     return found
 
 
-def norms(config: DecoderConfig, names: Mapping[str, str] | None = None) -> list[BlockTensor]:
+class Normed(Protocol):
+    """What has norms on the residual stream: a `LayerSpec`, or a config of which all layers have the same."""
+
+    @property
+    def norm(self) -> NormSpec:
+        """What kind they are."""
+        ...
+
+    @property
+    def norms(self) -> tuple[NormPlace, ...]:
+        """Where they are."""
+        ...
+
+
+def norms(normed: Normed, names: Mapping[str, str] | None = None) -> list[BlockTensor]:
     """Weights and biases of a block's norms.
 
     Args:
-        config: which norms there are.
+        normed: which norms there are.
         names: what the checkpoint calls them, where it is not our name for the place.
     """
     named = names or {}
     return [
         BlockTensor(target=f"{place}.{part}", source=f"{named.get(place, place)}.{part}", axes=(EMBED,))
-        for place in config.norms
-        for part in _parts(config.norm)
+        for place in normed.norms
+        for part in _parts(normed.norm)
     ]
 
 
@@ -122,7 +139,7 @@ class Names:
 def decoder_rules(
     config: DecoderConfig,
     Vocab: Axis | None,
-    block: Iterable[BlockTensor],
+    block: Iterable[BlockTensor] | Callable[[LayerSpec], Iterable[BlockTensor]],
     *,
     names: Names = Names(),
     more: Iterable[WeightRule] = (),
@@ -135,7 +152,7 @@ def decoder_rules(
         config: the architecture.
         Vocab: the model's vocabulary axis; if it is longer than `config.vocab_size`, checkpoints may lack the rows
             that were added (scoring leaves those out).
-        block: the tensors of a layer, below its number.
+        block: the tensors of a layer, below its number; where layers are of several kinds, what gives those of a kind.
         names: what the checkpoint calls the rest.
         more: rules for leaves outside of the blocks that only this family has.
         aliases: see `WeightRules`.
@@ -147,9 +164,9 @@ def decoder_rules(
     def by_token(target: str, source: str) -> WeightRule:
         return WeightRule(target=target, source=source, axes=(("vocab",), EMBED), padded=padded)
 
-    block = tuple(block)
+    table_of = block if callable(block) else (lambda _, table=tuple(block): table)
 
-    def of_layer(target: str, layer: str) -> list[WeightRule]:
+    def of_layer(target: str, layer: str, spec: LayerSpec) -> list[WeightRule]:
         return [
             WeightRule(
                 target=f"{target}.{tensor.target}",
@@ -157,19 +174,19 @@ def decoder_rules(
                 axes=tensor.axes,
                 part=tensor.part,
             )
-            for tensor in block
+            for tensor in table_of(spec)
         ]
 
     table = [by_token("embeddings.token_embeddings.weight", f"{names.embedding}.weight"), *more]
     if config.scan_layers:
         for n, run in enumerate(config.runs):
             stack = "transformer.layers.stacked" if n == 0 else f"transformer.later.{n - 1}.stacked"
-            for place in range(len(run.places)):
+            for place, spec in enumerate(run.places):
                 target = stack if len(run.places) == 1 else f"{stack}.places.{place}"
-                table += of_layer(target, run.template(place))
+                table += of_layer(target, run.template(place), spec)
     else:
-        for n in range(config.num_layers):
-            table += of_layer(f"transformer.layers.blocks.{n}", str(n))
+        for n, spec in enumerate(config.layers):
+            table += of_layer(f"transformer.layers.blocks.{n}", str(n), spec)
     for part in _parts(config.norm):
         table.append(WeightRule(target=f"transformer.norm.{part}", source=f"{names.norm}.{part}", axes=(EMBED,)))
     ignored = ("*.rotary_emb.inv_freq", *ignored)

@@ -11,7 +11,7 @@ from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, NormPlace
 from levanter.layers.norm import NormSpec
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
-from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 

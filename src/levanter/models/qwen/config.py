@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from levanter.layers.attention.grouped import AttentionSpec
-from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 

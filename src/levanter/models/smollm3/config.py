@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
-from levanter.models.decoder.config import FULL, SLIDING, WindowedConfig
+from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 

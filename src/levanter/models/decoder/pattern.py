@@ -1,0 +1,141 @@
+"""Which kind each layer of a model is, where a user says so: a list in Hugging Face's words, or a string of letters.
+
+    layer_types: [sliding_attention, sliding_attention, full_attention, …]     one word a layer
+    pattern: SSSSSF                                                            repeated until every layer has a letter
+    pattern: FF(SSF)                                                           only what is in parentheses is repeated
+
+The last repetition may be cut off: 62 layers of `SSSSSF` end in `SS`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from haliax_ext.errors import nearest
+from levanter.models.decoder.config import DecoderConfig
+
+_PATTERN = re.compile(r"(?P<once>[^()]*)\((?P<again>[^()]+)\)|(?P<all>[^()]+)")
+
+
+def expand_pattern(pattern: str, *, kinds: Mapping[str, str], layers: int) -> tuple[str, ...]:
+    """The kind of each layer.
+
+    Args:
+        pattern: letters; the part that is repeated in parentheses, or no parentheses to repeat all of them.
+        kinds: letter → kind.
+        layers: how many there are.
+
+    Raises:
+        ValueError: an unknown letter, parentheses that are no such part, or more letters than layers.
+    """
+    found = _PATTERN.fullmatch(pattern)
+    if found is None:
+        raise ValueError(
+            f"model.pattern {pattern!r}: letters, of which the last ones may stand in parentheses to be repeated, "
+            "e.g. SSSSSF or FF(SSF)"
+        )
+    once, again = (found["once"], found["again"]) if found["all"] is None else ("", found["all"])
+    legend = ", ".join(f"{letter} {kind}" for letter, kind in kinds.items())
+    if unknown := [letter for letter in dict.fromkeys(once + again) if letter not in kinds]:
+        raise ValueError(f"model.pattern {pattern!r} has {', '.join(map(repr, unknown))}; letters are {legend}")
+    if len(once + again) > layers:
+        raise ValueError(f"model.pattern {pattern!r} has {len(once + again)} letters for model.num_layers {layers}")
+    letters = once + again * -(-(layers - len(once)) // len(again))
+    return tuple(kinds[letter] for letter in letters[:layers])
+
+
+def wrong_types(given: Sequence[str], *, kinds: Mapping[str, str], layers: int) -> list[str]:
+    """What is wrong with a list of kinds, as sentences."""
+    names = list(kinds.values())
+    problems = []
+    for kind in dict.fromkeys(given):
+        if kind not in names:
+            close = nearest(kind, names)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            problems.append(f"model.layer_types has {kind!r}; a layer is {' or '.join(map(repr, names))}{hint}")
+    if len(given) != layers:
+        problems.append(f"model.layer_types has {len(given)} entries for model.num_layers {layers}")
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternedConfig(DecoderConfig):
+    """A family whose layers are of several kinds.
+
+    Attributes:
+        layer_types: for each layer its kind; None for what `pattern` says.
+        pattern: the kinds as letters, repeated (see `models.decoder.pattern`); None for the family's own pattern.
+    """
+
+    layer_types: tuple[str, ...] | None = None
+    pattern: str | None = None
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """The letter of each kind that the family has, and its name in Hugging Face's words."""
+        raise NotImplementedError
+
+    def own_layer_type(self, layer: int) -> str:
+        """The kind of a layer where the user does not say."""
+        raise NotImplementedError
+
+    def layer_type(self, layer: int) -> str:
+        """The kind of a layer."""
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        if self.pattern is not None:
+            return expand_pattern(self.pattern, kinds=self.kinds, layers=self.num_layers)[layer]
+        return self.own_layer_type(layer)
+
+    def _problems(self) -> list[str]:
+        if self.num_layers < 1:
+            return super()._problems()
+        problems = []
+        if self.layer_types is not None and self.pattern is not None:
+            problems.append("model.layer_types and model.pattern both say of which kind the layers are; give one")
+        if self.layer_types is not None:
+            problems += wrong_types(self.layer_types, kinds=self.kinds, layers=self.num_layers)
+        if self.pattern is not None:
+            try:
+                expand_pattern(self.pattern, kinds=self.kinds, layers=self.num_layers)
+            except ValueError as error:
+                problems.append(str(error))
+        return problems or super()._problems()
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layers that see everything before them, and layers that see only the latest keys, in Hugging Face's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(PatternedConfig):
+    """A family of which some layers see only the latest keys.
+
+    Attributes:
+        sliding_window: how many keys a query of such a layer sees, itself included; None for all.
+        layer_types: for each layer `full_attention` or `sliding_attention`; None for what `pattern` says.
+        pattern: F for `full_attention` and S for `sliding_attention`, repeated; None for the family's own pattern.
+    """
+
+    sliding_window: int | None = None
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        return {"F": FULL, "S": SLIDING}
+
+    def own_layer_type(self, layer: int) -> str:
+        del layer
+        return SLIDING if self.sliding_window is not None else FULL
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_type(layer) == SLIDING else None
+
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        given = self.layer_types is not None or self.pattern is not None
+        if not problems and given and self.sliding_window is None:
+            types = [self.layer_type(layer) for layer in range(self.num_layers)]
+            if SLIDING in types:
+                said = "layer_types" if self.pattern is None else "pattern"
+                problems.append(f"model.{said} has sliding_attention, but model.sliding_window is null")
+        return problems
