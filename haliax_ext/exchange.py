@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import haliax as hax
 import jax
@@ -35,6 +35,9 @@ from haliax_ext.slices import Box, Span
 
 Cuts = tuple[tuple[str, ...], ...]
 """For each axis of a leaf, the mesh axes that cut it, major first."""
+
+ByPath = Mapping[str, hax.NamedArray]
+"""What an exchange's Program returns: leaves by path."""
 
 TRANSIENT_LIMIT = 448 << 20
 """What one exchange may hold on a device: slab, result, and what is sent and received in between.
@@ -113,14 +116,14 @@ class Exchange:
         """`read` as a mapping from axis names."""
         return AxisMapping(dict(zip(self.leaf.names, self.read, strict=True)))
 
-    def slab_value(self, piece: Span) -> Any:
+    def slab_value(self, piece: Span) -> hax.NamedArray:
         """A piece's slabs as an abstract named array."""
         sizes = zip(self.leaf.names, self.slab_shape(piece), strict=True)
         axes = tuple(hax.Axis(name, size) for name, size in sizes)
         return _abstract(axes, self.leaf.dtype)
 
     @property
-    def final_value(self) -> Any:
+    def final_value(self) -> hax.NamedArray:
         """The leaf as an abstract named array."""
         axes = tuple(hax.Axis(name, size) for name, size in self.leaf.axes)
         return _abstract(axes, self.leaf.dtype)
@@ -132,8 +135,8 @@ class Exchange:
 
 
 def _abstract(axes: tuple[hax.Axis, ...], dtype: np.dtype) -> hax.NamedArray:
-    array: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), dtype)
-    return hax.NamedArray(array, axes)
+    array = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), dtype)
+    return hax.NamedArray(cast(jax.Array, array), axes)
 
 
 def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: Sequence[int], mesh: MeshSpec) -> Cuts:
@@ -342,7 +345,7 @@ def _spec(cuts: Cuts) -> PartitionSpec:
 def whole_program(name: str, exchanges: Sequence[Exchange], placement: Placement) -> Program:
     """The Program that exchanges several leaves at once: one input of slabs for each, a dictionary by path out."""
 
-    def run(*slabs: Any) -> Mapping[str, Any]:
+    def run(*slabs: hax.NamedArray) -> ByPath:
         def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(_exchange_local(e, (0, 0), x) for e, x in zip(exchanges, arrays, strict=True))
 
@@ -361,7 +364,7 @@ def whole_program(name: str, exchanges: Sequence[Exchange], placement: Placement
 def begin_program(name: str, exchange: Exchange, placement: Placement) -> Program:
     """The Program that makes room for a leaf that arrives in pieces."""
 
-    def run() -> Mapping[str, Any]:
+    def run() -> ByPath:
         return {exchange.leaf.path: hax.zeros(exchange.final_value.axes, dtype=exchange.leaf.dtype)}
 
     return Program(name=name, function=run, inputs=(), out_placement=placement)
@@ -375,7 +378,7 @@ def piece_program(name: str, exchange: Exchange, piece: Span, placement: Placeme
     cut = exchange.cut
     assert cut is not None
 
-    def run(so_far: Mapping[str, Any], slab: Any, start: jax.Array) -> Mapping[str, Any]:
+    def run(so_far: Mapping[str, hax.NamedArray], slab: hax.NamedArray, start: jax.Array) -> ByPath:
         def local(whole: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, _exchange_local(exchange, piece, x), at, axis=cut)
 

@@ -9,11 +9,12 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import ArrayLike
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.mapping import AxisMapping
@@ -25,7 +26,7 @@ from haliax_ext.slices import Box, box_shape, intersect, to_slices
 class Readable(Protocol):
     """An array of which slices can be had: NumPy's, or one that lies in a file."""
 
-    def __getitem__(self, index: tuple[slice, ...], /) -> Any:
+    def __getitem__(self, index: tuple[slice, ...], /) -> ArrayLike:
         """The elements of a slice."""
         ...
 

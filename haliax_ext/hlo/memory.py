@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from haliax_ext.hlo.text import Computation, Instruction, Module, Shape
 
@@ -40,7 +40,17 @@ class MemoryFigures:
         return self.argument + self.output - self.alias + self.temp + self.generated_code
 
 
-def memory_figures(analysis: Any) -> MemoryFigures:
+class MemoryStats(Protocol):
+    """JAX's `CompiledMemoryStats`, as far as it is read."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+
+def memory_figures(analysis: MemoryStats) -> MemoryFigures:
     """Reads JAX's `CompiledMemoryStats`."""
     return MemoryFigures(
         argument=analysis.argument_size_in_bytes,

@@ -8,8 +8,7 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -87,10 +86,10 @@ class _Quiet:
     closed, each with a traceback that nobody can catch. What failed has been raised.
     """
 
-    def __init__(self, before: Any):
+    def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
         self._before = before
 
-    def __call__(self, found: Any, /) -> None:
+    def __call__(self, found: "sys.UnraisableHookArgs", /) -> None:
         names = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(found.exc_traceback)}
         echo = isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
         if not (echo and names <= {"asyncio.base_events"}):

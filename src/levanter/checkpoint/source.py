@@ -7,7 +7,7 @@ of bounded size.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.checkpoint.errors import UnreadableCheckpointError
 from levanter.checkpoint.refs import CheckpointRef, absolute
 from levanter.io.paths import is_remote
+
+if TYPE_CHECKING:
+    import tensorstore
 
 CACHE_BYTES = 256 << 20
 
@@ -33,8 +36,8 @@ class CheckpointSource:
     def __init__(self, ref: CheckpointRef, *, prefix: str = "", cache_bytes: int = CACHE_BYTES):
         self._ref, self._prefix, self._cache_bytes = ref, prefix, cache_bytes
         self._lock = threading.Lock()
-        self._open: dict[str, Any] = {}
-        self._context: Any = None
+        self._open: dict[str, "tensorstore.TensorStore"] = {}
+        self._context: "tensorstore.Context | None" = None
         self._tensors = {
             path.removeprefix(prefix): TensorInfo(
                 path.removeprefix(prefix), leaf.meant, dtype, int(np.prod(leaf.meant, dtype=np.int64)) * dtype.itemsize
@@ -69,7 +72,7 @@ class CheckpointSource:
         out[...] = found
         return out
 
-    def _stored(self, name: str) -> Any:
+    def _stored(self, name: str) -> "tensorstore.TensorStore":
         """The leaf in its store, opened once."""
         with self._lock:
             if name not in self._open:

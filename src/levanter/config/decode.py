@@ -19,6 +19,7 @@ from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
 from levanter.config.nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
 from levanter.config.schema import (
     TYPE_KEY,
+    Annotation,
     choice_names,
     config_fields,
     describe,
@@ -60,7 +61,7 @@ class Decoder:
         self.root, self.old_keys = root, old_keys
         self.problems: list[Problem] = []
 
-    def decode(self, node: Node, annotation: Any, path: Keys = ()) -> Any:
+    def decode(self, node: Node, annotation: Annotation, path: Keys = ()) -> object:
         """The value of `node` as the annotation wants it, or `INVALID`."""
         annotation = strip(annotation)
         members = union_members(annotation)
@@ -85,7 +86,7 @@ class Decoder:
         self.problems.append(Problem(message=message, mark=mark, key=".".join(path)))
         return INVALID
 
-    def expected(self, annotation: Any, node: Node, path: Keys, hint: str = "") -> _Invalid:
+    def expected(self, annotation: Annotation, node: Node, path: Keys, hint: str = "") -> _Invalid:
         """Notes that `node` is not of the annotated type, with an optional hint; gives `INVALID`."""
         return self.wrong(f"expected {describe(annotation)}, got {shown(node)}{hint}", node.mark, path)
 
@@ -93,7 +94,7 @@ class Decoder:
 
     def _dataclass(
         self, node: Node, cls: type, path: Keys, skip: Keys = (), choices: Mapping[str, type] | None = None
-    ) -> Any:
+    ) -> object:
         node = _unfolded(node)
         if not isinstance(node, MapNode):
             hint = "; write {} for the defaults" if isinstance(node, Scalar) and node.value is None else ""
@@ -103,7 +104,7 @@ class Decoder:
             skip = (TYPE_KEY,)
             self._literal_type(node, own, path)
         before = len(self.problems)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         for entry in node:
             if entry.key in known:
                 arguments[entry.key] = self.decode(entry.node, known[entry.key].type, (*path, entry.key))
@@ -133,7 +134,7 @@ class Decoder:
             hint = f"; the keys here are {', '.join(known)}" if known else "; no key is taken here"
         self.wrong(f"unknown key{hint}", entry.mark, (*path, entry.key))
 
-    def _choice(self, node: Node, base: Any, path: Keys) -> Any:
+    def _choice(self, node: Node, base: Annotation, path: Keys) -> object:
         node = _unfolded(node)
         choices = choice_names(base)
         names = ", ".join(choices)
@@ -170,7 +171,7 @@ class Decoder:
             assert given is not None
             self.wrong(f"expected `{own}` here, got {shown(given)}", given.mark, (*path, TYPE_KEY))
 
-    def _mapping(self, node: Node, annotation: Any, path: Keys) -> Any:
+    def _mapping(self, node: Node, annotation: Annotation, path: Keys) -> object:
         node = _unfolded(node)
         if not isinstance(node, MapNode):
             return self.expected(annotation, node, path)
@@ -188,7 +189,7 @@ class Decoder:
 
     # --- lists --------------------------------------------------------------------------------------------------
 
-    def _list(self, node: Node, annotation: Any, path: Keys) -> Any:
+    def _list(self, node: Node, annotation: Annotation, path: Keys) -> object:
         node = _unfolded(node)
         if not isinstance(node, ListNode):
             return self.expected(annotation, node, path)
@@ -210,7 +211,7 @@ class Decoder:
 
     # --- unions -------------------------------------------------------------------------------------------------
 
-    def _union(self, node: Node, annotation: Any, members: tuple[Any, ...], path: Keys) -> Any:
+    def _union(self, node: Node, annotation: Annotation, members: tuple[Annotation, ...], path: Keys) -> object:
         """The first member that fits, tried in the order of how well it suits what was written."""
         if isinstance(node, Scalar) and node.value is None and type(None) in members:
             return None
@@ -231,7 +232,7 @@ class Decoder:
 
     # --- scalars ------------------------------------------------------------------------------------------------
 
-    def _text_value(self, node: Scalar, cls: Any, path: Keys) -> Any:
+    def _text_value(self, node: Scalar, cls: Annotation, path: Keys) -> object:
         if node.value is None:
             return self.expected(cls, node, path)
         try:
@@ -239,7 +240,7 @@ class Decoder:
         except ValueError as error:
             return self.wrong(str(error), node.mark, path)
 
-    def _scalar(self, node: Node, annotation: Any, path: Keys) -> Any:
+    def _scalar(self, node: Node, annotation: Annotation, path: Keys) -> object:
         if annotation in (str, Path) and not isinstance(node, Scalar) and node.text is not None:
             return annotation(node.text)  # a value of the command line that happens to look like a list
         value = _scalar_value(node, annotation)
@@ -261,7 +262,7 @@ class Decoder:
             return self.wrong(str(error), node.mark, path)
 
 
-def _scalar_value(node: Node, annotation: Any) -> Any:
+def _scalar_value(node: Node, annotation: Annotation) -> object:
     """The value of a scalar as one of the simple types, or `INVALID`."""
     if not isinstance(node, Scalar):
         return INVALID
@@ -283,7 +284,7 @@ def _scalar_value(node: Node, annotation: Any) -> Any:
     return INVALID
 
 
-def _number(text: str, annotation: type) -> Any:
+def _number(text: str, annotation: type) -> object:
     try:
         if annotation is timedelta:
             return parse_duration(text)
@@ -298,7 +299,7 @@ def _number(text: str, annotation: type) -> Any:
         return INVALID
 
 
-def _kind(annotation: Any) -> Literal["scalar", "list", "mapping"]:
+def _kind(annotation: Annotation) -> Literal["scalar", "list", "mapping"]:
     if list_origin(annotation) is not None:
         return "list"
     if is_mapping(annotation) or is_choice(annotation) or is_dataclass(annotation):
@@ -310,7 +311,7 @@ def _node_kind(node: Node) -> Literal["scalar", "list", "mapping"]:
     return "scalar" if isinstance(node, Scalar) else "list" if isinstance(node, ListNode) else "mapping"
 
 
-def _suits(node: Node, annotation: Any) -> int:
+def _suits(node: Node, annotation: Annotation) -> int:
     """How late a member of a union is tried: exact kinds first, text last."""
     if not isinstance(node, Scalar):
         return 0 if _kind(annotation) == _node_kind(node) else 1

@@ -22,7 +22,7 @@ WIDTH = 110
 _BREAKS = ("\x85", "\u2028", "\u2029", "\r")
 
 
-def dump(config: Any) -> str:
+def dump(config: object) -> str:
     """The YAML of a configuration.
 
     Raises:
@@ -31,7 +31,7 @@ def dump(config: Any) -> str:
     return yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=WIDTH)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A configuration as dicts, lists, strings, numbers and None, ready for YAML or JSON."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return str(value) if isinstance(value, str) else value
@@ -56,14 +56,14 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a configuration cannot hold {value!r} of type {type(value).__name__}")
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> str | int | float:
     return key.name if isinstance(key, enum.Enum) else key if isinstance(key, (str, int, float)) else str(key)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes whatever this reader or a YAML 1.1 reader would take for something else than text."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         del data
         return True
 

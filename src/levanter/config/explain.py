@@ -10,13 +10,14 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import yaml
 
 from levanter.config.dump import plain
 from levanter.config.schema import (
     TYPE_KEY,
+    Annotation,
     ConfigField,
     choice_names,
     config_fields,
@@ -74,7 +75,7 @@ class _Keys:
                     yield from self.below(member, default, here, (*seen, cls))
 
     def below(
-        self, annotation: Any, default: Any, path: tuple[str, ...], seen: tuple[type, ...]
+        self, annotation: Annotation, default: object, path: tuple[str, ...], seen: tuple[type, ...]
     ) -> Iterator[tuple[str, str]]:
         """The keys inside one field, where it is a block or a choice."""
         if is_choice(annotation):
@@ -111,7 +112,7 @@ def _line(path: tuple[str, ...], one: ConfigField, meaning: str) -> str:
     return "\n".join([words, *wrapped])
 
 
-def _type(annotation: Any) -> str:
+def _type(annotation: Annotation) -> str:
     names = [choice for m in union_members(annotation) if is_choice(m) for choice in choice_names(m)]
     return f"{describe(annotation)}" + (f": {' | '.join(names)}" if names else "")
 

@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from levanter.config.command_line import overrides_document, parse_argv
 from levanter.config.decode import INVALID, Decoder
@@ -79,7 +79,7 @@ def parse(
     config_class: type[C],
     *,
     paths: Sequence[str] = (),
-    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+    overrides: Mapping[str, object] | Sequence[tuple[str, object]] = (),
 ) -> C:
     """The configuration of some files with overrides; `read` also tells what was translated.
 
@@ -98,7 +98,7 @@ def read(
     config_class: type[C],
     *,
     paths: Sequence[str] = (),
-    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+    overrides: Mapping[str, object] | Sequence[tuple[str, object]] = (),
 ) -> Loaded[C]:
     """As `parse`, with the changes and the document."""
     problems: list[Problem] = []
@@ -126,7 +126,7 @@ def parse_text(config_class: type[C], text: str, *, source: str = "<text>") -> C
     return _decoded(config_class, document, problems).config
 
 
-def _overrides(pairs: Any) -> MapNode:
+def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
     texts = [(key, value) for key, value in pairs if isinstance(value, str)]
     result: Node = overrides_document(texts)
     here = Mark(source=COMMAND_LINE)
@@ -152,7 +152,7 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
     if problems:
         raise ConfigError(problems)
     assert value is not INVALID and isinstance(document, MapNode)
-    return Loaded(config=value, changes=changes, document=document)
+    return Loaded(config=cast(C, value), changes=changes, document=document)
 
 
 def main(

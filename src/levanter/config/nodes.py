@@ -135,7 +135,7 @@ def to_plain(node: Node) -> Any:
     return {entry.key: to_plain(entry.node) for entry in node}
 
 
-def from_plain(value: Any, mark: Mark) -> Node:
+def from_plain(value: object, mark: Mark) -> Node:
     """Dicts, lists and Python scalars as nodes that all carry one mark."""
     if isinstance(value, Mapping):
         entries = (Entry(key=str(k), node=from_plain(v, mark), mark=mark) for k, v in value.items())

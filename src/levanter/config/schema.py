@@ -17,12 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from draccus.utils import is_choice_type
 
 TYPE_KEY = CHOICE_TYPE_KEY
+
+Annotation: TypeAlias = Any
+"""A type annotation as `typing.get_type_hints` gives it: a class, a union, a generic alias, … They share no type."""
+
 _SIMPLE = {
     bool: "true or false",
     int: "an integer",
@@ -39,12 +43,12 @@ class ConfigField:
     """A field of a configuration class, its annotation resolved."""
 
     name: str
-    type: Any
+    type: Annotation
     required: bool
     field: Field[Any]
 
     @property
-    def default(self) -> Any:
+    def default(self) -> object:
         """The default value; only for fields that are not required."""
         if self.field.default is not MISSING:
             return self.field.default
@@ -68,7 +72,7 @@ def config_fields(cls: type) -> Mapping[str, ConfigField]:
     }
 
 
-def strip(annotation: Any) -> Any:
+def strip(annotation: Annotation) -> Annotation:
     """The annotation without `Annotated` and `NewType`."""
     while True:
         if get_origin(annotation) is Annotated:
@@ -79,7 +83,7 @@ def strip(annotation: Any) -> Any:
             return annotation
 
 
-def union_members(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
     """The members of a union, flattened; the annotation alone where it is none."""
     annotation = strip(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
@@ -87,7 +91,7 @@ def union_members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def is_choice(annotation: Any) -> bool:
+def is_choice(annotation: Annotation) -> bool:
     """Whether the annotation is the base class of a registry."""
     return isinstance(annotation, type) and is_choice_type(annotation)
 
@@ -112,12 +116,12 @@ def registered_name(cls: type) -> str | None:
     return None
 
 
-def is_text_value(annotation: Any) -> bool:
+def is_text_value(annotation: Annotation) -> bool:
     """Whether the annotation is a class with a `parse(text)` of its own."""
     return isinstance(annotation, type) and callable(getattr(annotation, "parse", None))
 
 
-def list_origin(annotation: Any) -> type | None:
+def list_origin(annotation: Annotation) -> type | None:
     """`list`, `tuple`, `set` or `frozenset` where the annotation is one (a `Sequence` is read as a tuple)."""
     origin = get_origin(annotation) or annotation
     if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
@@ -130,13 +134,13 @@ def list_origin(annotation: Any) -> type | None:
     return None
 
 
-def is_mapping(annotation: Any) -> bool:
+def is_mapping(annotation: Annotation) -> bool:
     """Whether the annotation is a `dict` or a `Mapping`."""
     origin = get_origin(annotation) or annotation
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: Annotation) -> str:
     """What the annotation expects, in words: "an integer", "a list of text"."""
     members = union_members(annotation)
     if len(members) > 1:

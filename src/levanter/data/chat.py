@@ -7,13 +7,13 @@ endgeneration %}` encloses what the assistant wrote. It is run in a sandbox: a t
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -36,7 +36,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     @staticmethod
-    def _mark(caller: Any) -> str:
+    def _mark(caller: Callable[[], str]) -> str:
         return f"{_BEGIN}{caller()}{_END}"
 
 
@@ -61,7 +61,7 @@ class ChatTemplate:
         return re.search(r"{%-?\s*generation\s*-?%}", self.text) is not None
 
     @cached_property
-    def _template(self) -> Any:
+    def _template(self) -> Template:
         environment: Environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )

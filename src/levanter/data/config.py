@@ -6,14 +6,17 @@ serves every entry point; a key that evaluation does not use is named in its not
 silence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import draccus
 
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.data.sources import DatasetSourceBase
+
+TrainWeights = dict[str, float] | list[tuple[int, dict[str, float]]] | None
+"""The weight of each component in training, or a list of (first step, weights); None where nothing is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,7 @@ class LmDataConfig:
     block_cross_document_attention: bool = True
 
     components: dict[str, DatasetComponentBase] = field(default_factory=dict)
-    train_weights: dict[str, float] | list[tuple[int, dict[str, float]]] | None = None
+    train_weights: TrainWeights = None
     stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
     target_budget: int | None = None
     experiment_budget: int | None = None
@@ -132,7 +135,7 @@ class LmDataConfig:
             raise ValueError("\n".join(problems))
 
 
-def _weight_problems(weights: Any, components: dict[str, Any]) -> list[str]:
+def _weight_problems(weights: TrainWeights, components: Mapping[str, object]) -> list[str]:
     stages: Sequence[dict[str, float]]
     if weights is None:
         return []

@@ -10,7 +10,7 @@ other formats are JSON values (or rows of Parquet) with the place they came from
   `mask_user_turns` only what predicts text within `{% generation %}` counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class TextEncoder:
 def check_ids(ids: np.ndarray, origin: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Raises a `DataError` if an id is outside the vocabulary."""
     if len(ids) and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
-        outside: Any = ids[(ids < 0) | (ids >= vocab_size)][0]
+        outside = ids[(ids < 0) | (ids >= vocab_size)][0]
         who = "the ids" if tokenizer is None else f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
         raise DataError(
             f"{origin}: token id {outside} is outside the model's vocabulary of {vocab_size}; {who} and model do not "
@@ -98,7 +98,7 @@ class PrebuiltEncoder:
         """
         return [self._encoded(value, origin) for value, origin in records]
 
-    def _encoded(self, value: Any, origin: str) -> Encoded:
+    def _encoded(self, value: object, origin: str) -> Encoded:
         key, weights_key = self.format.input_ids_key, self.format.loss_weights_key
         ids = _numbers(_key(value, key, list, origin), np.int64, key, origin)
         check_ids(ids, origin, None, self.vocab_size)
@@ -141,7 +141,7 @@ class SupervisedEncoder:
         pieces = self.tokenizer.encode_batch(texts)
         return [self._encoded(pieces[i], pieces[i + 1]) for i in range(0, len(pieces), 2)]
 
-    def _texts(self, value: Any, origin: str) -> tuple[str, str]:
+    def _texts(self, value: object, origin: str) -> tuple[str, str]:
         between = self.format.separate_with if isinstance(self.format.separate_with, str) else ""
         prompt = _key(value, self.format.input_key, str, origin)
         return prompt + between, _key(value, self.format.target_key, str, origin)
@@ -187,7 +187,7 @@ class ChatEncoder:
         """
         return [self._encoded(*record) for record in records]
 
-    def _encoded(self, value: Any, origin: str) -> Encoded:
+    def _encoded(self, value: Mapping[str, Any], origin: str) -> Encoded:
         messages = _key(value, self.format.messages_field, list, origin)
         system, extra = self.format.system_prompt, self.format.chat_template_kwargs
         if system is not None and value.get(system):
@@ -205,7 +205,7 @@ class ChatEncoder:
         return Encoded(ids, weights)
 
 
-def _key(value: Any, key: str, kind: type, origin: str) -> Any:
+def _key(value: object, key: str, kind: type, origin: str) -> Any:
     """The value of a record's key, of the type it must have."""
     if not isinstance(value, dict):
         raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(value).__name__}")
@@ -217,7 +217,7 @@ def _key(value: Any, key: str, kind: type, origin: str) -> Any:
     return value[key]
 
 
-def _numbers(values: list, dtype: Any, key: str, origin: str) -> np.ndarray:
+def _numbers(values: list, dtype: type[np.generic], key: str, origin: str) -> np.ndarray:
     found = np.asarray(values) if values else np.zeros(0, dtype)
     wanted = "iu" if np.issubdtype(dtype, np.integer) else "iufb"
     if found.ndim != 1 or found.dtype.kind not in wanted:

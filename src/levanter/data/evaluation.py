@@ -8,9 +8,8 @@ the configuration for which that is so are listed in `notes`.
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
 
-from levanter.data.config import DatasetComponent, DatasetComponentBase, LmDataConfig
+from levanter.data.config import CacheOptions, DatasetComponent, DatasetComponentBase, LmDataConfig
 from levanter.data.documents import Documents, component_parts
 from levanter.data.errors import AbsentTextError, DataError, raise_problems
 from levanter.data.readers import Document
@@ -149,7 +148,7 @@ def _unused_keys(config: LmDataConfig) -> list[str]:
     return notes
 
 
-def is_set(config: Any, key: str) -> bool:
+def is_set(config: LmDataConfig | DatasetComponentBase | CacheOptions, key: str) -> bool:
     """Whether a key differs from its default."""
     found = next(field for field in fields(config) if field.name == key)
     default = found.default_factory() if found.default_factory is not MISSING else found.default

@@ -21,13 +21,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import zstandard
 
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
 from levanter.io.paths import base_name, filesystem, missing_file, open_read
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -126,14 +129,14 @@ class _ZstdStream(io.RawIOBase):
 
     def __init__(self, raw: IO[bytes]):
         self._raw = raw
-        self._frame: Any = None
+        self._frame: zstandard.ZstdDecompressionObj | None = None
         self._rest = b""  # compressed bytes behind the end of a frame
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:
         while not self._ready:
             block, self._rest = self._rest or self._raw.read(1 << 18), b""
             if not block:
@@ -222,7 +225,7 @@ def _json_list(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
         yield record, f"{path}[{number}]" if isinstance(value, list) else path
 
 
-def _text_of(record: Any, key: str, origin: str) -> str:
+def _text_of(record: object, key: str, origin: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(record).__name__}")
     if key not in record:
@@ -288,7 +291,9 @@ def _parquet_rows(path: str) -> Iterator[tuple[Any, str]]:
             yield record, f"{path}:{row}"
 
 
-def _rows(path: str, file: Any, columns: list[str] | None, values: Callable[[Any], list]) -> Iterator[tuple[Any, int]]:
+def _rows(
+    path: str, file: "pq.ParquetFile", columns: list[str] | None, values: Callable[[Any], list]
+) -> Iterator[tuple[Any, int]]:
     """The values of each row of some columns, and the row's number."""
     import pyarrow as pa
 

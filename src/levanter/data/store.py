@@ -18,7 +18,7 @@ tokenizer, other files, a file cut short) is an error that names the difference,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from levanter.data.chunks import Chunks, span_places
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.manifest import Manifest, StoreError, shard_folder
 from levanter.io.paths import filesystem, is_remote, join, local_path
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 CACHE_BYTES = 256 << 20
 """Decoded chunks that are kept for the next reads."""
@@ -195,14 +198,14 @@ def raise_problems_of(folder: str, manifest: Manifest) -> None:
             raise StoreError(f"{folder}: this token store is damaged; delete it to build it again\n{error}") from error
 
 
-def tensorstore_context(cache_bytes: int = CACHE_BYTES) -> Any:
+def tensorstore_context(cache_bytes: int = CACHE_BYTES) -> "ts.Context":
     """What the arrays of one store share: the pool of what was read or is to be written."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
 
 
-def kvstore(path: str) -> Any:
+def kvstore(path: str) -> str | dict[str, str]:
     """Where TensorStore finds an array.
 
     Raises:
@@ -215,7 +218,7 @@ def kvstore(path: str) -> Any:
     return path.rstrip("/") + "/"
 
 
-def open_array(path: str, *, context: Any) -> Any:
+def open_array(path: str, *, context: "ts.Context") -> "ts.Future[ts.TensorStore]":
     """A future of an array, open for reading; what was read once is not checked for changes."""
     import tensorstore as ts
 

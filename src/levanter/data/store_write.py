@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from levanter.data.manifest import SHARD_MARK, ShardMark
 from levanter.data.store import kvstore, tensorstore_context
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import filesystem, join
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 FILE_VALUES = 1 << 22
 CHUNK_VALUES = 1 << 14
@@ -95,7 +98,7 @@ class ShardWriter:
 class ArrayWriter:
     """Appends to a one-axis array: whole files at a time, so that none is written twice."""
 
-    def __init__(self, path: str, dtype: str, context: Any):
+    def __init__(self, path: str, dtype: str, context: "ts.Context"):
         import tensorstore as ts
 
         little = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -119,7 +122,7 @@ class ArrayWriter:
         self._dtype = np.dtype(dtype)
         self._waiting: list[np.ndarray] = []
         self._count = self._written = 0
-        self._writing: Any = None
+        self._writing: ts.WriteFutures | None = None
 
     def add(self, values: np.ndarray) -> None:
         """Appends values; each time a file is full, it is written in the background."""
@@ -155,7 +158,7 @@ def file_sizes(folder: str) -> dict[str, int]:
     return {file: sizes[file] for file in sorted(sizes) if file != SHARD_MARK}
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 

@@ -22,9 +22,13 @@ SETTINGS = ".levanter.yaml"
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `UsageError`s, with the nearest flag for one that is not known."""
 
-    def __init__(self, **keywords: Any):
+    def __init__(self, *, prog: str, usage: str):
         super().__init__(
-            allow_abbrev=False, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords
+            prog=prog,
+            usage=usage,
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add_argument("-h", "--help", action="help", help="this text")
 

@@ -7,7 +7,8 @@ other hosts are then taken by their label, each whole, by the number that Ray's 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from levanter.hardware import Accelerator
 from levanter.infra.console import Console
@@ -15,12 +16,15 @@ from levanter.infra.errors import PEER_LOST, LaunchError
 from levanter.infra.gang import HostGone
 from levanter.infra.host import Host, News
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 INSTALL = "pip install 'levanter[ray]'"
 SLICE, WORKER = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id"
 _ANSWER_SECONDS = 60.0
 
 
-def import_ray() -> Any:
+def import_ray() -> ModuleType:
     """Ray.
 
     Raises:
@@ -36,7 +40,7 @@ def import_ray() -> Any:
 class RayHost:
     """An actor on a host."""
 
-    def __init__(self, ray: Any, actor: Any, *, slice: int, where: str, node: str):
+    def __init__(self, ray: ModuleType, actor: "ActorHandle", *, slice: int, where: str, node: str):
         self._ray, self._actor = ray, actor
         self.slice, self.where, self.node = slice, where, node
 
@@ -60,7 +64,7 @@ class RayHost:
         """Ends the actor; its process has lost whoever started it, and ends too."""
         self._ray.kill(self._actor, no_restart=True)
 
-    def _ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+    def _ask(self, method: str, *arguments: object, **keywords: object) -> Any:
         try:
             return self._ray.get(getattr(self._actor, method).remote(*arguments, **keywords), timeout=_ANSWER_SECONDS)
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as error:
@@ -178,7 +182,7 @@ class RayCluster:
         where = f"{node.get('NodeManagerHostname', '')} ({node['NodeManagerAddress']})"
         return RayHost(self._ray, actor, slice=index, where=where, node=node["NodeID"])
 
-    def _actor(self, **options: Any) -> Any:
+    def _actor(self, **options: object) -> "ActorHandle":
         return self._ray.remote(RayActor).options(num_cpus=0, max_restarts=0, **options).remote()
 
     def _chips(self) -> dict[str, float]:

@@ -4,7 +4,10 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
+
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from levanter.io.paths import filesystem, is_remote, local_path
 
@@ -57,7 +60,7 @@ def _remote(path: str) -> Iterator[IO[bytes]]:
     fs, name = filesystem(path)
     temporary = _temporary_name(name)
     fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-    file: Any = fs.open(temporary, "wb")
+    file = fs.open(temporary, "wb")
     try:
         yield file
         file.close()
@@ -67,7 +70,7 @@ def _remote(path: str) -> Iterator[IO[bytes]]:
         raise
 
 
-def _abandon(fs: Any, file: Any, temporary: str) -> None:
+def _abandon(fs: AbstractFileSystem, file: AbstractBufferedFile, temporary: str) -> None:
     """Drops an upload, and the temporary object where it exists already."""
     with contextlib.suppress(OSError, NotImplementedError):
         file.discard()

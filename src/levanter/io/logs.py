@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import IO, Any
+from typing import IO
 
 HANDLER_NAME = "levanter"
 QUIET = ("fsspec", "urllib3", "httpx", "httpcore", "filelock", "h5py", "jax._src", "absl")
@@ -20,7 +20,7 @@ class _StderrHandler(logging.StreamHandler):
         return sys.stderr
 
     @stream.setter
-    def stream(self, value: Any) -> None:
+    def stream(self, value: object) -> None:
         del value
 
 

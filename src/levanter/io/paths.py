@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import IO, Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
@@ -199,7 +200,7 @@ def missing_file(path: str) -> MissingFileError:
     return MissingFileError(f"{path}: no such file; {folder or '/'} holds {shown}{', …' if len(names) > 5 else ''}")
 
 
-def _names_in(fs: Any, folder: str) -> list[str] | None:
+def _names_in(fs: AbstractFileSystem, folder: str) -> list[str] | None:
     try:
         return [base_name(entry) for entry in fs.ls(folder or "/", detail=False)]
     except (OSError, NotImplementedError):

@@ -90,7 +90,7 @@ def windows_identity(book: BookText, given: Convention, *, max_windows: int | No
     return identity | {"windows.max": max_windows, "preset": name_of(given), "scheme": given.scheme.name}
 
 
-def flat(prefix: str, value: Any) -> dict[str, Any]:
+def flat(prefix: str, value: object) -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     if not isinstance(value, Mapping):
         return {prefix: value}

@@ -171,7 +171,7 @@ def digest_of(pairs: Sequence[tuple[Any, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _pair(record: Any, format: LmDatasetFormatBase, origin: str) -> tuple[Any, Any]:
+def _pair(record: object, format: LmDatasetFormatBase, origin: str) -> tuple[Any, Any]:
     if not isinstance(record, Mapping):
         raise DataError(f"{origin}: expected an object, found {type(record).__name__}")
     if isinstance(format, PrebuiltLmDatasetFormat):

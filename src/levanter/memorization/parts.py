@@ -140,7 +140,7 @@ class PartStore:
         good = meta == {**expected, "crc32": _checksum(scores)}
         return scores if good and len(scores) and first + len(scores) <= self.windows else None
 
-    def _same(self, there: Any, what: str) -> None:
+    def _same(self, there: object, what: str) -> None:
         if not isinstance(there, Mapping):
             there = {}
         ours = json.loads(as_json_bytes(self.identity))

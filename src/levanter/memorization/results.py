@@ -323,7 +323,7 @@ def scores_of(table: pa.Table, k: int) -> Scores:
     return Scores.of_arrays({name: _matrix(table, name, k) for name in names})
 
 
-def as_json_bytes(value: Any) -> bytes:
+def as_json_bytes(value: object) -> bytes:
     """JSON as every file of a run is written: sorted keys, so that equal values give equal bytes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
 

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import ArrayLike
 
 from haliax_ext.abstract import leaf_of
 from haliax_ext.mapping import AxisMapping, Mappings
-from haliax_ext.program import Input, Program, spec_of
+from haliax_ext.program import Input, Placement, Program, spec_of
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import Scheme, Scores
 from levanter.models.base import LmHeadModel
@@ -81,7 +82,7 @@ def score_program(
     shape: BatchShape,
     *,
     mappings: Mappings,
-    placement: Any = None,
+    placement: Placement = None,
     batch_axis: str = "batch",
     laws: Sequence[Scheme] = (),
     name: str = "score",
@@ -245,7 +246,7 @@ def score_and_store(
     return Scores.joined(found) if writes else None
 
 
-def agreed(value: Any) -> np.ndarray:
+def agreed(value: ArrayLike) -> np.ndarray:
     """What process 0 has, in every process; all of them call it. Folders change, so one process looks at them."""
     if jax.process_count() == 1:
         return np.asarray(value)

@@ -7,13 +7,14 @@ axes have no names, and every layer of a stack is a matrix of its own. The stati
 parameter mapping cuts them as it cuts the parameter.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
 
+from haliax_ext.pytree import PyTree
 from levanter.optim.parameters import Parameter, map_parameters
 
 
@@ -28,16 +29,16 @@ class AdafactorState(NamedTuple):
     """
 
     count: jax.Array
-    rows: Any
-    columns: Any
-    full: Any
+    rows: PyTree
+    columns: PyTree
+    full: PyTree
 
 
 class _Step(NamedTuple):
-    update: Any
-    rows: Any
-    columns: Any
-    full: Any
+    update: hax.NamedArray
+    rows: hax.NamedArray | None
+    columns: hax.NamedArray | None
+    full: hax.NamedArray | None
 
 
 def scale_by_adafactor(
@@ -54,9 +55,9 @@ def scale_by_adafactor(
     def zeros(parameter: Parameter, dropped: tuple[str, ...]) -> hax.NamedArray:
         return hax.zeros(tuple(a for a in parameter.axes if a.name not in dropped), dtype=jnp.float32)
 
-    def init(params: Any) -> AdafactorState:
-        def part(which: int | None) -> Any:
-            def make(parameter: Parameter, _: Any) -> hax.NamedArray | None:
+    def init(params: PyTree) -> AdafactorState:
+        def part(which: int | None) -> PyTree:
+            def make(parameter: Parameter, _: hax.NamedArray) -> hax.NamedArray | None:
                 factors = parameter.factors
                 if which is None:
                     return zeros(parameter, ()) if factors is None else None
@@ -66,7 +67,7 @@ def scale_by_adafactor(
 
         return AdafactorState(count=jnp.zeros((), jnp.int32), rows=part(0), columns=part(1), full=part(None))
 
-    def update(grads: Any, state: AdafactorState, params: Any = None) -> tuple[Any, AdafactorState]:
+    def update(grads: PyTree, state: AdafactorState, params: PyTree = None) -> tuple[PyTree, AdafactorState]:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         new = count.astype(jnp.float32) ** -decay_rate
@@ -75,7 +76,7 @@ def scale_by_adafactor(
             now = now.rearrange(old.axes)
             return old + (now - old) * new
 
-        def one(parameter: Parameter, grad: hax.NamedArray, rows: Any, columns: Any, full: Any) -> _Step:
+        def one(parameter: Parameter, grad: hax.NamedArray, rows: PyTree, columns: PyTree, full: PyTree) -> _Step:
             wide = grad.astype(jnp.float32)
             squared = wide * wide + epsilon
             factors = parameter.factors
@@ -95,7 +96,7 @@ def scale_by_adafactor(
 
         steps = map_parameters(one, grads, state.rows, state.columns, state.full)
 
-        def pick(field: str) -> Any:
+        def pick(field: str) -> PyTree:
             return jax.tree.map(lambda s: getattr(s, field), steps, is_leaf=lambda s: isinstance(s, _Step))
 
         return pick("update"), AdafactorState(
@@ -108,7 +109,7 @@ def scale_by_adafactor(
 def scale_by_parameter_rms(*, minimum: float = 1e-3) -> optax.GradientTransformation:
     """Multiplies each matrix's update by the root mean square of its parameter, at least `minimum`."""
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         def one(parameter: Parameter, u: hax.NamedArray, value: hax.NamedArray) -> hax.NamedArray:
             size = rms_of_each(value.astype(jnp.float32), parameter)
             floored = hax.named(jnp.maximum(size.array, minimum).astype(u.dtype), size.axes)

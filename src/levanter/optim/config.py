@@ -8,12 +8,12 @@ parameter mapping places them like the parameters themselves.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import draccus
 import jax
 import optax
 
+from haliax_ext.pytree import PyTree
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.outliers import SkipStepConfig, carry_recent
@@ -97,7 +97,7 @@ class OptimizerConfig(draccus.ChoiceRegistry):
     def _unsupported(self) -> Iterable[str]:
         return ()
 
-    def _decay_mask(self) -> Any:
+    def _decay_mask(self) -> Callable[[PyTree], PyTree] | None:
         return decay_mask(self.weight_decay_modules, self.default_weight_decay_mask)
 
     @abstractmethod
@@ -167,7 +167,7 @@ class OptimizerConfig(draccus.ChoiceRegistry):
 def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same under JAX's standard promotion: optax raises floats to integer powers."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(updates, state, params)
 
@@ -385,6 +385,6 @@ class MuonConfig(OptimizerConfig):
         ]
 
 
-def _where(chosen: Callable[[Parameter], bool]) -> Callable[[Any], Any]:
+def _where(chosen: Callable[[Parameter], bool]) -> Callable[[PyTree], PyTree]:
     """Which parameters are chosen, as optax wants it: a function of the model."""
     return lambda model: map_parameters(lambda parameter, _: chosen(parameter), model)

@@ -7,13 +7,14 @@ layer of a stack is a matrix of its own.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
 
+from haliax_ext.pytree import PyTree
 from levanter.optim.parameters import Parameter, map_parameters
 
 Coefficients = Literal["quintic", "simple"]
@@ -28,7 +29,7 @@ COEFFICIENTS: dict[str, tuple[float, float, float]] = {
 class MuonState(NamedTuple):
     """Momentum of every matrix."""
 
-    momentum: Any
+    momentum: PyTree
 
 
 def is_hidden_matrix(parameter: Parameter) -> bool:
@@ -59,10 +60,10 @@ def scale_by_muon(
     """
     polynomial = COEFFICIENTS[coefficients]
 
-    def init(params: Any) -> MuonState:
+    def init(params: PyTree) -> MuonState:
         return MuonState(momentum=map_parameters(lambda _, x: hax.zeros(x.axes, dtype=jnp.float32), params))
 
-    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
         del params
 
         def add(_: Parameter, grad: hax.NamedArray, kept: hax.NamedArray) -> hax.NamedArray:

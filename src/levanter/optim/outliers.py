@@ -7,11 +7,13 @@ the train step asks and decides, since a step that is left out leaves everything
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from haliax_ext.pytree import PyTree
 
 LEAST_DEVIATION = 1e-6
 
@@ -65,28 +67,28 @@ class Recent(NamedTuple):
 def carry_recent(length: int) -> optax.GradientTransformation:
     """A transformation that changes nothing and carries room for the numbers of `length` steps."""
 
-    def init(_: Any) -> Recent:
+    def init(_: PyTree) -> Recent:
         return Recent(
             losses=jnp.zeros((length,), jnp.float32),
             grad_norms=jnp.zeros((length,), jnp.float32),
             seen=jnp.zeros((), jnp.int32),
         )
 
-    def update(updates: Any, state: Recent, params: Any = None) -> tuple[Any, Recent]:
+    def update(updates: PyTree, state: Recent, params: PyTree = None) -> tuple[PyTree, Recent]:
         del params
         return updates, state
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def recent_of(optimizer_state: Any) -> Recent:
+def recent_of(optimizer_state: tuple[PyTree, ...]) -> Recent:
     """The last piece of an optimizer's state, which `carry_recent` made."""
     last = optimizer_state[-1]
     assert isinstance(last, Recent), type(last)
     return last
 
 
-def with_recent(optimizer_state: Any, recent: Recent) -> Any:
+def with_recent(optimizer_state: tuple[PyTree, ...], recent: Recent) -> tuple[PyTree, ...]:
     """The optimizer's state with other numbers."""
     return (*optimizer_state[:-1], recent)
 

@@ -14,15 +14,10 @@ from typing import Any, Literal
 import haliax as hax
 import jax
 
-from haliax_ext.pytree import path_string
+from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
 from levanter.layers.roles import Role, declared_role
 
 STACK_AXES = ("layers", "expert")
-
-
-def is_named(x: Any) -> bool:
-    """Whether `x` is a `NamedArray`: the leaves of every tree here."""
-    return isinstance(x, hax.NamedArray)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +34,7 @@ class Parameter:
 
     path: str
     axes: tuple[hax.Axis, ...]
-    owner: Any
+    owner: object
     name: str
     roles: tuple[Role, ...]
 
@@ -81,20 +76,20 @@ class Parameter:
         return (rows, columns) if rows else None
 
 
-def map_parameters(fn: Callable[..., Any], model: Any, *rest: Any) -> Any:
+def map_parameters(fn: Callable[..., Any], model: PyTree, *rest: PyTree) -> PyTree:
     """Maps `fn(parameter, value, *values of rest)` over the named arrays of `model`.
 
     Trees in `rest` have the structure of `model` down to its named arrays; what they hold there may be anything.
     """
 
-    def visit(keys: tuple[Any, ...], x: Any, *others: Any) -> Any:
+    def visit(keys: KeyPath, x: object, *others: Any) -> Any:
         assert is_named(x), f"{path_string(keys)} is no named array: optimizers work on named parameters"
         return fn(_parameter(model, keys, x.axes), x, *others)
 
     return jax.tree_util.tree_map_with_path(visit, model, *rest, is_leaf=is_named)
 
 
-def _parameter(model: Any, keys: Sequence[Any], axes: tuple[hax.Axis, ...]) -> Parameter:
+def _parameter(model: PyTree, keys: KeyPath, axes: tuple[hax.Axis, ...]) -> Parameter:
     holder, owner, roles = model, None, []
     for n, key in enumerate(keys):
         name = path_string((key,))
@@ -110,14 +105,14 @@ def _parameter(model: Any, keys: Sequence[Any], axes: tuple[hax.Axis, ...]) -> P
         else:
             holder = holder[key.key]
     assert owner is not None, "a parameter is inside a module"
-    return Parameter(path=path_string(tuple(keys)), axes=axes, owner=owner[0], name=owner[1], roles=tuple(roles))
+    return Parameter(path=path_string(keys), axes=axes, owner=owner[0], name=owner[1], roles=tuple(roles))
 
 
 NOT_DECAYED = ("bias", "norm", "embedding", "vector")
 """Roles that weight decay leaves alone by default."""
 
 
-def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Callable[[Any], Any] | None:
+def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Callable[[PyTree], PyTree] | None:
     """Which parameters weight decay applies to, as a function of the model; None for all.
 
     Args:
@@ -141,7 +136,7 @@ def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Cal
             return pattern.match(name) is not None
         return any(text in name for text in modules or ())
 
-    def decays(parameter: Parameter, _: Any) -> bool:
+    def decays(parameter: Parameter, _: hax.NamedArray) -> bool:
         if chosen(parameter.path) or chosen(parameter.class_path):
             return True
         return use_default and parameter.role not in NOT_DECAYED

@@ -7,13 +7,14 @@ norm that stays high, and a clipped run does not clip itself to nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
 
+from haliax_ext.pytree import PyTree
 from levanter.optim.outliers import UsualRange
 from levanter.optim.parameters import Parameter, map_parameters
 
@@ -52,10 +53,10 @@ def clip_by_recent_norms(rule: ClipUpdateNormConfig) -> optax.GradientTransforma
     """
     length = rule.rolling_interval_length
 
-    def init(_: Any) -> RecentNorms:
+    def init(_: PyTree) -> RecentNorms:
         return RecentNorms(norms=jnp.zeros((length,), jnp.float32), seen=jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: RecentNorms, params: Any = None) -> tuple[Any, RecentNorms]:
+    def update(updates: PyTree, state: RecentNorms, params: PyTree = None) -> tuple[PyTree, RecentNorms]:
         del params
         norm = jnp.asarray(optax.tree.norm(updates), jnp.float32)
         known = jnp.arange(length) < state.seen
@@ -78,7 +79,7 @@ def clip_rms(threshold: float) -> optax.GradientTransformation:
         threshold: the largest root mean square.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         del params
 
         def one(_: Parameter, u: hax.NamedArray) -> hax.NamedArray:

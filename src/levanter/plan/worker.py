@@ -20,11 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.blame import raised_in_library
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from jax.stages import Lowered
 
 
 class Lowerable(Protocol):
@@ -35,7 +39,7 @@ class Lowerable(Protocol):
         """How events and messages call it."""
         ...
 
-    def lower(self, mesh: Any) -> Any:
+    def lower(self, mesh: "Mesh") -> "Lowered":
         """The program lowered for `mesh`, ready to be compiled."""
         ...
 
@@ -98,7 +102,7 @@ def topology_devices(accelerator: Accelerator) -> list[Any]:
     return devices
 
 
-def _coordinates(mesh: Any) -> list[list[int]] | None:
+def _coordinates(mesh: "Mesh") -> list[list[int]] | None:
     """Where each device of the mesh sits, in row-major mesh order: slice, torus coordinates, core."""
     rows = []
     for device in mesh.devices.flat:

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,7 +154,7 @@ class Hub:
         self._tell("refused", why=why)
         self._changed.notify_all()
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _tell(self, kind: str, **fields: object) -> None:
         for guest in list(self._guests.values()):
             if not guest.ended:
                 guest.wire.send(kind, **fields)
@@ -315,5 +315,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _thread(target: Any, *args: Any, name: str) -> None:
+def _thread(target: Callable[..., object], *args: object, name: str) -> None:
     threading.Thread(target=target, args=args, name=name, daemon=True).start()

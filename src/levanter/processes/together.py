@@ -16,6 +16,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from haliax_ext.program import Program
+from haliax_ext.pytree import PyTree
 from levanter.io.progress import duration
 from levanter.processes.barrier import barrier
 
@@ -35,7 +36,7 @@ def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
     """
     run = program.jit(mesh)
 
-    def call(*values: Any) -> Any:
+    def call(*values: PyTree) -> PyTree:
         if not program.is_prepared(mesh):
             with _said(program.name):
                 program.prepare(mesh, *values)

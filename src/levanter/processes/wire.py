@@ -38,7 +38,7 @@ class Wire:
         self._sending = threading.Lock()
         self.heard = time.monotonic()
 
-    def send(self, kind: str, **fields: Any) -> bool:
+    def send(self, kind: str, **fields: object) -> bool:
         """Sends a message; whether the connection was still there to take it."""
         line = json.dumps({"kind": kind, **fields}, ensure_ascii=True).encode() + b"\n"
         try:

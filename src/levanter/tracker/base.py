@@ -9,10 +9,12 @@ import abc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import draccus
 import numpy as np
+
+from levanter.io.values import Json
 
 Metrics = Mapping[str, Any]
 
@@ -94,7 +96,11 @@ class NoopConfig(TrackerConfig):
         return NoopTracker()
 
 
-def as_plain(value: Any) -> Any:
+@overload
+def as_plain(value: Mapping[str, object]) -> dict[str, Json]: ...
+@overload
+def as_plain(value: object) -> Json: ...
+def as_plain(value: object) -> Json:
     """A value as mappings, lists, strings and Python numbers: arrays of one element become numbers, others lists.
 
     Anything that is none of these is written as its `str`.
@@ -113,7 +119,11 @@ def as_plain(value: Any) -> Any:
     return str(value)
 
 
-def as_json(value: Any) -> Any:
+@overload
+def as_json(value: Mapping[str, object]) -> dict[str, Json]: ...
+@overload
+def as_json(value: object) -> Json: ...
+def as_json(value: object) -> Json:
     """`as_plain` for strict JSON: numbers that are not finite become "NaN", "Infinity", "-Infinity"."""
     plain = as_plain(value)
     if isinstance(plain, float) and not math.isfinite(plain):

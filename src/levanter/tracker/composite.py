@@ -32,7 +32,7 @@ class CompositeTracker(Tracker):
     def finish(self) -> None:
         self._each("finish")
 
-    def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def _each(self, method: str, *args: object, **kwargs: object) -> None:
         errors: list[Exception] = []
         for tracker in self.trackers:
             try:

@@ -62,7 +62,7 @@ class JsonFileTracker(Tracker):
         with atomic_write(join(self.folder, RESULTS_FILE)) as file:
             file.write((json.dumps(self._last, indent=2, sort_keys=True) + "\n").encode())
 
-    def _append(self, **record: Any) -> None:
+    def _append(self, **record: object) -> None:
         line = json.dumps({"time": round(time.time(), 3), **record})
         self._lines.append(line.encode() + b"\n")
 

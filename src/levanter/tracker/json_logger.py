@@ -34,7 +34,7 @@ class JsonLoggerTracker(Tracker):
     def finish(self) -> None:
         self._write("finish")
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, **values: object) -> None:
         self._logger.log(self._level, "%s", json.dumps(as_json({"event": event, **values})))
 
 

@@ -7,10 +7,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from levanter.io.paths import is_remote, join, local_path
+from levanter.io.values import Json
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json, as_plain
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +24,7 @@ class TensorboardTracker(Tracker):
 
     name = "tensorboard"
 
-    def __init__(self, writer: Any):
+    def __init__(self, writer: "SummaryWriter"):
         self.writer = writer
         self._finished = False
         self._step = 0
@@ -66,7 +70,7 @@ class TensorboardTracker(Tracker):
                 self.writer.add_text(name, str(value), step)
 
 
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
     """The leaves of nested mappings, their keys joined by `/`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -75,7 +79,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _as_code(value: Any) -> str:
+def _as_code(value: object) -> str:
     lines = json.dumps(as_json(value), indent=2).splitlines()
     return "\n".join("    " + line for line in lines)  # Markdown's indented code block
 

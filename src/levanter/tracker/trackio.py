@@ -4,12 +4,27 @@ import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from levanter.io.values import Json
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_plain
 
 logger = logging.getLogger(__name__)
+
+
+class TrackioRun(Protocol):
+    """What the tracker needs of `trackio.init`'s result."""
+
+    config: dict[str, Any]
+
+    def log(self, metrics: dict[str, Json], step: int | None = None) -> None:
+        """Records metrics of a step."""
+        ...
+
+    def finish(self) -> None:
+        """Ends the run."""
+        ...
 
 
 class TrackioTracker(Tracker):
@@ -17,7 +32,7 @@ class TrackioTracker(Tracker):
 
     name = "trackio"
 
-    def __init__(self, run: Any):
+    def __init__(self, run: TrackioRun):
         self.run = run
         self._finished = False
         self._warned = False

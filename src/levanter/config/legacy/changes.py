@@ -76,13 +76,13 @@ class OldKey:
 class PlainDumper(yaml.SafeDumper):
     """Writes a value that stands at two places twice, not as an anchor and an alias."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         """True: a value that occurs twice is written twice, and no anchor refers to it."""
         del data
         return True
 
 
-def inline(value: Any) -> str:
+def inline(value: object) -> str:
     """A value (or node) as one line of YAML."""
     plain = to_plain(value) if isinstance(value, Node) else value
     text = yaml.dump(
@@ -113,7 +113,7 @@ class Draft:
         """Takes the entry at a path out."""
         self.document = _removed(self.document, path)
 
-    def set(self, path: Keys, value: Any, *, old: str, mark: Mark) -> None:
+    def set(self, path: Keys, value: object, *, old: str, mark: Mark) -> None:
         """Writes `value` (plain or a node) at a path, for the old key `old` that stands at `mark`."""
         node = value if isinstance(value, Node) else from_plain(value, mark)
         if isinstance(node, MapNode) and node.entries and self.block(path) is not None:

@@ -54,7 +54,7 @@ def book_payload(runs: Sequence[Measurement], names: Sequence[str], *, with_text
     }
 
 
-def as_script(payload: Any) -> str:
+def as_script(payload: object) -> str:
     """JSON that can stand inside a `script` element whatever the text holds."""
     written = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # Signs that could end the element, that scripts take for line ends, and that UTF-8 cannot hold.

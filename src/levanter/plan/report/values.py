@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from levanter.plan.aot import Compiled, Refused
+from levanter.plan.budget import Resident
 from levanter.plan.report import facts
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -76,7 +77,7 @@ def _bytes(verdict: Verdict) -> dict[str, Any] | None:
     }
 
 
-def _resident(resident: Any) -> dict[str, Any]:
+def _resident(resident: Resident) -> dict[str, Any]:
     return {
         "path": resident.path,
         "group": resident.group,
@@ -198,7 +199,7 @@ def _expecting(found: dict[str, float] | None, expected: float | None) -> dict[s
     return found if found is None or expected is None else {**found, "expected": expected}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The same values as JSON has words for: no infinite numbers (`null`), no halves of characters (spelled out)."""
     if isinstance(value, dict):
         return {_plain(key): _plain(entry) for key, entry in value.items()}
