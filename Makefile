@@ -46,10 +46,10 @@ test-aot-ci: $(BIN)/.dev  ## about a dozen of these compiles, at full depth (<= 
 	$(BIN)/python -m pytest -q -m 'aot and ci'
 
 golden: $(BIN)/.dev  ## write tests/golden and pasted output in docs anew; review the diff (<= 5 minutes)
-	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and not aot'
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and not aot and not slow'
 
-golden-compiled: $(BIN)/.dev  ## the same for what comes from the TPU compiler (15 CPU minutes)
-	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and aot'
+golden-compiled: $(BIN)/.dev  ## the same for what takes the TPU compiler, or minutes (25 CPU minutes)
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and (aot or slow)'
 	$(BIN)/python tests/aot/make_golden_hlo.py
 
 lint: $(BIN)/.dev  ## ruff, pyright, import contracts
