@@ -50,6 +50,11 @@ class ResolvedMesh:
         """Into how many pieces the batch is cut."""
         return self.spec.ways(self.mappings.compute.mesh_axes(self.batch_axis))
 
+    @property
+    def position_ways(self) -> int:
+        """Into how many pieces the positions of a sequence are cut."""
+        return self.spec.ways(self.mappings.compute.mesh_axes("position"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAxes:

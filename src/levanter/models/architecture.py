@@ -111,12 +111,15 @@ class Architecture(ABC):
 
     @abstractmethod
     def for_platform(
-        self: A, platform: str, *, compute_dtype: DTypeLike, length: int | None = None
+        self: A, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, parts: int = 1
     ) -> tuple[A, tuple[str, ...]]:
-        """The same with open choices made for a platform, and one line of reason for each choice.
+        """The same with open choices made for a platform and a mesh, and one line of reason for each choice.
+
+        What is chosen is what runs: nothing is chosen again when the model is traced.
 
         Args:
             platform: `cpu`, `gpu` or `tpu`.
             compute_dtype: of activations.
             length: tokens in a sequence; default `max_seq_len`.
+            parts: what the mesh cuts the positions of a sequence in.
         """

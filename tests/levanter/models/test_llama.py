@@ -4,7 +4,9 @@ import re
 
 import draccus
 import equinox as eqx
+import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
@@ -14,6 +16,7 @@ from haliax_ext.abstract import leaves
 from haliax_ext.hlo.scopes import scope_of
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
+from levanter.layers.attention import grouped
 from levanter.layers.rotary import Llama3RotaryConfig
 from levanter.models import LlamaConfig, LmConfig
 from levanter.models.scoring import mean_loss, next_tokens, token_logprobs
@@ -190,6 +193,58 @@ def test_a_platform_settles_the_backend():
     assert reasons == ("attention: splash: blocks of 1024 × 1024; scores stay on the chip",)
     config, _ = tiny_config(attn_backend="nvte", upcast_attn=True).for_platform("gpu", compute_dtype="bfloat16")
     assert config.attn_backend == "reference"
+    # Cut over four devices, each has 1,024 queries.
+    config, reasons = tiny_config().for_platform("tpu", compute_dtype="bfloat16", length=4096, parts=4)
+    assert (config.attn_backend, config.flash_attention_block_size) == ("splash", 512)
+    assert reasons == ("attention: splash: blocks of 512 × 512; scores stay on the chip",)
+
+
+def backends_of(config, length, monkeypatch):
+    """Which backends, and with which blocks, a model's layers attend with; nothing is computed."""
+    found = []
+
+    def attended(q, k, v, mask, *, choice, **_):
+        found.append((choice.name, choice.block_size))
+        return q
+
+    monkeypatch.setattr(grouped, "attend", attended)
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((1, length), jnp.int32), (Axis("batch", 1), Axis("position", length)))
+    jax.eval_shape(lambda model, ids: model(ids).activations, abstract_model(config), ids)
+    return set(found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "expected"),
+    [
+        ({}, "tpu", ("splash", 1024)),
+        ({}, "cpu", ("blockwise", 512)),
+        ({"flash_attention_block_size": 100}, "tpu", ("splash", 128)),
+        ({"flash_attention_block_size": 100}, "cpu", ("blockwise", 100)),
+        ({"attn_backend": "vanilla"}, "tpu", ("reference", None)),
+        ({"attn_backend": "nvte"}, "gpu", ("cudnn", None)),
+    ],
+)
+def test_what_was_chosen_for_the_platform_is_what_runs(asked, platform, expected, monkeypatch):
+    """Whatever the length that is traced: a plan that printed one backend never runs another."""
+    config, reasons = tiny_config(**asked).for_platform(platform, compute_dtype="bfloat16", length=4096)
+    assert reasons[0].startswith(f"attention: {expected[0]}")
+    for length in (16, 4096):
+        assert backends_of(config, length, monkeypatch) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("asked", "length", "expected"),
+    [
+        ({}, 2048, ("reference", None)),
+        ({}, 2049, ("blockwise", 512)),
+        ({"attn_backend": "nvte", "flash_attention_block_size": 64}, 4096, ("blockwise", 64)),
+        ({"attn_backend": "jax_flash"}, 16, ("blockwise", None)),
+        ({"attn_backend": "splash"}, 16, ("splash", None)),
+        ({"use_flash_attention": False}, 4096, ("reference", None)),
+    ],
+)
+def test_a_model_that_was_made_for_no_platform_attends_by_name_or_by_length(asked, length, expected, monkeypatch):
+    assert backends_of(tiny_config(**asked), length, monkeypatch) == {expected}
 
 
 @pytest.mark.parametrize("policy", [True, "offload"])

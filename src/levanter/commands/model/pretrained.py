@@ -140,13 +140,20 @@ def describe_pretrained(
     else:
         origin = find_origin(choice.reference, choice.model, allow_pickle=choice.allow_pickle)
     precision = Precision.parse(trainer.mp)
-    config, reasons = origin.architecture.for_platform(
-        target.platform, compute_dtype=precision.compute, length=positions
-    )
+    config = origin.architecture
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
     names = (choice.tokenizer, config.tokenizer, origin.reference)
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
-    config = replace(config, vocab_size=vocab)
+    sizes = {axis.name: axis.size for axis in config.axes.values()}
+    resolved = resolve(
+        trainer.mesh,
+        ModelAxes(sizes={**sizes, "vocab": vocab, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
+        devices=target.devices,
+        granules=target.granules,
+    )
+    config, reasons = replace(config, vocab_size=vocab).for_platform(
+        target.platform, compute_dtype=precision.compute, length=positions, parts=resolved.position_ways
+    )
     checks = [
         *origin.checks,
         tokenizer_check,
@@ -160,13 +167,6 @@ def describe_pretrained(
         ),
     ]
     batch_name = trainer.mesh.batch_axis_name or "batch"
-    sizes = {axis.name: axis.size for axis in config.axes.values()}
-    resolved = resolve(
-        trainer.mesh,
-        ModelAxes(sizes={**sizes, "vocab": vocab, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
-        devices=target.devices,
-        granules=target.granules,
-    )
     Vocab = hax.Axis("vocab", vocabulary_rows(vocab, resolved))
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     hbm = trainer.mesh.hbm_gib

@@ -201,21 +201,24 @@ def describe(config: TrainLmConfig, target: Target) -> RunPlan:
     checks = [*(() if origin is None else origin.checks), *not_carried(config)]
     checks += [] if config.takes_architecture else default_notes(config.model)
     architecture = config.model if origin is None else origin.architecture
-    model, reasons = architecture.for_platform(target.platform, compute_dtype=precision.compute, length=positions)
-    checks += [Check(name="kernels", status="ok", message=reason) for reason in reasons]
-    checks += layer_checks(model)
+    kernels_at = len(checks)
+    checks += layer_checks(architecture)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
-    vocab, tokenizer, vocab_checks = _vocabulary(config, model)
+    vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
     checks += data_checks(config.data, tokenizer, vocab_size=vocab)
     validation, validation_checks = find_validation(config.data)
     known = {check.message for check in checks}
     checks += [check for check in validation_checks if check.message not in known]
     problems: list[ValueError] = []
-    resolved = attempted(problems, lambda: _resolved(config, model, vocab, target))
+    resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
     batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
     transformation = attempted(problems, lambda: config.optimizer.build(trainer.num_train_steps))
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
+    model, reasons = architecture.for_platform(
+        target.platform, compute_dtype=precision.compute, length=positions, parts=resolved.position_ways
+    )
+    checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]
     checks += [
         Check(name="schedule", status="note", message=line)
         for line in config.optimizer.adjusted(trainer.num_train_steps)

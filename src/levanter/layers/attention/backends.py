@@ -3,6 +3,10 @@
 Five implement one meaning (`reference`): the reference itself, `blockwise`, `splash` (JAX's kernel for TPUs), and
 `jax_native` and `cudnn`, which are JAX's own function with XLA's or cuDNN's kernel. Upstream's names are accepted and
 mapped onto these with a reason. The platform is an argument: nothing here looks for devices.
+
+The choice is made once, when platform and mesh are known (`LmConfig.for_platform`): it is what a plan prints and what
+`AttentionSpec.backend` hands to `attend`. A model that was built without it has what its config names, and where that
+names nothing, `default_backend` by the length of what is there.
 """
 
 import functools
@@ -44,7 +48,7 @@ class BackendChoice:
     Attributes:
         name: one of `BACKENDS`.
         reason: a clause that completes "`name`, because …".
-        block_size: keys in a block of the blockwise backend, positions in a block of splash.
+        block_size: keys in a block of the blockwise backend, positions in a block of splash; None for `attend`'s own.
     """
 
     name: str
@@ -74,6 +78,7 @@ def choose_backend(
     platform: str | None,
     dtype: DTypeLike,
     length: int,
+    parts: int = 1,
     head_size: int = LANES,
     block_size: int | None = None,
     soft_cap: float | None = None,
@@ -86,6 +91,7 @@ def choose_backend(
         platform: `cpu`, `gpu` or `tpu`; None where it is not known, which rules kernels out.
         dtype: of queries, keys and values.
         length: keys in a sequence.
+        parts: what the queries of a sequence are cut in, each for a device of its own.
         head_size: of one head.
         block_size: keys in a block, for `blockwise` and `splash`; None chooses.
         soft_cap: bound of the scores, which JAX's own function does not have.
@@ -96,18 +102,21 @@ def choose_backend(
     """
     check_backend_name(requested)
     make = functools.partial(BackendChoice, block_size=block_size)
+    blockwise = functools.partial(BackendChoice, name="blockwise", block_size=block_size or DEFAULT_BLOCK)
     lacking = _lacking(soft_cap, sinks)
     no_cudnn, no_splash = lacking or _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
     if requested == "cudnn" and no_cudnn:
         raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
     if requested == "jax_native" and lacking:
         raise ValueError(f"model.attn_backend jax_native: {lacking}; leave attn_backend out, or use blockwise")
+    if requested == "blockwise":
+        return blockwise(reason="as asked for")
     if requested in BACKENDS and requested != "splash":
         return make(name=requested, reason="as asked for")
     if requested == "vanilla":
         return make(name="reference", reason="upstream's vanilla is the plain formula")
     if requested == "jax_flash":
-        return make(name="blockwise", reason="upstream's jax_flash is an online softmax over blocks of keys")
+        return blockwise(reason="upstream's jax_flash is an online softmax over blocks of keys")
     if requested == "nvte" and not no_cudnn:
         return make(name="cudnn", reason="Transformer Engine is not a dependency; JAX calls the same cuDNN kernel")
     prefix = ""
@@ -117,19 +126,45 @@ def choose_backend(
         prefix = f"splash is a TPU's kernel, but {no_splash}; "
     elif no_splash and platform == "tpu":
         prefix = f"{no_splash}; "
-    blocks = splash_blocks(length, block_size, head_size=head_size, dtype=dtype)
+    part = -(-length // parts)
+    blocks = splash_blocks(part, block_size, head_size=head_size, dtype=dtype)
+    splash = functools.partial(BackendChoice, name="splash", block_size=blocks.block)
     if not no_splash and requested == "splash":
-        return make(name="splash", reason=f"as asked for; {_splash_reason(length, blocks)}")
+        return splash(reason=f"as asked for; {_splash_reason(part, blocks)}")
     if not no_splash and length >= SHORTEST_SPLASH:
-        return make(name="splash", reason=f"{prefix}{_splash_reason(length, blocks)}")
+        return splash(reason=f"{prefix}{_splash_reason(part, blocks)}")
     if length > LONGEST_WHOLE:
         reason = f"{prefix}{length} keys a sequence are more than the {LONGEST_WHOLE} whose scores are held whole"
-        return make(name="blockwise", reason=reason)
+        return blockwise(reason=reason)
     if not no_splash:
         reason = f"{prefix}{length} keys a sequence are fewer than the {SHORTEST_SPLASH} from which the kernel pays"
         return make(name="reference", reason=reason)
     reason = f"{prefix}{length} keys a sequence are at most {LONGEST_WHOLE}, whose scores are held whole"
     return make(name="reference", reason=reason)
+
+
+def named_backend(requested: str | None, *, block_size: int | None = None) -> BackendChoice | None:
+    """The backend that a name of `attn_backend` stands for by itself; None where platform or length decide.
+
+    Args:
+        requested: a name of ours or upstream's, or None.
+        block_size: see `BackendChoice`.
+    """
+    name = {"vanilla": "reference", "jax_flash": "blockwise"}.get(requested or "", requested)
+    if name not in BACKENDS:
+        return None
+    return BackendChoice(name=name, reason="named in the config", block_size=block_size)
+
+
+def default_backend(length: int, *, block_size: int | None = None) -> BackendChoice:
+    """What attends where nobody chose: the formula, or blocks of keys where they are many. No kernel: nothing says for
+    which platform.
+
+    Args:
+        length: keys in a sequence.
+        block_size: keys in a block.
+    """
+    return choose_backend(None, platform=None, dtype=jnp.float32, length=length, block_size=block_size)
 
 
 def _splash_reason(length: int, blocks: SplashBlocks) -> str:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter.layers.attention.backends import attend, choose_backend
+from levanter.layers.attention.backends import BackendChoice, attend, default_backend
 from levanter.layers.attention.context import MixerContext
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
@@ -25,9 +25,6 @@ from levanter.layers.part import AttentionGroup, Shapes
 from levanter.layers.roles import role
 from levanter.layers.rotary import apply_rotary
 from levanter.layers.saved import saved
-
-KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
-"""A config that names a kernel was made for its platform (see `LmConfig.for_platform`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +45,8 @@ class AttentionSpec:
         sinks: whether each head has a sink, a score that takes part in the softmax and nowhere else.
         window: how many keys a query sees, itself included; None for all before it.
         rope: name of the rotary table that turns queries and keys; None leaves them as they are (NoPE).
-        backend: requested backend; None chooses by length.
-        block_size: keys in a block of the blockwise backend, positions in a block of splash.
+        backend: what attends; None where nobody chose (see `default_backend`).
+        block_size: keys in a block of the default's blockwise backend.
         upcast: compute attention in float32.
         init_std: initial standard deviation of the weights.
     """
@@ -67,7 +64,7 @@ class AttentionSpec:
     sinks: bool = False
     window: int | None = None
     rope: str | None = "rope"
-    backend: str | None = None
+    backend: BackendChoice | None = None
     block_size: int | None = None
     upcast: bool = False
     init_std: float = 0.02
@@ -197,16 +194,7 @@ class GroupedQueryAttention(eqx.Module):
         k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
         if spec.upcast:
             q, k, v = (y.astype(jnp.float32) for y in (q, k, v))
-        choice = choose_backend(
-            spec.backend,
-            platform=KERNEL_PLATFORMS.get(spec.backend or ""),
-            dtype=q.dtype,
-            length=k.resolve_axis("key_position").size,
-            head_size=spec.HeadSize.size,
-            block_size=spec.block_size,
-            soft_cap=spec.soft_cap,
-            sinks=spec.sinks,
-        )
+        choice = spec.backend or default_backend(k.axis_size("key_position"), block_size=spec.block_size)
         scale = 1 / math.sqrt(spec.HeadSize.size) if spec.softmax_scale is None else spec.softmax_scale
         with jax.named_scope("attention"):
             mixed = attend(q, k, v, mask, softmax_scale=scale, choice=choice, soft_cap=spec.soft_cap, sinks=self.sinks)

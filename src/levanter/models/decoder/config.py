@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from haliax_ext.errors import nearest
 from levanter.layers.activation import ACTIVATIONS
-from levanter.layers.attention.backends import check_backend_name, choose_backend
+from levanter.layers.attention.backends import check_backend_name, choose_backend, named_backend
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import PRE_NORMS, LayerSpec, NormPlace, ResidualSpec
 from levanter.layers.mlp import MlpSpec
@@ -97,7 +97,7 @@ class DecoderConfig(LmConfig):
             KVHead=self.KVHead,
             QHeadsPerGroup=self.QHeadsPerGroup,
             HeadSize=self.HeadSize,
-            backend=self.requested_backend,
+            backend=named_backend(self.requested_backend, block_size=self.flash_attention_block_size),
             block_size=self.flash_attention_block_size,
             upcast=self.upcast_attn,
             init_std=self.initializer_range,
@@ -279,7 +279,7 @@ class DecoderConfig(LmConfig):
         return self.attn_backend
 
     def for_platform(
-        self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None
+        self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, parts: int = 1
     ) -> "tuple[C, tuple[str, ...]]":
         dtype = "float32" if self.upcast_attn else compute_dtype
         choice = choose_backend(
@@ -287,9 +287,11 @@ class DecoderConfig(LmConfig):
             platform=platform,
             dtype=dtype,
             length=length or self.max_seq_len,
+            parts=parts,
             head_size=self.HeadSize.size,
             block_size=self.flash_attention_block_size,
             soft_cap=self.attention.soft_cap,
             sinks=self.attention.sinks,
         )
-        return dataclasses.replace(self, attn_backend=choice.name), (f"attention: {choice}",)
+        chosen = dataclasses.replace(self, attn_backend=choice.name, flash_attention_block_size=choice.block_size)
+        return chosen, (f"attention: {choice}",)

@@ -196,12 +196,9 @@ def test_equals_the_attention_of_gpt_oss(name, monkeypatch):
     Place = Axis("position", 40)
     spec = AttentionSpec(
         Embed=Embed, KVHead=KV, QHeadsPerGroup=Queries, HeadSize=Head, qkv_bias=True, out_bias=True, sinks=True,
-        window=9, backend=name, block_size=16,
+        window=9, backend=CHOICES[name],
     )  # fmt: skip
     held = {key: value.detach().numpy() for key, value in layer.state_dict().items()}
-    # The choice is made by the platform, which is none that the kernel is for.
-    if name == "splash":
-        monkeypatch.setattr(backends, "splash_obstacle", lambda platform, dtype: None)
 
     @jax.jit
     def run(held, x):
