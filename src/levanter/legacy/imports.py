@@ -24,7 +24,7 @@ class GoneMemberError(AttributeError):
     """A member of a class of an earlier generation that is not carried over."""
 
 
-def look_up(at: str, name: str, *instance: Any, stacklevel: int = 4) -> Any:
+def look_up(at: str, name: str, *instance: object, stacklevel: int = 4) -> Any:
     """What a name of an earlier generation stands for.
 
     Args:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.program import Input, spec_of
+from haliax_ext.pytree import Array
 from levanter.data import TrainingData, TrainRows, batches, next_tokens
 from levanter.trainer.loss import LmBatch
 
@@ -51,7 +51,7 @@ def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> LmBatch:
     # Where the step knows of no segments, each row is one sequence.
     targets = next_tokens(rows.tokens, None if abstract.segment_ids is None else rows.segment_ids)
 
-    def placed(leaf: Leaf, _: Any) -> jax.Array:
+    def placed(leaf: Leaf, _: Array) -> jax.Array:
         values: np.ndarray = targets if leaf.path == "targets" else getattr(rows, leaf.path)
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:

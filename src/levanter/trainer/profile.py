@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -86,7 +85,7 @@ class Profile:
 
 def options(config: ProfileOptionsConfig) -> jax.profiler.ProfileOptions:
     """The options as JAX takes them; what the config leaves out is left to JAX."""
-    found: Any = jax.profiler.ProfileOptions()
+    found = jax.profiler.ProfileOptions()
     for name in ("host_tracer_level", "python_tracer_level", "device_tracer_level", "include_dataset_ops"):
         value = getattr(config, name)
         if value is not None:

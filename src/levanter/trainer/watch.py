@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haliax_ext.pytree import path_string
+from haliax_ext.pytree import PyTree, path_string
 from levanter.trainer.parts import WatchConfig
 
 PREFIXES = {"grads": "grad", "params": "params", "updates": "updates", "opt_state": "opt_state"}
@@ -101,7 +101,7 @@ class Watch:
         hists = [f"histograms.{target}.{name}" for target in self.targets for name in fields if self.histograms]
         return (*norms, *hists)
 
-    def see(self, **trees: Any) -> Watched:
+    def see(self, **trees: PyTree) -> Watched:
         """Looks at trees, one for each target, inside a step.
 
         Args:
@@ -119,7 +119,7 @@ class Watch:
                     histograms[target] = jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)
         return Watched(norms=norms, histograms=histograms)
 
-    def names(self, **trees: Any) -> dict[str, tuple[str, ...]]:
+    def names(self, **trees: PyTree) -> dict[str, tuple[str, ...]]:
         """What each number of `see` is of, from the same trees without memory."""
         return {target: tuple(_names(trees[target], self.split)) for target in self.targets}
 
@@ -140,7 +140,7 @@ def metrics_of(watched: Watched, names: Mapping[str, tuple[str, ...]]) -> dict[s
     return found
 
 
-def _arrays(tree: Any) -> Iterator[tuple[str, hax.NamedArray]]:
+def _arrays(tree: PyTree) -> Iterator[tuple[str, hax.NamedArray]]:
     """The named arrays with floating-point numbers, by path; counters and keys have no norm worth a name."""
     is_named = lambda x: isinstance(x, hax.NamedArray)  # noqa: E731
     for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]:
@@ -148,7 +148,7 @@ def _arrays(tree: Any) -> Iterator[tuple[str, hax.NamedArray]]:
             yield path_string(keys), x
 
 
-def _names(tree: Any, split: bool) -> Iterator[str]:
+def _names(tree: PyTree, split: bool) -> Iterator[str]:
     for path, x in _arrays(tree):
         layers = [axis.size for axis in x.axes if axis.name == LAYERS and split]
         if not layers:

@@ -7,7 +7,7 @@ name, where the bridge reports them.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -100,12 +100,15 @@ def hf_document(file: GgufFile) -> dict[str, Any]:
     return document
 
 
-def _plain(value: Any) -> Any:
+T = TypeVar("T")
+
+
+def _plain(value: T) -> T | float:
     """Metadata floats are float32: 1e-05 comes as 9.999999747378752e-06. Gives the number that was meant."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _one_value(keys: dict[str, Any], key: str, problems: list[str], *, default: Any = None) -> Any:
+def _one_value(keys: dict[str, Any], key: str, problems: list[str], *, default: int | None = None) -> int | None:
     """A number, or one number for all layers."""
     value = keys.pop(key, default)
     if isinstance(value, list) and len(set(value)) == 1:

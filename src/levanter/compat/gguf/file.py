@@ -60,7 +60,7 @@ class GgufFile:
             total[tensor.kind] = total.get(tensor.kind, 0) + numbers
         return max(total, key=lambda kind: total[kind]) if total else "empty"
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a metadata key, or `default` where the file has no such key."""
         return self.metadata.get(key, default)
 

@@ -210,7 +210,7 @@ def check_model_block(
     )
 
 
-def _effective(config: LmConfig, name: str) -> Any:
+def _effective(config: LmConfig, name: str) -> object:
     if name == "head_dim":
         return config.axes["head_size"].size
     if name == "use_bias":
@@ -218,7 +218,7 @@ def _effective(config: LmConfig, name: str) -> Any:
     return getattr(config, name)
 
 
-def _compare(key: str, said: Any, own: Any, where: object) -> list[str]:
+def _compare(key: str, said: object, own: object, where: object) -> list[str]:
     if isinstance(said, Mapping) and dataclasses.is_dataclass(own):
         values = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
         values["type"] = type(own).get_choice_name(type(own))  # type: ignore[attr-defined]
@@ -233,13 +233,15 @@ def _compare(key: str, said: Any, own: Any, where: object) -> list[str]:
     return [f"{key} is {said!r}, {where} says {own!r}"]
 
 
-def _same_function(a: Any, b: Any) -> bool:
+def _same_function(a: object, b: object) -> bool:
     """Whether two names are of one activation function (`gelu_new`, `gelu_pytorch_tanh`)."""
-    known = isinstance(a, str) and isinstance(b, str) and a in ACTIVATIONS and b in ACTIVATIONS
-    return known and ACTIVATIONS[a] is ACTIVATIONS[b]
+    if not (isinstance(a, str) and isinstance(b, str)):
+        return False
+    return a in ACTIVATIONS and b in ACTIVATIONS and ACTIVATIONS[a] is ACTIVATIONS[b]
 
 
-def _close(a: Any, b: Any) -> bool:
+def _close(a: object, b: object) -> bool:
     """Whether two numbers are the same up to how float32 metadata was written in decimal."""
-    numbers = isinstance(a, int | float) and isinstance(b, int | float)
-    return numbers and not isinstance(a, bool) and not isinstance(b, bool) and abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+    if isinstance(a, bool) or isinstance(b, bool) or not (isinstance(a, int | float) and isinstance(b, int | float)):
+        return False
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b))

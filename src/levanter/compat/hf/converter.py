@@ -17,13 +17,14 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from numpy.typing import DTypeLike
 
 from haliax_ext.abstract import abstract, cast, leaves, with_arrays
 from haliax_ext.best_effort import best_effort_sharding
@@ -43,6 +44,9 @@ from levanter.mesh import MeshConfig, ModelAxes, local_devices, resolve
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Reference = str | RepoRef
 _DCN = ("replica_dcn", "data_dcn")
@@ -66,9 +70,9 @@ class HFCheckpointConverter:
         self,
         LevConfigClass: type[LmConfig] | None = None,
         reference_checkpoint: Reference | None = None,
-        HfConfigClass: Any = None,
+        HfConfigClass: "type[PretrainedConfig] | None" = None,
         tokenizer: FastTokenizer | Reference | None = None,
-        feature_extractor: Any = None,
+        feature_extractor: object = None,
         config_overrides: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
         ignore_prefix: str | None = None,
@@ -96,7 +100,7 @@ class HFCheckpointConverter:
         self,
         reference_checkpoint: Reference | None = None,
         tokenizer: FastTokenizer | Reference | None = None,
-        feature_extractor: Any = None,
+        feature_extractor: object = None,
         trust_remote_code: bool | None = None,
     ) -> "HFCheckpointConverter":
         """This converter with some of its parts replaced; None leaves a part as it is."""
@@ -112,7 +116,7 @@ class HFCheckpointConverter:
         before = self.config_overrides if merge else {}
         return self._with(config_overrides={**before, **config_overrides})
 
-    def _with(self, **parts: Any) -> "HFCheckpointConverter":
+    def _with(self, **parts: object) -> "HFCheckpointConverter":
         own = {
             "LevConfigClass": self.LevConfigClass,
             "reference_checkpoint": self.reference_checkpoint,
@@ -126,13 +130,15 @@ class HFCheckpointConverter:
 
     # --- configs ---
 
-    def config_from_hf_config(self, hf_config: Any, overrides: Mapping[str, Any] | None = None) -> LmConfig:
+    def config_from_hf_config(
+        self, hf_config: "PretrainedConfig | Mapping[str, Any]", overrides: Mapping[str, Any] | None = None
+    ) -> LmConfig:
         """Our config of a transformers config, or of the mapping in a config.json."""
         document = dict(hf_config) if isinstance(hf_config, Mapping) else hf_config.to_dict()
         config = read_config({**document, **self.config_overrides}).config
         return dataclasses.replace(config, **dict(overrides or {}))
 
-    def hf_config_from_config(self, config: LmConfig, vocab_size: int | None = None) -> Any:
+    def hf_config_from_config(self, config: LmConfig, vocab_size: int | None = None) -> "PretrainedConfig":
         """The transformers config of ours."""
         from transformers import AutoConfig
 
@@ -144,7 +150,7 @@ class HFCheckpointConverter:
         where = self._reference(ref)
         return read_config({**hf_config(where), **self.config_overrides}, where=where).config
 
-    def hf_config_from_hf_checkpoint(self, ref: Reference | None = None) -> Any:
+    def hf_config_from_hf_checkpoint(self, ref: Reference | None = None) -> "PretrainedConfig":
         """The transformers config of the files at `ref`."""
         from transformers import AutoConfig
 
@@ -156,7 +162,7 @@ class HFCheckpointConverter:
         return self.config_from_hf_checkpoint()
 
     @property
-    def default_hf_config(self) -> Any:
+    def default_hf_config(self) -> "PretrainedConfig":
         """The transformers config of the reference checkpoint."""
         return self.hf_config_from_hf_checkpoint()
 
@@ -168,7 +174,7 @@ class HFCheckpointConverter:
             return load_tokenizer(given)
         return given if isinstance(given, FastTokenizer) else of_transformers(given)
 
-    def HFAutoModelClass(self, auto_class: Any = None) -> Any:
+    def HFAutoModelClass(self, auto_class: type | None = None) -> type:
         """The class of transformers that reads such files (it needs torch to do so)."""
         from transformers import AutoModelForCausalLM
 
@@ -181,7 +187,7 @@ class HFCheckpointConverter:
 
     # --- weights ---
 
-    def load_state_dict(self, ref: Reference | None = None, dtype: Any = None) -> dict[str, jax.Array]:
+    def load_state_dict(self, ref: Reference | None = None, dtype: DTypeLike | None = None) -> dict[str, jax.Array]:
         """The tensors of the files by their own names, spread over the mesh in scope as their shapes allow.
 
         A model is loaded by `load_pretrained`, which puts every parameter where it stays.
@@ -196,12 +202,12 @@ class HFCheckpointConverter:
 
     def load_pretrained(
         self,
-        lm_model_cls: Any = None,
+        lm_model_cls: object = None,
         ref: Reference | None = None,
         config: LmConfig | None = None,
         axis_mapping: Mapping[str, Any] | None = None,
         resize_vocab_to_match_tokenizer: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> LmHeadModel:
         """Loads a model into its final shards on the mesh in scope; on one device where there is none.
 
@@ -244,7 +250,7 @@ class HFCheckpointConverter:
         save_tokenizer: bool = True,
         max_shard_size: int = MAX_SHARD_BYTES,
         save_feature_extractor: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes a model as a folder that `transformers` reads; the folder must not exist.
@@ -291,7 +297,7 @@ class HFCheckpointConverter:
         return dataclasses.replace(own, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
 
 
-def _spread(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: Any) -> jax.Array:
+def _spread(source: TensorSource, info: TensorInfo, mesh: Mesh, dtype: DTypeLike | None) -> jax.Array:
     stored = info.dtype
     wanted = stored if dtype is None or not jnp.issubdtype(stored, jnp.floating) else np.dtype(dtype)
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository
@@ -202,7 +202,7 @@ class RemotePlace:
     @contextlib.contextmanager
     def open(self, file: str) -> Iterator[IO[bytes]]:
         """A file below the URL; where writing it fails, it is discarded if the file system can."""
-        opened: Any = self._fs.open(self._at(file), "wb", block_size=UPLOAD_BYTES)
+        opened = self._fs.open(self._at(file), "wb", block_size=UPLOAD_BYTES)
         try:
             yield opened
         except BaseException:

@@ -92,7 +92,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -163,7 +163,7 @@ def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
     return ShardHeader(file, tuple(entries), {str(k): str(v) for k, v in metadata.items()})
 
 
-def _entry(name: str, value: Any, data_start: int, problems: list[str]) -> TensorEntry | None:
+def _entry(name: str, value: object, data_start: int, problems: list[str]) -> TensorEntry | None:
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         problems.append(f"tensor {name!r}: needs dtype, shape and data_offsets, has {value!r:.80}")
         return None

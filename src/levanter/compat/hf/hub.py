@@ -10,7 +10,6 @@ import threading
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from levanter.compat.hf.errors import CorruptFileError, MissingFileError, UnreachableError
 from levanter.compat.hf.readers import ByteReader, LocalFile, with_retry
@@ -132,7 +131,7 @@ class HubFile:
     file: str
     max_gap: int = LocalFile.max_gap
     page: int = LocalFile.page
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def name(self) -> str:

@@ -14,9 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from levanter.compat.hf.errors import CorruptFileError, MissingFileError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 REMOTE_PART_BYTES = 8 << 20
 REMOTE_PARALLEL = 16
@@ -139,7 +142,10 @@ def _transient() -> tuple[type[BaseException], ...]:
     return tuple(found)
 
 
-def with_retry(action: Callable[[], Any], *, what: str, delays: Iterable[float] = RETRY_DELAYS) -> Any:
+R = TypeVar("R")
+
+
+def with_retry(action: Callable[[], R], *, what: str, delays: Iterable[float] = RETRY_DELAYS) -> R:
     """Calls `action`, again after each of `delays` seconds when a transient error ends it.
 
     A missing file or a refused permission is not transient and is raised at once.
@@ -161,7 +167,7 @@ def with_retry(action: Callable[[], Any], *, what: str, delays: Iterable[float] 
 class RemoteFile:
     """A file behind an fsspec file system: gs://, s3://, hf://, http(s)://, memory://, …"""
 
-    filesystem: Any
+    filesystem: "AbstractFileSystem"
     path: str
     name: str
     max_gap: int = 256 << 10
@@ -188,7 +194,7 @@ class RemoteFile:
 
     def _part(self, start: int, buffer: memoryview) -> None:
         def once() -> bytes:
-            found = self.filesystem.cat_file(self.path, start=start, end=start + len(buffer))
+            found = cast(bytes, self.filesystem.cat_file(self.path, start=start, end=start + len(buffer)))
             if len(found) != len(buffer):
                 raise OSError(f"asked for {len(buffer)} bytes at {start}, got {len(found)}")
             return found

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -20,6 +20,9 @@ from levanter.compat.hf.byte_lengths import byte_lengths, count_ids
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingFileError
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 DEFINITION = "tokenizer.json"
 _SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -113,7 +116,7 @@ class FastTokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def as_transformers(tokenizer: FastTokenizer) -> Any:
+def as_transformers(tokenizer: FastTokenizer) -> "PreTrainedTokenizerFast":
     """The same tokenizer as an object of transformers."""
     from transformers import PreTrainedTokenizerFast
 
@@ -124,7 +127,7 @@ def as_transformers(tokenizer: FastTokenizer) -> Any:
     )
 
 
-def of_transformers(given: Any) -> FastTokenizer:
+def of_transformers(given: "PreTrainedTokenizerBase") -> FastTokenizer:
     """A tokenizer of transformers as ours.
 
     Raises:

@@ -35,7 +35,7 @@ def compute_max_extraction_rates(
     return compute_extraction_rates(pz_list, DEFAULT_N if n_list is None else n_list, p_list)
 
 
-def compute_n_for_pz_and_p(pz_list: Iterable[float], p: float) -> Any:
+def compute_n_for_pz_and_p(pz_list: Iterable[float], p: float) -> np.ndarray | int:
     """How many samples reveal each window with probability p; windows of p_z 0 or 1 are left out.
 
     Returns:
@@ -59,8 +59,12 @@ def compute_greedy_extraction_rate(pz_list: Iterable[float]) -> float:
     return float(np.mean(np.asarray(list(pz_list), np.float64)))
 
 
+OldTokenizer = Any
+"""A tokenizer of ours, or of transformers; they have only `decode` in common."""
+
+
 def chunk_text_to_sliding_window_token_chunks(
-    text: str, tokenizer: Any, *, chunk_size: int = 100, slice_length: int = 2000, cursor_inc: int = 10
+    text: str, tokenizer: OldTokenizer, *, chunk_size: int = 100, slice_length: int = 2000, cursor_inc: int = 10
 ) -> list[dict[str, Any]]:
     """Windows of `chunk_size` tokens that begin at every `cursor_inc`-th character.
 
@@ -83,7 +87,7 @@ def chunk_text_to_sliding_window_token_chunks(
 
 
 def chunk_token_ids_to_sliding_windows(
-    token_ids: Sequence[int], tokenizer: Any, *, chunk_size: int = 100, cursor_inc: int = 5
+    token_ids: Sequence[int], tokenizer: OldTokenizer, *, chunk_size: int = 100, cursor_inc: int = 5
 ) -> list[dict[str, Any]]:
     """Windows of `chunk_size` tokens that begin at every `cursor_inc`-th token, with `start_token` and `end_token`."""
     found = []
@@ -95,7 +99,7 @@ def chunk_token_ids_to_sliding_windows(
     return found
 
 
-def _chunk(tokenizer: Any, ids: list[int], *, start_idx: int) -> dict[str, Any]:
+def _chunk(tokenizer: OldTokenizer, ids: list[int], *, start_idx: int) -> dict[str, Any]:
     decoded = tokenizer.decode(ids)
     return {
         "input_ids": ids,
@@ -107,7 +111,7 @@ def _chunk(tokenizer: Any, ids: list[int], *, start_idx: int) -> dict[str, Any]:
     }
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _ids(tokenizer: OldTokenizer, text: str) -> list[int]:
     if hasattr(tokenizer, "encode_with_offsets"):
         return [int(i) for i in tokenizer.encode_batch([text])[0]]
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

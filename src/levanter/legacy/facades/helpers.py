@@ -29,9 +29,10 @@ def local_cpu_mesh() -> Iterator[Mesh]:
         yield mesh
 
 
-def is_inexact_arrayish(value: Any) -> bool:
+def is_inexact_arrayish(value: object) -> bool:
     """Whether a value has a floating-point or complex dtype."""
-    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.inexact))
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:

@@ -10,7 +10,7 @@ A tokenizer is not called here; `tokenizer.as_hf_tokenizer()` is the one of tran
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from levanter.commands.model.origin import PASSTHROUGH
 from levanter.compat.hf.converter import HFCheckpointConverter
@@ -18,8 +18,11 @@ from levanter.compat.hf.errors import ConfigMismatchError
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.tokenizer import FastTokenizer, as_transformers
 from levanter.compat.open import load_tokenizer as load_of_today
-from levanter.data import LmDataConfig, PassthroughTokenizer
+from levanter.data import LmDataConfig, PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class OldRepoRef(RepoRef):
@@ -55,7 +58,7 @@ def load_tokenizer(
     return load_of_today(ref if revision is None else replace(ref, revision=revision))
 
 
-def the_tokenizer(data: LmDataConfig) -> Any:
+def the_tokenizer(data: LmDataConfig) -> Tokenizer:
     """`data.the_tokenizer`: the one that the data is read with."""
     if data.tokenizer == PASSTHROUGH:
         return PassthroughTokenizer(data.vocab_size or 0)
@@ -121,7 +124,7 @@ def from_hf_config(cls: type[LmConfig]) -> Callable[[Any], LmConfig]:
         ConfigMismatchError: it is another family's.
     """
 
-    def of_config(hf_config: Any) -> LmConfig:
+    def of_config(hf_config: "PretrainedConfig | Mapping[str, Any]") -> LmConfig:
         found = HFCheckpointConverter().config_from_hf_config(hf_config)
         if not isinstance(found, cls):
             raise ConfigMismatchError("hf_config", f"it is of a {type(found).__name__}, not of a {cls.__name__}")
@@ -133,7 +136,7 @@ def from_hf_config(cls: type[LmConfig]) -> Callable[[Any], LmConfig]:
 def to_hf_config(config: LmConfig) -> Callable[..., Any]:
     """`config.to_hf_config(vocab_size)`: the transformers config."""
 
-    def of_size(vocab_size: int, config_overrides: Mapping[str, Any] | None = None) -> Any:
+    def of_size(vocab_size: int, config_overrides: Mapping[str, Any] | None = None) -> "PretrainedConfig":
         converter = HFCheckpointConverter(type(config), config_overrides=config_overrides)
         return converter.hf_config_from_config(config, vocab_size=vocab_size)
 

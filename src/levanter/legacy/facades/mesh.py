@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.pytree import PyTree
 from levanter.mesh import MeshConfig, local_devices, resolve_sizes
 from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED
 
@@ -49,7 +50,7 @@ class EnteredMesh(Mesh):
         self._entered.append(scope)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.pop().__exit__(*error)
 
 
@@ -113,6 +114,6 @@ def create_fsdp_mesh(
     return device_mesh(MeshConfig(axes=axes, dcn_axes=dcn))
 
 
-def parameter_count(model: Any) -> int:
+def parameter_count(model: PyTree) -> int:
     """How many numbers the arrays of a tree hold."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape"))

@@ -16,6 +16,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
 
 from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.converter import HFCheckpointConverter
@@ -122,12 +123,12 @@ def compute_next_token_loss(
     model: LmHeadModel,
     example: LmExample,
     *,
-    key: Any = None,
+    key: object = None,
     reduction: Callable[..., Any] | None = hax.mean,
-    reduction_axis: Any = None,
+    reduction_axis: hax.AxisSelection | None = None,
     logsumexp_weight: float | None = None,
-    loss_dtype: Any = None,
-) -> Any:
+    loss_dtype: DTypeLike | None = None,
+) -> NamedArray | jax.Array:
     """The cross-entropy of each next token, weighted by `example.loss_weight`.
 
     Args:
@@ -233,7 +234,11 @@ def activations_of(model: LmHeadModel) -> Callable[..., NamedArray]:
     """`model.activations(tokens, attn_mask, …)`."""
 
     def activations(
-        tokens: NamedArray, attn_mask: AttentionMask | None = None, *, key: Any = None, pos_ids: Any = None
+        tokens: NamedArray,
+        attn_mask: AttentionMask | None = None,
+        *,
+        key: object = None,
+        pos_ids: NamedArray | None = None,
     ) -> NamedArray:
         del key
         return model(tokens, attn_mask=attn_mask, positions=pos_ids).activations

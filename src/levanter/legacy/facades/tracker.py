@@ -10,7 +10,7 @@ tracked.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, cast
 
 from levanter.config import plain
 from levanter.tracker import NoopTracker, Tracker
@@ -47,9 +47,9 @@ def log_summary(metrics: Mapping[str, Any]) -> None:
     _Global.tracker.log_summary(metrics)
 
 
-def log_hyperparameters(hparams: Any) -> None:
+def log_hyperparameters(hparams: object) -> None:
     """Records a configuration: a mapping or a dataclass."""
-    _Global.tracker.log_hyperparameters(plain(hparams) if is_dataclass(hparams) else hparams)
+    _Global.tracker.log_hyperparameters(plain(hparams) if is_dataclass(hparams) else cast("Mapping[str, Any]", hparams))
 
 
 def get_tracker(name: str) -> Tracker:

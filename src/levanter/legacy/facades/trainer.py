@@ -7,7 +7,7 @@ with trainer.use_device_mesh(): …                                             
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,9 @@ def initialize(trainer: TrainerConfig) -> Callable[[], None]:
     return begin
 
 
-def initialize_all(config: Any) -> None:
+def initialize_all(config: object) -> None:
     """`levanter.initialize(config)`: of a configuration, or of its `trainer`."""
-    initialize(getattr(config, "trainer", config))()
+    initialize(cast(TrainerConfig, getattr(config, "trainer", config)))()
 
 
 def device_mesh(trainer: TrainerConfig) -> Mesh:
