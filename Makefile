@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled lint clean
+.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -33,7 +33,7 @@ demo-train: $(BIN)/.dev  ## train a small model on 8 virtual CPU devices, export
 	$(KEEP) $(CPU8) $(BIN)/python -m levanter.main.demo_train --config_path config/train/demo.yaml
 	$(CPU8) $(BIN)/python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-*
 
-test: $(BIN)/.dev  ## everything that needs no accelerator (<= 12 minutes on 2 cores)
+test: $(BIN)/.dev  ## everything that needs no accelerator (<= 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot'
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
@@ -51,6 +51,13 @@ golden: $(BIN)/.dev  ## write tests/golden and pasted output in docs anew; revie
 golden-compiled: $(BIN)/.dev  ## the same for what takes the TPU compiler, or minutes (25 CPU minutes)
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -m 'golden and (aot or slow)'
 	$(BIN)/python tests/aot/make_golden_hlo.py
+
+$(BIN)/.docs: pyproject.toml $(BIN)/.core
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	@touch $@
+
+docs: $(BIN)/.docs  ## the documents as a site, in site/; a broken link or a page that nothing lists is an error
+	$(BIN)/python -m mkdocs build --quiet --strict --clean
 
 lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 	$(BIN)/ruff check .
