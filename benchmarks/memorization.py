@@ -68,7 +68,7 @@ def our_model(arguments):
     from haliax_ext.meshspec import MeshSpec
     from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe
     from levanter.commands.model.pretrained import load_pretrained
-    from levanter.commands.shell.local import local_target
+    from levanter.commands.shell.devices import local_target
     from levanter.config import parse
     from levanter.mesh import local_devices
     from levanter.models import LlamaConfig

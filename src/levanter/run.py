@@ -1,22 +1,31 @@
 """A run is a value before it is an action: `RunPlan` is what an entry point describes before it acts.
 
-Every `main/<x>.py` is `config → describe(config, target) → RunPlan → execute(run_plan, mesh)`. A `Target` is what is
-known of the devices without holding one: the devices at hand described, or a pod named by the user. The plan holds
+An `EntryPoint` is a value: `config → describe(config, target) → RunPlan → execute(run_plan, mesh)`. A `Target` is what
+is known of the devices without holding one: the devices at hand described, or a pod named by the user. The plan holds
 the checks that need no device, where every parameter goes, which bytes are read by whom, and the Programs in the
-order they run; `execute` may run nothing that is not in it, and preflight compiles exactly these Programs.
+order they run; `execute` may run nothing that is not in it, and preflight compiles exactly these Programs. `commands/`
+has the entry points, `commands.shell` makes a process of one.
 """
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
+from jax.sharding import Mesh
 
+from haliax_ext.abstract import Leaf
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.plan_report import summarize
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
+from levanter.config import Written
+
+C = TypeVar("C")
+W = TypeVar("W")
+R = TypeVar("R")
 
 OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTED, INTERRUPTED = (
     0,
@@ -137,11 +146,44 @@ class RunRefused(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class Searchable:
+    """What a search for a better layout must know of a run, and which keys it sets.
+
+    Attributes:
+        training: whether there is a backward pass, with gradients and an optimizer's state.
+        parameters: the parameters.
+        statistics: the optimizer's, a step's counters left out.
+        sizes: the model's logical axes, `vocab` and `position` included.
+        tensor_axes: those that tensor parallelism cuts in the layers; axes of one entry share the devices.
+        layers: how many there are.
+        summed: parts of all layers whose results are summed where tensor parallelism cuts them.
+        batch_axis: the logical name of the batch axis.
+        global_batch: rows of a batch where the run fixes them; None where a layout may choose.
+        compute_bytes: bytes of an element in the compute dtype.
+        keys: the keys that set a layout's batch, by dotted name: rows a device takes at once, and over all devices.
+        remat_key: the key that chooses what is kept for the backward pass; None where there is none.
+    """
+
+    training: bool
+    parameters: tuple[Leaf, ...]
+    statistics: tuple[Leaf, ...] = ()
+    sizes: Mapping[str, int]
+    tensor_axes: tuple[tuple[str, ...], ...]
+    layers: int
+    summed: int
+    batch_axis: str
+    global_batch: int | None = None
+    compute_bytes: int
+    keys: Callable[[int, int], Mapping[str, int]]
+    remat_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Generic[W]):
     """Everything a run will do.
 
     Attributes:
-        entry_point: which `main` described it.
+        entry_point: the name of the entry point that described it.
         target: the devices it is for.
         mesh: their mesh.
         checks: what was looked at.
@@ -152,6 +194,8 @@ class RunPlan:
         workloads: how much the Programs do, for those that make up the job's time.
         notes: every decision that the user did not write.
         work: what `execute` needs beside the Programs (batches, outputs), of the entry point's own type.
+        resident_bytes: what stays on a device from beginning to end, by kind; None for the parameters alone.
+        searchable: what a search for a better layout goes by, or a line that says why there is nothing to search.
     """
 
     entry_point: str
@@ -164,7 +208,9 @@ class RunPlan:
     programs: tuple[Program, ...]
     workloads: tuple[Workload, ...] = ()
     notes: tuple[str, ...] = ()
-    work: Any = field(repr=False, default=None)
+    work: W = field(repr=False)
+    resident_bytes: Mapping[str, int] | None = None
+    searchable: Searchable | str = "nothing in this run takes time, so there is nothing to search"
 
     def program(self, name: str) -> Program:
         """The Program called `name`."""
@@ -188,7 +234,7 @@ class RunPlan:
             return DOES_NOT_FIT
         return BAD_INPUT if self.errors else OK
 
-    def check(self) -> "RunPlan":
+    def check(self) -> "RunPlan[W]":
         """Returns the plan, or raises `RunRefused` with everything that keeps it from running here."""
         found = (*self.errors, *self.missing)
         if found:
@@ -205,4 +251,94 @@ class RunPlan:
         return "\n".join(lines)
 
 
-Describe = Callable[[Any, Target], RunPlan]
+class Recorder(Protocol):
+    """Where a run's numbers go: what `levanter.tracker` offers, as far as a run uses it."""
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None) -> None:
+        """Records numbers of a step."""
+        ...
+
+    def log_summary(self, metrics: Mapping[str, Any]) -> None:
+        """Records single values of the whole run."""
+        ...
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        """Records what the run was made of."""
+        ...
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        """Keeps a file."""
+        ...
+
+
+class _Unrecorded:
+    """A recorder that keeps nothing."""
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None) -> None:
+        del metrics, step
+
+    def log_summary(self, metrics: Mapping[str, Any]) -> None:
+        del metrics
+
+    def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        del hparams
+
+    def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
+        del path, name, type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a process brings to a run beside its devices; one by itself for calls from Python.
+
+    Attributes:
+        run_id: the run's name, the same on all processes.
+        tracker: where its numbers go.
+        show: whether this process talks to the user: process 0 does.
+    """
+
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    tracker: Recorder = field(default_factory=_Unrecorded)
+    show: bool = False
+
+
+class Describe(Protocol[C, W]):  # pyright: ignore[reportInvalidTypeVarUse]
+    """Describes a run without a device and without a weight."""
+
+    def __call__(self, config: C, target: Target, *, written: Written | None = None) -> RunPlan[W]:
+        """The plan of `config` on `target`.
+
+        Args:
+            config: the entry point's.
+            target: the devices, counted.
+            written: the keys that the user wrote; None for a config made in Python.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryPoint(Generic[C, W, R]):
+    """A command as a value.
+
+    Attributes:
+        name: what users call it, a module of `levanter.main`.
+        config: the class of its configuration.
+        describe: config and target → plan.
+        execute: plan, mesh (None without devices) and session → what came of it; compiles nothing that the plan does
+            not have.
+        conclude: says what came of it (files, terminal, trackers) and gives the exit code.
+        facts: what trackers are told of a plan before it runs, beside its configuration.
+        uses_devices: whether devices are looked for; without, process 0 does the work, on no mesh.
+        tracked: whether the run's trackers are started.
+        left: what an interrupted run can go back to, in a line.
+    """
+
+    name: str
+    config: type[C]
+    describe: Describe[C, W]
+    execute: Callable[[RunPlan[W], Mesh | None, Session], R]
+    conclude: Callable[[RunPlan[W], R, Session], int]
+    facts: Callable[[RunPlan[W]], Mapping[str, Any]] = lambda _: {}
+    uses_devices: bool = True
+    tracked: bool = True
+    left: Callable[[RunPlan[W], Session], str] | None = None

@@ -18,7 +18,7 @@ from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.train.run import execute
 from levanter.commands.train.train_lm import TrainLmConfig, describe, main
 from levanter.config import load
-from levanter.run import Target
+from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 
 # Real processes on a machine that has other things to do.
@@ -74,8 +74,8 @@ def test_two_processes_train_stop_and_hand_over_to_one(tmp_path, inputs, devices
     plan = describe(config, Target(name="local", platform="cpu", kind="cpu", devices=8)).check()
     mesh = plan.mesh.build(devices)
     rest, straight = Losses(), Losses()
-    assert execute(plan, mesh, run_id="run", tracker=rest).taken == total
-    assert execute(plan, mesh, run_id="straight", tracker=straight).taken == total
+    assert execute(plan, mesh, Session(run_id="run", tracker=rest)).taken == total
+    assert execute(plan, mesh, Session(run_id="straight", tracker=straight)).taken == total
     assert list(rest.found) == [taken, taken + 1] and list(straight.found) == list(range(total))
     assert {**together, **rest.found} == pytest.approx(straight.found, abs=2e-5)
     # The export that two processes wrote between steps is the one that one process wrote.

@@ -13,7 +13,7 @@ import transformers
 from haliax_ext.abstract import with_arrays
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe, on_devices
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.shell.local import local_target
+from levanter.commands.shell.devices import local_target
 from levanter.compat.open import open_checkpoint
 from levanter.config import parse
 from levanter.data import next_tokens, python_docs_text

@@ -1,54 +1,72 @@
 """The runs that can be planned, by the names users call them. Naming one imports nothing of it."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from levanter.config import load
-from levanter.run import RunPlan, Target
+from levanter.run import EntryPoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntryPoint:
-    """A run that can be planned: its module has `describe(config, target)`.
+class Listed:
+    """An entry point, as far as it is known without importing it.
 
     Attributes:
         name: the module's name in `levanter.main`.
+        module: where its `ENTRY_POINT` is.
         config: the name of its config class there.
         summary: what it does, for `--help`.
     """
 
     name: str
+    module: str
     config: str
     summary: str
 
-    def load(self, argv: Sequence[str]) -> tuple[Any, Callable[[Any, Target], RunPlan]]:
-        """The config of a command line, and what describes it.
-
-        Raises:
-            ConfigError: with everything that is wrong.
-            HelpRequested: `--help` is among the words.
-        """
-        module = importlib.import_module(f"levanter.main.{self.name}")
-        return load(getattr(module, self.config), list(argv)), module.describe
+    def load(self) -> EntryPoint[Any, Any, Any]:
+        """The entry point itself."""
+        return importlib.import_module(self.module).ENTRY_POINT
 
 
-ENTRY_POINTS = {
-    entry.name: entry
-    for entry in (
-        EntryPoint(name="eval_lm", config="EvalLmConfig", summary="loss, perplexity, bits per byte of a model on text"),
-        EntryPoint(
-            name="eval_careless_lm", config="EvalCarelessLmConfig", summary="memorization of books, window by window"
-        ),
-        EntryPoint(
-            name="eval_sliding_total", config="EvalCarelessLmConfig", summary="another name of eval_careless_lm"
-        ),
-        EntryPoint(
-            name="eval_sliding_lm", config="EvalSlidingLmConfig", summary="memorization of prepared prompts, row by row"
-        ),
-        EntryPoint(name="train_lm", config="TrainLmConfig", summary="training"),
-        EntryPoint(name="export_lm_to_hf", config="ConvertLmConfig", summary="a checkpoint as a Hugging Face folder"),
-        EntryPoint(name="viz_logprobs", config="VizLmConfig", summary="a page with every token's log-probability"),
-    )
-}
+ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
+    {
+        name: Listed(name=name, module=f"levanter.commands.{module}", config=config, summary=summary)
+        for name, module, config, summary in (
+            ("eval_lm", "evaluate.eval_lm", "EvalLmConfig", "loss, perplexity, bits per byte of a model on text"),
+            (
+                "eval_careless_lm",
+                "memorize.eval_careless_lm",
+                "EvalCarelessLmConfig",
+                "memorization of books, window by window",
+            ),
+            (
+                "eval_sliding_total",
+                "memorize.eval_careless_lm",
+                "EvalCarelessLmConfig",
+                "another name of eval_careless_lm",
+            ),
+            (
+                "eval_sliding_lm",
+                "memorize.eval_sliding_lm",
+                "EvalSlidingLmConfig",
+                "memorization of prepared prompts, row by row",
+            ),
+            ("train_lm", "train.train_lm", "TrainLmConfig", "training"),
+            (
+                "export_lm_to_hf",
+                "export.export_lm_to_hf",
+                "ConvertLmConfig",
+                "a checkpoint as a Hugging Face folder",
+            ),
+            (
+                "viz_logprobs",
+                "evaluate.viz_logprobs",
+                "VizLmConfig",
+                "a page with every token's log-probability",
+            ),
+        )
+    }
+)
+"""Entry points by name."""

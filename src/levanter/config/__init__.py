@@ -7,8 +7,18 @@ configuration with every resolved value, and `parse_text` reads that back. Old s
 from levanter.config.dump import dump, plain
 from levanter.config.errors import ConfigError, Mark, Problem
 from levanter.config.legacy import Change
-from levanter.config.loader import BAD_CONFIG, HelpRequested, Loaded, load, main, parse, parse_text, read
-from levanter.config.written import written
+from levanter.config.loader import (
+    BAD_CONFIG,
+    HelpRequested,
+    Loaded,
+    load,
+    load_written,
+    main,
+    parse,
+    parse_text,
+    read,
+)
+from levanter.config.written import Written
 
 __all__ = [
     "BAD_CONFIG",
@@ -18,12 +28,13 @@ __all__ = [
     "Loaded",
     "Mark",
     "Problem",
+    "Written",
     "dump",
     "load",
+    "load_written",
     "main",
     "parse",
     "parse_text",
     "plain",
     "read",
-    "written",
 ]

@@ -32,7 +32,6 @@ from levanter.config.schema import (
     strip,
     union_members,
 )
-from levanter.config.written import remember_written
 
 Keys = tuple[str, ...]
 
@@ -55,11 +54,16 @@ class Decoder:
     Args:
         root: the class of the whole document, for hints about misplaced keys.
         old_keys: the old spellings that are accepted in the mapping at a path, for hints about misspelt ones.
+
+    Attributes:
+        problems: what is wrong.
+        written: dotted paths of the keys of dataclasses that were there.
     """
 
     def __init__(self, root: type, old_keys: Callable[[Keys], Iterable[str]]):
         self.root, self.old_keys = root, old_keys
         self.problems: list[Problem] = []
+        self.written: set[str] = set()
 
     def decode(self, node: Node, annotation: Annotation, path: Keys = ()) -> object:
         """The value of `node` as the annotation wants it, or `INVALID`."""
@@ -119,7 +123,7 @@ class Decoder:
             made = cls(**arguments)
         except ValueError as error:
             return self.wrong(str(error), node.mark, path)
-        remember_written(made, arguments)
+        self.written |= {".".join((*path, name)) for name in arguments}
         return made
 
     def _unknown_key(self, entry: Entry, known: Keys, path: Keys, choices: Mapping[str, type]) -> None:
@@ -220,6 +224,7 @@ class Decoder:
             attempt = Decoder(self.root, self.old_keys)
             value = attempt.decode(node, member, path)
             if value is not INVALID:
+                self.written |= attempt.written
                 return value
             attempts.append((member, attempt.problems))
         same_kind = [found for member, found in attempts if _kind(member) == _node_kind(node)]

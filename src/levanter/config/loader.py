@@ -23,6 +23,7 @@ from levanter.config.files import EXTENDS, read_documents
 from levanter.config.legacy import Change, old_keys, translate
 from levanter.config.nodes import Entry, MapNode, Node, compose, from_plain, merged
 from levanter.config.schema import TYPE_KEY, config_fields
+from levanter.config.written import Written
 
 
 class HelpRequested(Exception):
@@ -46,14 +47,21 @@ class Loaded(Generic[C]):
         config: the configuration.
         changes: what was translated from old spellings.
         document: the merged and translated document it was decoded from.
+        written: the keys that were in it.
     """
 
     config: C
     changes: tuple[Change, ...]
     document: MapNode
+    written: Written
 
 
 def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> C:
+    """Loads the configuration a command line asks for; `load_written` also tells which keys it was made of."""
+    return load_written(config_class, argv, program=program).config
+
+
+def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> Loaded[C]:
     """Loads the configuration a command line asks for; each translated key is logged as one warning.
 
     Args:
@@ -72,7 +80,7 @@ def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: s
     loaded = read(config_class, paths=asked.paths, overrides=asked.overrides)
     for change in loaded.changes:
         logger.warning("%s", change)
-    return loaded.config
+    return loaded
 
 
 def parse(
@@ -152,7 +160,9 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
     if problems:
         raise ConfigError(problems)
     assert value is not INVALID and isinstance(document, MapNode)
-    return Loaded(config=cast(C, value), changes=changes, document=document)
+    return Loaded(
+        config=cast(C, value), changes=changes, document=document, written=Written(frozenset(decoder.written))
+    )
 
 
 def main(
@@ -160,18 +170,18 @@ def main(
 ) -> Callable[[], R] | Callable[[Callable[[Any], R]], Callable[[], R]]:
     """Turns a function of a configuration into a program: `main(run)()`, or `@main(args=[…])`.
 
-    The configuration class is the annotation of the function's first argument. A `ConfigError` becomes its message
-    on standard error and exit code 2.
+    The configuration class is the annotation of the function's first argument. Where it has a keyword `written`, it is
+    told which keys the user wrote. A `ConfigError` becomes its message on standard error and exit code 2.
     """
     if function is None:
         return functools.partial(main, args=args)  # type: ignore[return-value]
 
     @functools.wraps(function)
     def program() -> R:
-        first = next(iter(inspect.signature(function).parameters))
-        config_class = typing.get_type_hints(function)[first]
+        parameters = inspect.signature(function).parameters
+        config_class = typing.get_type_hints(function)[next(iter(parameters))]
         try:
-            config = load(config_class, args)
+            loaded = load_written(config_class, args)
         except HelpRequested as help_text:
             try:
                 sys.stdout.write(str(help_text))
@@ -183,6 +193,6 @@ def main(
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(BAD_CONFIG) from None
-        return function(config)
+        return function(loaded.config, **({"written": loaded.written} if "written" in parameters else {}))
 
     return program

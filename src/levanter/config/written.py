@@ -1,33 +1,54 @@
 """Which keys the user wrote: a default and the same value written down are equal, but they do not say the same.
 
-A checkpoint's own config fills in what was not written and must agree with what was. The keys are kept beside the
-dataclass's fields, so they take no part in equality, hashing or dumps, and `dataclasses.replace` forgets them.
+A checkpoint's own config fills in what was not written and must agree with what was. `Written` is a value of its own
+that goes wherever the config goes; nothing is kept in the config, so a copy of it loses nothing and knows nothing more.
 """
 
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-_ATTRIBUTE = "_levanter_written_keys"
 
+@dataclass(frozen=True)
+class Written:
+    """The keys of a configuration that were written down, as dotted paths; a block's own key is among them.
 
-def remember_written(config: Any, keys: Iterable[str]) -> None:
-    """Notes the keys that `config` was decoded from."""
-    object.__setattr__(config, _ATTRIBUTE, frozenset(keys))
-
-
-def written(config: Any) -> frozenset[str]:
-    """The fields of a config dataclass that were written down.
-
-    For a config that was made in Python: those that differ from their defaults.
+    Attributes:
+        keys: `trainer`, `trainer.mesh`, `trainer.mesh.axes`, …
     """
-    noted = getattr(config, _ATTRIBUTE, None)
-    if noted is not None:
-        return noted
-    return frozenset(one.name for one in fields(config) if getattr(config, one.name) != _default(one))
+
+    keys: frozenset[str]
+
+    @classmethod
+    def in_python(cls, config: object) -> "Written":
+        """Of a config that was made in Python: the fields that differ from their defaults, at every depth."""
+        return cls(frozenset(_differing(config, "")))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys
+
+    @property
+    def top(self) -> frozenset[str]:
+        """The keys that were written at the top."""
+        return frozenset(key for key in self.keys if "." not in key)
+
+    def below(self, block: str) -> frozenset[str]:
+        """The keys that were written directly in a block, by their own names."""
+        prefix = f"{block}."
+        return Written(frozenset(key.removeprefix(prefix) for key in self.keys if key.startswith(prefix))).top
 
 
-def _default(one: Field) -> Any:
+def _differing(config: object, prefix: str) -> Iterator[str]:
+    assert is_dataclass(config) and not isinstance(config, type)
+    for one in fields(config):
+        value, path = getattr(config, one.name), f"{prefix}{one.name}"
+        if value != _default(one):
+            yield path
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _differing(value, f"{path}.")
+
+
+def _default(one: Field[Any]) -> object:
     if one.default is not MISSING:
         return one.default
     return MISSING if one.default_factory is MISSING else one.default_factory()

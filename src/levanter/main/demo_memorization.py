@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from haliax_ext.abstract import leaves
 from haliax_ext.slices import to_slices
 from levanter.commands.memorize.config import EvalCarelessLmConfig
+from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.local import configure_jax, local_target
 from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.open import load_tokenizer

@@ -2,10 +2,10 @@
 
 import sys
 
-from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe, execute, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.evaluate.eval_lm import ENTRY_POINT, EvalLmConfig, describe, execute, main
+from levanter.commands.shell.perform import run
 
-__all__ = ["EvalLmConfig", "describe", "execute", "main"]
+__all__ = ["ENTRY_POINT", "EvalLmConfig", "describe", "execute", "main"]
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(EvalLmConfig, main))
+    sys.exit(run(ENTRY_POINT))

@@ -2,10 +2,10 @@
 
 import sys
 
-from levanter.commands.memorize.eval_sliding_lm import EvalSlidingLmConfig, describe, execute, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.memorize.eval_sliding_lm import ENTRY_POINT, EvalSlidingLmConfig, describe, execute, main
+from levanter.commands.shell.perform import run
 
-__all__ = ["EvalSlidingLmConfig", "describe", "execute", "main"]
+__all__ = ["ENTRY_POINT", "EvalSlidingLmConfig", "describe", "execute", "main"]
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(EvalSlidingLmConfig, main))
+    sys.exit(run(ENTRY_POINT))

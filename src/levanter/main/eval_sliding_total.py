@@ -2,10 +2,10 @@
 
 import sys
 
-from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe, execute, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.memorize.eval_careless_lm import ENTRY_POINT, EvalCarelessLmConfig, describe, execute, main
+from levanter.commands.shell.perform import run
 
-__all__ = ["EvalCarelessLmConfig", "describe", "execute", "main"]
+__all__ = ["ENTRY_POINT", "EvalCarelessLmConfig", "describe", "execute", "main"]
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(EvalCarelessLmConfig, main))
+    sys.exit(run(ENTRY_POINT))

@@ -2,10 +2,10 @@
 
 import sys
 
-from levanter.commands.export.export_lm_to_hf import ConvertLmConfig, describe, execute, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.export.export_lm_to_hf import ENTRY_POINT, ConvertLmConfig, describe, execute, main
+from levanter.commands.shell.perform import run
 
-__all__ = ["ConvertLmConfig", "describe", "execute", "main"]
+__all__ = ["ENTRY_POINT", "ConvertLmConfig", "describe", "execute", "main"]
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(ConvertLmConfig, main))
+    sys.exit(run(ENTRY_POINT))

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from levanter.commands.catalog import ENTRY_POINTS, EntryPoint
+from levanter.commands.catalog import ENTRY_POINTS, Listed
 from levanter.commands.shell.entry import shell
 from levanter.commands.shell.ticker import ticking
-from levanter.config import HelpRequested
+from levanter.config import HelpRequested, Loaded, load_written
 from levanter.config.errors import did_you_mean
 from levanter.io import atomic_write, setup_logging
-from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, RunPlan, Target
+from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, EntryPoint, RunPlan, Target
 
 if TYPE_CHECKING:
     from levanter.plan.preflight import Question
@@ -57,7 +57,7 @@ class Asked:
         keep_hlo: a folder in which the compiler's text stays.
     """
 
-    entry_point: EntryPoint
+    entry_point: Listed
     argv: tuple[str, ...]
     targets: tuple[str, ...]
     json: str | None = None
@@ -187,13 +187,13 @@ def describe(payload: Mapping[str, Any], target: Target) -> RunPlan:
         payload: `entry_point`, `argv`, and for a searched layout `candidate`.
         target: as the worker sees it.
     """
-    from levanter.commands.shell.local import set_jax_options
+    from levanter.commands.shell.devices import set_jax_options
     from levanter.main.plan_search import with_candidate
 
-    entry_point = ENTRY_POINTS[payload["entry_point"]]
-    config, described = entry_point.load(payload["argv"])
-    set_jax_options(config.trainer)
-    return described(with_candidate(entry_point.name, config, payload), target)
+    entry_point = ENTRY_POINTS[payload["entry_point"]].load()
+    loaded = load_written(entry_point.config, payload["argv"])
+    set_jax_options(loaded.config.trainer)
+    return entry_point.describe(with_candidate(loaded.config, payload), target, written=loaded.written)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,7 +229,8 @@ def _planned(asked: Asked) -> int:
         say(f"reading the configuration of {asked.entry_point.name}")
         # A misspelt target is said before anything is done for the others.
         targets = _checked(asked.targets)
-        config, described = asked.entry_point.load(asked.argv)
+        entry_point = asked.entry_point.load()
+        loaded = load_written(entry_point.config, list(asked.argv))
         import jax
 
         from levanter.plan.aot import devices_here
@@ -239,7 +240,7 @@ def _planned(asked: Asked) -> int:
         jax.config.update("jax_platforms", "cpu")
         question = Question(
             target=LOCAL,
-            describe=lambda target: described(config, target),
+            describe=lambda target: entry_point.describe(loaded.config, target, written=loaded.written),
             provider="levanter.main.plan:describe",
             payload={"entry_point": asked.entry_point.name, "argv": list(asked.argv)},
             local=devices_here,
@@ -255,7 +256,7 @@ def _planned(asked: Asked) -> int:
             one = replace(question, target=target, keep_text=folder)
             verdicts.append(preflight(one, progress=say))
             if asked.search:
-                searches |= _searched(one, config, described, verdicts[-1], say)
+                searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
     _report(asked, verdicts, searches)
     codes = {verdict.exit_code for verdict in verdicts}
     return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT) if code in codes), OK)
@@ -263,8 +264,8 @@ def _planned(asked: Asked) -> int:
 
 def _searched(
     question: "Question",
-    config: Any,
-    described: Callable[[Any, Target], RunPlan],
+    entry_point: EntryPoint[Any, Any, Any],
+    loaded: Loaded[Any],
     verdict: "Verdict",
     say: Callable[[str], None],
 ) -> dict[str, "SearchResult"]:
@@ -277,8 +278,8 @@ def _searched(
     try:
         found = search_layouts(
             replace(question, keep_text=None),
-            config=config,
-            describe=described,
+            config=loaded.config,
+            describe=lambda config, target: entry_point.describe(config, target, written=loaded.written),
             plan=verdict.plan,
             pod=verdict.accelerator,
             say=say,
@@ -316,9 +317,10 @@ def _report(asked: Asked, verdicts: Sequence["Verdict"], searches: Mapping[str, 
     from levanter.plan.search import values as search_values
 
     document, texts, pages = to_json(verdicts), [render(verdicts)], []
+    plans = {verdict.target: verdict.plan for verdict in verdicts if verdict.plan is not None}
     for target, result in searches.items():
         best = result.best or result.closest
-        keys = {} if best is None else keys_of(asked.entry_point.name, best.candidate)
+        keys = {} if best is None else keys_of(plans[target], best.candidate)
         texts.append(render_search(result, target=target, keys=keys))
         pages.append((f"search on {target}", texts[-1]))
         document.setdefault("searches", []).append(search_values(result, target=target, keys=keys))

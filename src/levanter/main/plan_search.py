@@ -8,36 +8,31 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from levanter.hardware import Accelerator
 from levanter.mesh import MeshConfig, ModelAxes
-from levanter.models.activations import EMBEDDED
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.search import Candidate, SearchResult, Subject, search
 from levanter.plan.verdict import ProgramVerdict
-from levanter.run import RunPlan, Target
+from levanter.run import RunPlan, Searchable, Target
 
 
 class NothingToSearch(ValueError):
     """The run has no part whose layout can be searched."""
 
 
-def keys_of(entry_point: str, candidate: Candidate) -> dict[str, Any]:
+def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
     """The keys beside `trainer.mesh` that a layout sets, by dotted name."""
-    if entry_point == "train_lm":
-        return {
-            "trainer.per_device_parallelism": candidate.rows,
-            "model.gradient_checkpointing": candidate.remat,
-        }
-    if entry_point == "eval_lm":
-        return {"trainer.per_device_eval_parallelism": candidate.rows}
-    return {"eval_batch_size": candidate.rows * candidate.batch_ways}
+    searchable = plan.searchable
+    assert isinstance(searchable, Searchable), searchable
+    keys: dict[str, Any] = dict(searchable.keys(candidate.rows, candidate.batch_ways))
+    if searchable.remat_key is not None:
+        keys[searchable.remat_key] = candidate.remat
+    return keys
 
 
-def vary(entry_point: str, config: Any, candidate: Candidate) -> Any:
-    """The configuration with the layout of a candidate."""
+def vary(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
+    """The configuration with the layout of a candidate, and the keys that `keys_of` gives for it."""
     mesh: MeshConfig = config.trainer.mesh
     options = candidate.mesh_options()
     laid_out = MeshConfig(
@@ -49,7 +44,7 @@ def vary(entry_point: str, config: Any, candidate: Candidate) -> Any:
         **options,
     )
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, mesh=laid_out))
-    for dotted, value in keys_of(entry_point, candidate).items():
+    for dotted, value in keys.items():
         config = _with(config, dotted.split("."), value)
     return config
 
@@ -59,48 +54,33 @@ def _with(config: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
 
 
-def subject_of(plan: RunPlan) -> Subject:
+def subject_of(plan: RunPlan[Any]) -> Subject:
     """What a plan lays out.
 
     Raises:
-        NothingToSearch: the plan has no workload, or its batch changes during the run.
+        NothingToSearch: the plan says why there is nothing to search.
     """
-    if not plan.workloads:
-        raise NothingToSearch(f"{plan.entry_point}: nothing in this run takes time, so there is nothing to search")
-    work, load = plan.work, plan.workloads[0]
-    training = plan.entry_point == "train_lm"
-    model = work.model if training else work.pretrained.config
-    resolved = work.resolved if training else work.pretrained.resolved
-    precision = work.precision if training else work.pretrained.precision
-    if training and not isinstance(work.config.trainer.train_batch_size, int):
-        raise NothingToSearch("trainer.train_batch_size is a schedule; search with one of its sizes")
-    parameters = work.state_plan.parameters if training else plan.sharding
-    own = {p.leaf.path for p in parameters.leaves}
-    embedded = next(p.leaf for p in plan.activations.leaves if p.leaf.path == EMBEDDED)
-    positions = dict(embedded.axes)["position"]
-    vocab = dict(next(leaf.axes for leaf in (p.leaf for p in parameters.leaves) if "vocab" in leaf.names))["vocab"]
-    sizes = {axis.name: axis.size for axis in model.axes.values()}
+    found = plan.searchable
+    if isinstance(found, str):
+        raise NothingToSearch(f"{plan.entry_point}: {found}")
+    load = plan.workloads[0]
     return Subject(
-        training=training,
-        parameters=tuple(p.leaf for p in parameters.leaves),
-        statistics=tuple(
-            p.leaf
-            for p in plan.sharding.leaves
-            if training and p.leaf.path.startswith("optimizer") and p.leaf.path not in own
-        ),
+        training=found.training,
+        parameters=found.parameters,
+        statistics=found.statistics,
         activations=tuple(
-            dataclasses.replace(p.leaf, axes=tuple((n, 1 if n == resolved.batch_axis else s) for n, s in p.leaf.axes))
+            dataclasses.replace(p.leaf, axes=tuple((n, 1 if n == found.batch_axis else s) for n, s in p.leaf.axes))
             for p in plan.activations.leaves
         ),
-        batch_axis=resolved.batch_axis,
-        axes=ModelAxes(sizes={**sizes, "vocab": vocab, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
-        tensor_axes=model.tensor_axes,
-        layers=len(model.layers),
-        summed=sum(bool(part.tensor_axes) for layer in model.layers for part in layer.parts),
-        positions=positions,
-        global_batch=work.config.trainer.train_batch_size if training else None,
+        batch_axis=found.batch_axis,
+        axes=ModelAxes(sizes=found.sizes, known=KNOWN_AXES, aliases=ALIASES),
+        tensor_axes=found.tensor_axes,
+        layers=found.layers,
+        summed=found.summed,
+        positions=found.sizes["position"],
+        global_batch=found.global_batch,
         flops_per_token=load.flops_causal / load.tokens,
-        compute_bytes=np.dtype(precision.compute).itemsize,
+        compute_bytes=found.compute_bytes,
     )
 
 
@@ -132,11 +112,12 @@ def search_layouts(
             say(f"  {text}")
 
     def compile_candidate(candidate: Candidate) -> ProgramVerdict:
-        varied = vary(plan.entry_point, config, candidate)
+        keys = keys_of(plan, candidate)
+        varied = vary(config, candidate, keys)
         asked = dataclasses.replace(
             question,
             describe=lambda target: describe(varied, target),
-            payload={**question.payload, "candidate": dataclasses.asdict(candidate)},
+            payload={**question.payload, "candidate": dataclasses.asdict(candidate), "candidate_keys": keys},
             require_inputs=False,
             all_programs=False,
         )
@@ -147,10 +128,10 @@ def search_layouts(
     return search(subject, pod, compile_candidate=compile_candidate, on_event=say)
 
 
-def with_candidate(entry_point: str, config: Any, payload: Mapping[str, Any]) -> Any:
+def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:
     """The configuration that a worker's payload means: varied where it names a candidate."""
     given = payload.get("candidate")
     if given is None:
         return config
     # It came as JSON, which has no tuples.
-    return vary(entry_point, config, Candidate(**{**given, "cut": tuple(given["cut"])}))
+    return vary(config, Candidate(**{**given, "cut": tuple(given["cut"])}), payload["candidate_keys"])

@@ -2,10 +2,10 @@
 
 import sys
 
-from levanter.commands.evaluate.viz_logprobs import VizLmConfig, describe, execute, main
-from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.evaluate.viz_logprobs import ENTRY_POINT, VizLmConfig, describe, execute, main
+from levanter.commands.shell.perform import run
 
-__all__ = ["VizLmConfig", "describe", "execute", "main"]
+__all__ = ["ENTRY_POINT", "VizLmConfig", "describe", "execute", "main"]
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(VizLmConfig, main))
+    sys.exit(run(ENTRY_POINT))

@@ -4,6 +4,12 @@
 that names one the model does not have is noted, one that names anything else is refused.
 """
 
+from collections.abc import Mapping
+
+from haliax import Axis
+
+from levanter.mesh import ModelAxes
+
 KNOWN_AXES: dict[str, str] = {
     "batch": "sequences of a batch",
     "position": "positions in a sequence, of queries and of the residual stream",
@@ -33,6 +39,19 @@ ALIASES: dict[str, str] = {
 
 COMPOSITES: dict[str, tuple[str, ...]] = {"heads": ("kv_head", "q_heads_per_group")}
 """Names in mappings that stand for several axes at once, major first."""
+
+
+def model_axes(axes: Mapping[str, Axis], *, vocab: int, positions: int | None = None) -> ModelAxes:
+    """What a mesh is resolved for: a model's axes with its vocabulary and the length of its sequences.
+
+    Args:
+        axes: the model's, by name.
+        vocab: ids that the model tells apart.
+        positions: tokens in a sequence; None where there are none, as for weights alone.
+    """
+    more = {"vocab": vocab} if positions is None else {"vocab": vocab, "position": positions}
+    sizes = {axis.name: axis.size for axis in axes.values()} | more
+    return ModelAxes(sizes=sizes, known=KNOWN_AXES, aliases=ALIASES)
 
 
 def glossary() -> str:

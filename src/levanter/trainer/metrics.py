@@ -20,7 +20,7 @@ import numpy as np
 
 from levanter.hardware import GENERATIONS, Precision
 from levanter.hardware.generations import BF16_PASSES
-from levanter.tracker import Tracker
+from levanter.run import Recorder
 from levanter.trainer.report import StepReport
 from levanter.trainer.watch import metrics_of
 
@@ -154,7 +154,7 @@ class Track:
         skipped: steps left out so far; None where none ever is.
     """
 
-    tracker: Tracker
+    tracker: Recorder
     size_of: Callable[[int], StepSize]
     steps: int
     tokens: int = 0

@@ -276,10 +276,13 @@ def test_what_a_document_relies_on_is_said(kind: str, tmp_path):
     expected = [key for key in UPSTREAM[kind] if key != "max_seq_len"]
     notes = migrate(str(path), "train_lm").notes
     assert [note.split()[0] for note in notes] == [f"model.{key}" for key in expected]
-    checks = default_notes(parse(config_class("train_lm"), paths=[str(path)]).model)
+    loaded = read(config_class("train_lm"), paths=[str(path)])
+    checks = default_notes(loaded.config.model, loaded.written.below("model"))
     assert [check.message for check in checks] == list(notes) and {check.status for check in checks} == {"note"}
     written_down = yaml.safe_dump({"model": {"type": kind, **UPSTREAM[kind]}})
-    assert default_notes(parse_text(config_class("train_lm"), written_down).model) == []
+    path.write_text(written_down)
+    loaded = read(config_class("train_lm"), paths=[str(path)])
+    assert default_notes(loaded.config.model, loaded.written.below("model")) == []
 
 
 @pytest.mark.parametrize("entry_point", ["eval_lm", "viz_logprobs"])

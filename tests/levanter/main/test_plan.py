@@ -23,7 +23,7 @@ from levanter.main.plan import PlanUsageError, asked_for, main
 MAIN = Path(levanter.main.__file__).parent
 ROOT = Path(__file__).parents[3]
 # Without a model or an accelerator (`plan` itself, reports), or a demonstration made of two runs that can be planned.
-WITHOUT_A_PLAN = {"plan", "memorization_report", "demo_memorization", "cache_dataset", "demo_train"}
+WITHOUT_A_PLAN = {"plan", "memorization_report", "demo_memorization", "cache_dataset", "demo_train", "migrate"}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def runnable_modules() -> set[str]:
     for path in MAIN.glob("*.py"):
         calls = {node.func.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
                  and isinstance(node.func, ast.Name)}  # fmt: skip
-        if path.stem != "entry" and ("run_entry_point" in calls or path.stem == "plan"):
+        if {"run_entry_point", "run"} & calls or path.stem == "plan":
             found.add(path.stem)
     return found
 

@@ -150,7 +150,7 @@ def test_groups_by_hand(tmp_path):
     }
     # Beside the inputs, not among them.
     assert budget.gradients == parameters
-    assert sum(plan.work.bytes_by_group.values()) == sum(cut.values()) + budget.groups["optimizer"] + budget.gradients
+    assert sum(plan.resident_bytes.values()) == sum(cut.values()) + budget.groups["optimizer"] + budget.gradients
     assert budget.replicated_bytes == 4 + 8 + 2 * 4
     assert budget.residents[0].nbytes == max(r.nbytes for r in budget.residents)
     assert {r.spec for r in budget.residents if r.path.endswith(".mlp.up_proj.weight")} == {"mlp → model, embed → data"}

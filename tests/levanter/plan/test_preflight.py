@@ -12,10 +12,10 @@ import pytest
 from helpers.hf_folder import CONFIG, TEXTS, write_folder
 
 from haliax_ext.hlo import OutOfMemory, read_out_of_memory
+from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.train import train_lm
-from levanter.config import parse
-from levanter.main import plan
+from levanter.config import load_written, parse
 from levanter.plan import aot
 from levanter.plan import preflight as stages
 from levanter.plan.aot import Compiled, Refused
@@ -51,11 +51,12 @@ def training(tmp_path, **keys) -> str:
 
 def question(entry_point: str, path: str, target: str, *words: str, **options) -> Question:
     argv = ["--config_path", path, *words]
-    config, describe = plan.ENTRY_POINTS[entry_point].load(argv)
+    described = ENTRY_POINTS[entry_point].load()
+    loaded = load_written(described.config, argv)
     return Question(
         **{
             "target": target,
-            "describe": lambda where: describe(config, where),
+            "describe": lambda where: described.describe(loaded.config, where, written=loaded.written),
             "provider": "levanter.main.plan:describe",
             "payload": {"entry_point": entry_point, "argv": argv},
             "local": lambda: CPU8,

@@ -26,11 +26,13 @@ from haliax_ext.load_progress import LoadReport
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program, spec_of
 from levanter.commands.model.not_carried import not_carried
+from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.commands.model.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
-from levanter.commands.shell.local import configure_jax, local_target, output_checks, run_id
-from levanter.commands.shell.sameness import require_same_config, require_same_text
-from levanter.config import plain, written
+from levanter.commands.shell.outputs import output_checks
+from levanter.commands.shell.perform import perform
+from levanter.commands.shell.sameness import require_same_text
+from levanter.config import Written
 from levanter.data import (
     AbsentTextError,
     DataError,
@@ -45,16 +47,15 @@ from levanter.data import (
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, write_result
 from levanter.io import MissingFileError, Progress, UnreadableFileError
-from levanter.mesh import local_devices, mesh_report, require_accelerator
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
 from levanter.processes.together import jit_together
-from levanter.run import Check, PlanOptions, RunPlan, Target
-from levanter.tracker import start_trackers
+from levanter.run import OK, Check, EntryPoint, PlanOptions, RunPlan, Session, Target
 from levanter.trainer.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
+NAME = "eval_lm"
 DEFAULT_ROWS_PER_DEVICE = 8
 FETCH_BEHIND = 2
 """Batches in flight before a result is fetched, so that the host's work hides behind the devices'."""
@@ -168,20 +169,21 @@ class Evaluation:
         return self.scored_tokens / max(self.scoring_seconds, 1e-9)
 
 
-def describe(config: EvalLmConfig, target: Target, *, length_is_default: bool | None = None) -> RunPlan:
+def describe(config: EvalLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[EvalWork]:
     """Describes the evaluation for `target`; reads metadata, no weight, and of the text at most a short one.
 
     Args:
         config: what is evaluated.
         target: the devices.
-        length_is_default: whether nobody chose `max_eval_length`; None to see by the config.
+        written: the keys that the user wrote; None for a config made in Python.
     """
+    written = Written.in_python(config) if written is None else written
     data, checks = _find_data(config)
     pretrained = describe_pretrained(
         ModelChoice(
             reference=config.reference or None,
-            model=config.model,
-            tokenizer=config.data.tokenizer if "tokenizer" in written(config.data) else None,
+            model=ModelBlock.of(config.model, written),
+            tokenizer=config.data.tokenizer if "data.tokenizer" in written else None,
             trainer=config.trainer,
             allow_pickle=config.allow_pickle,
             memory_gib=config.load_memory_gib,
@@ -191,12 +193,11 @@ def describe(config: EvalLmConfig, target: Target, *, length_is_default: bool | 
         batch=lambda ways: batch_rows(config, ways)[0],
         positions=config.max_eval_length,
     )
-    if length_is_default is None:
-        length_is_default = "max_eval_length" not in written(config)
     meant_for = pretrained.config.max_seq_len
-    if length_is_default and config.max_eval_length > meant_for:
-        return describe(replace(config, max_eval_length=meant_for), target, length_is_default=False)
-    checks += [*pretrained.checks, *not_carried(config)]
+    if "max_eval_length" not in written and config.max_eval_length > meant_for:
+        chosen = Written(written.keys | {"max_eval_length"})
+        return describe(replace(config, max_eval_length=meant_for), target, written=chosen)
+    checks += [*pretrained.checks, *not_carried(config, written)]
     checks += _length_checks(config.max_eval_length, pretrained.config)
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
@@ -209,7 +210,7 @@ def describe(config: EvalLmConfig, target: Target, *, length_is_default: bool | 
         checks.append(Check(name="text", status="error", message=str(error), error=error))
         batches, how, sequences = None, "the text cannot be read", None
     return RunPlan(
-        entry_point="eval_lm",
+        entry_point=NAME,
         target=target,
         mesh=pretrained.resolved.spec,
         checks=tuple(checks),
@@ -222,6 +223,9 @@ def describe(config: EvalLmConfig, target: Target, *, length_is_default: bool | 
         ),
         notes=pretrained.notes,
         work=replace(work, sequences=sequences),
+        searchable=pretrained.searchable(
+            positions=config.max_eval_length, keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows}
+        ),
     )
 
 
@@ -305,10 +309,10 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> 
     )
 
 
-def execute(plan: RunPlan, mesh: Mesh) -> Evaluation:
+def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None = None) -> Evaluation:
     """Tokenizes, loads, scores; nothing runs that is not in `plan`."""
-    work: EvalWork = plan.work
-    show = jax.process_index() == 0
+    assert mesh is not None, "an evaluation runs on devices"
+    work, show = plan.work, session is not None and session.show
     # Text first: whatever is wrong with it is said before a weight is read.
     sequences = work.sequences or tokenize(work, show=show)
     require_same_text(sequences)
@@ -385,37 +389,20 @@ def on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]
     return placed
 
 
-def main(config: EvalLmConfig) -> int:
-    """Runs an evaluation on the devices that are here."""
-    configure_jax(config.trainer)
-    found = local_devices(config.trainer.mesh)
-    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
-    plan = describe(config, local_target(found))
-    show = jax.process_index() == 0
-    if show:
-        parameters = {"parameters": plan.sharding.bytes_per_device}
-        print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
-        print(plan.report())
-    plan.check()
-    require_same_config(config)
-    id_ = run_id(config.trainer)
-    tracker = start_trackers(config.trainer.trackers, run_id=id_, process_index=jax.process_index())
-    try:
-        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
-        done = execute(plan, plan.mesh.build(found.devices))
-        tracker.log(done.result.metrics(), step=0)
-        tracker.log_summary(done.result.metrics())
-        if show:
-            output = config.output_path or str(Path(config.trainer.log_dir) / id_ / "eval_lm.json")
-            facts = run_facts(plan, done)
-            write_result(output, done.result, facts)
-            print(format_result(done.result, {**facts, "numbers in": output}))
-    finally:
-        tracker.finish()
-    return 0
+def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:
+    """Writes and prints the numbers."""
+    session.tracker.log(done.result.metrics(), step=0)
+    session.tracker.log_summary(done.result.metrics())
+    if session.show:
+        config = plan.work.config
+        output = config.output_path or str(Path(config.trainer.log_dir) / session.run_id / "eval_lm.json")
+        facts = run_facts(plan, done)
+        write_result(output, done.result, facts)
+        print(format_result(done.result, {**facts, "numbers in": output}))
+    return OK
 
 
-def run_facts(plan: RunPlan, done: Evaluation) -> dict[str, str]:
+def run_facts(plan: RunPlan[EvalWork], done: Evaluation) -> dict[str, str]:
     """What to say beside the numbers: model source, devices, times, versions."""
     report = done.loading
     return {
@@ -427,3 +414,17 @@ def run_facts(plan: RunPlan, done: Evaluation) -> dict[str, str]:
         f"tokens/s (first batch after {done.compile_seconds:.1f} s, compilation included)",
         "versions": f"Python {platform.python_version()}, jax {jax.__version__}",
     }
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=EvalLmConfig,
+    describe=describe,
+    execute=execute,
+    conclude=conclude,
+)
+
+
+def main(config: EvalLmConfig, *, written: Written | None = None) -> int:
+    """Runs an evaluation on the devices that are here."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

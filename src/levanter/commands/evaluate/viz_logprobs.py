@@ -7,6 +7,7 @@ described like an evaluation (`eval_lm`), with the same Program: one row of text
 """
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import haliax as hax
 import jax
@@ -17,17 +18,18 @@ from haliax_ext.abstract import with_arrays
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, EvalWork
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.shell.local import configure_jax, local_target
-from levanter.commands.shell.sameness import require_same_config, require_same_text
-from levanter.config import written
+from levanter.commands.shell.perform import perform
+from levanter.commands.shell.sameness import require_same_text
+from levanter.config import Written
 from levanter.data import EvalSequences, LmDataConfig
 from levanter.eval.logprob_page import ScoredText, logprob_page
 from levanter.io import Progress, atomic_write
-from levanter.mesh import local_devices, require_accelerator
 from levanter.models.registry import LmConfig
 from levanter.processes.together import jit_together
-from levanter.run import OK, PlanOptions, RunPlan, Target
+from levanter.run import OK, EntryPoint, PlanOptions, RunPlan, Session, Target
 from levanter.trainer.config import TrainerConfig
+
+NAME = "viz_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,23 +94,41 @@ class VizLmConfig:
         )
 
 
-def describe(config: VizLmConfig, target: Target) -> RunPlan:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VizWork:
+    """What `execute` needs beside the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        evaluation: what the rows are scored with.
+    """
+
+    config: VizLmConfig
+    evaluation: EvalWork
+
+
+def describe(config: VizLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[VizWork]:
     """Describes the run for `target`; reads metadata, no weight, and of the text at most a short one."""
-    plan = eval_lm.describe(config.evaluation, target, length_is_default="max_eval_length" not in written(config))
-    work: EvalWork = plan.work
+    written = Written.in_python(config) if written is None else written
+    plan = eval_lm.describe(config.evaluation, target, written=written)
+    work = plan.work
     batches = -(-config.num_docs // work.batch_rows)
     (workload,) = plan.workloads
-    return replace(
+    reason = f"num_docs: {config.num_docs} rows at most"
+    found = replace(
         plan,
-        entry_point="viz_logprobs",
-        workloads=(replace(workload, executions=batches, reason=f"num_docs: {config.num_docs} rows at most"),),
+        entry_point=NAME,
+        workloads=(replace(workload, executions=batches, reason=reason),),
+        work=VizWork(config=config, evaluation=work),
     )
+    return cast(RunPlan[VizWork], found)
 
 
-def execute(plan: RunPlan, mesh: Mesh, config: VizLmConfig) -> list[ScoredText]:
+def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None = None) -> list[ScoredText]:
     """Scores the chosen rows; nothing runs that is not in `plan`."""
-    work: EvalWork = plan.work
-    show = jax.process_index() == 0
+    assert mesh is not None, "an evaluation runs on devices"
+    config, work = plan.work.config, plan.work.evaluation
+    show = session is not None and session.show
     sequences = work.sequences or eval_lm.tokenize(work, show=show)
     require_same_text(sequences)
     chosen = chosen_rows(sequences, count=config.num_docs, seed=config.data_seed)
@@ -155,20 +175,11 @@ def _scored(
     return ScoredText(name=span.name, place=place, ids=tokens[:real], logprobs=logprobs)
 
 
-def main(config: VizLmConfig) -> int:
-    """Writes the page with the devices that are here."""
-    configure_jax(config.trainer)
-    found = local_devices(config.trainer.mesh)
-    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
-    plan = describe(config, local_target(found))
-    show = jax.process_index() == 0
-    if show:
-        print(plan.report())
-    plan.check()
-    require_same_config(config)
-    texts = execute(plan, plan.mesh.build(found.devices), config)
-    pretrained = plan.work.pretrained
-    if show:
+def conclude(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) -> int:
+    """Writes the page."""
+    config, work = plan.work.config, plan.work.evaluation
+    pretrained = work.pretrained
+    if session.show:
         page = logprob_page(
             texts,
             pretrained.tokenizer.decode,
@@ -177,7 +188,7 @@ def main(config: VizLmConfig) -> int:
                 "model": pretrained.checkpoint.description,
                 "tokenizer": pretrained.tokenizer.name,
                 "precision": str(pretrained.precision),
-                "rows": f"of {plan.work.config.max_eval_length} tokens; a row does not see the one before it",
+                "rows": f"of {work.config.max_eval_length} tokens; a row does not see the one before it",
                 "jax": jax.__version__,
             },
         )
@@ -186,3 +197,18 @@ def main(config: VizLmConfig) -> int:
         scored = np.concatenate([text.scored for text in texts])
         print(f"{len(scored):,} tokens, {-scored.mean(dtype=np.float64):.4f} nats a token; page in {config.path}")
     return OK
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=VizLmConfig,
+    describe=describe,
+    execute=execute,
+    conclude=conclude,
+    tracked=False,
+)
+
+
+def main(config: VizLmConfig, *, written: Written | None = None) -> int:
+    """Writes the page with the devices that are here."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

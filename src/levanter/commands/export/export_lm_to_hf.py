@@ -14,6 +14,7 @@ from typing import Any
 import haliax as hax
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from haliax_ext.abstract import Leaf, abstract, leaves
 from haliax_ext.mapping import Mappings
@@ -23,17 +24,20 @@ from haliax_ext.rules import WeightMismatchError
 from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import same_names
-from levanter.commands.model.origin import find_tokenizer
+from levanter.commands.model.origin import ModelBlock, find_tokenizer
 from levanter.commands.model.saved_model import SavedModel, find_saved
-from levanter.commands.shell.lifecycle import left_to_process_0
-from levanter.commands.shell.local import output_checks
+from levanter.commands.shell.outputs import output_checks
+from levanter.commands.shell.perform import perform
 from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, ExportPlan, plan_export, refuse_taken, write_export
 from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.config import Written
 from levanter.io import Progress, is_remote, local_path
 from levanter.models.registry import LmConfig
-from levanter.run import OK, Check, PlanOptions, RunPlan, Target
+from levanter.run import OK, Check, EntryPoint, PlanOptions, RunPlan, Session, Target
 from levanter.trainer.config import TrainerConfig
+
+NAME = "export_lm_to_hf"
 
 GIB = 1 << 30
 
@@ -111,9 +115,10 @@ class ConvertWork:
     tokenizer: FastTokenizer | None
 
 
-def describe(config: ConvertLmConfig, target: Target) -> RunPlan:
+def describe(config: ConvertLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[ConvertWork]:
     """Describes an export; reads metadata only."""
-    origin = find_saved(config.checkpoint_path, config.model)
+    written = Written.in_python(config) if written is None else written
+    origin = find_saved(config.checkpoint_path, ModelBlock.of(config.model, written))
     model = origin.architecture
     saved = origin.checkpoint if isinstance(origin.checkpoint, SavedModel) else None
     checks = list(origin.checks)
@@ -155,7 +160,7 @@ def describe(config: ConvertLmConfig, target: Target) -> RunPlan:
     mesh = MeshSpec.of(data=target.devices)
     nothing = plan_sharding((), Mappings(), mesh)
     return RunPlan(
-        entry_point="export_lm_to_hf",
+        entry_point=NAME,
         target=target,
         mesh=mesh,
         checks=tuple(checks),
@@ -227,7 +232,7 @@ class _LeafInFile:
         return self.source.read(self.path, index)
 
 
-def execute(plan: RunPlan) -> str:
+def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Session | None = None) -> str:
     """Writes the folder.
 
     Raises:
@@ -235,10 +240,11 @@ def execute(plan: RunPlan) -> str:
             export.
         OSError: not writable, or the disk is full; what was there before on a disk stays.
     """
-    work: ConvertWork = plan.work
+    del mesh
+    work, show = plan.work, session is not None and session.show
     assert work.saved is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
     config = work.config
-    with Progress("exporting", total=work.files.nbytes, unit="bytes", show=jax.process_index() == 0) as progress:
+    with Progress("exporting", total=work.files.nbytes, unit="bytes", show=show) as progress:
         return write_export(
             work.files,
             _Leaves(work.saved.source),
@@ -253,13 +259,23 @@ def execute(plan: RunPlan) -> str:
         )
 
 
-def main(config: ConvertLmConfig) -> int:
-    """Exports a checkpoint; where several processes are started, the first of them does."""
-    if left_to_process_0(config.trainer.distributed):
-        return OK
-    plan = describe(config, Target(name="local", platform="cpu", kind="host", devices=1))
-    for check in plan.checks:
-        print(f"{check.status:>9}  {check.name}: {check.message}")
-    plan.check()
-    print(f"Hugging Face folder: {execute(plan)}")
+def conclude(plan: RunPlan[ConvertWork], folder: str, session: Session) -> int:
+    """Says where the folder is."""
+    del plan, session
+    print(f"Hugging Face folder: {folder}")
     return OK
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=ConvertLmConfig,
+    describe=describe,
+    execute=execute,
+    conclude=conclude,
+    uses_devices=False,
+)
+
+
+def main(config: ConvertLmConfig, *, written: Written | None = None) -> int:
+    """Exports a checkpoint; where several processes are started, the first of them does."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

@@ -9,22 +9,25 @@ looked at, so that a finished book is left alone and an unfinished one goes on w
 into their final shards; the windows are scored; tables, pictures and a report are written.
 """
 
-from jax.sharding import Mesh
-
 from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
-from levanter.commands.memorize.plan import Job, Opened, describe_jobs
-from levanter.commands.memorize.run import Done, execute_jobs, run_memorization
+from levanter.commands.memorize.plan import Job, MemorizationWork, Opened, describe_jobs
+from levanter.commands.memorize.run import conclude, execute_jobs
+from levanter.commands.shell.perform import perform
+from levanter.config import Written
 from levanter.data import Tokenizer
 from levanter.io.paths import MissingFileError, is_remote
 from levanter.memorization.books import BookText, TextError, read_book, windows_identity
 from levanter.memorization.results import Scheme
 from levanter.memorization.schemes import name_of
 from levanter.memorization.windows import build_windows
-from levanter.run import Check, RunPlan, Target
-from levanter.tracker import Tracker
+from levanter.run import Check, EntryPoint, RunPlan, Target
+
+NAME = "eval_careless_lm"
 
 
-def describe(config: EvalCarelessLmConfig, target: Target) -> RunPlan:
+def describe(
+    config: EvalCarelessLmConfig, target: Target, *, written: Written | None = None
+) -> RunPlan[MemorizationWork]:
     """Describes the run for `target`; reads metadata and the texts, no weight."""
     checks: list[Check] = []
     jobs = []
@@ -36,10 +39,11 @@ def describe(config: EvalCarelessLmConfig, target: Target) -> RunPlan:
         config,
         target,
         jobs,
-        entry_point="eval_careless_lm",
+        entry_point=NAME,
         checks=checks,
         schemes=[Scheme.parse(name) for name in config.schemes] + [job.scheme for job in jobs],
         tokenizer=config.tokenizer_name,
+        written=Written.in_python(config) if written is None else written,
     )
 
 
@@ -116,11 +120,17 @@ def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> t
     return count, reason
 
 
-def execute(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...]:
-    """Scores the books that are not done yet; nothing runs that is not in `plan`."""
-    return execute_jobs(plan, mesh, tracker)
+execute = execute_jobs
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=EvalCarelessLmConfig,
+    describe=describe,
+    execute=execute_jobs,
+    conclude=conclude,
+)
 
 
-def main(config: EvalCarelessLmConfig) -> int:
+def main(config: EvalCarelessLmConfig, *, written: Written | None = None) -> int:
     """Runs the evaluation on the devices that are here."""
-    return run_memorization(config, describe)
+    return perform(ENTRY_POINT, config, written=written).exit_code

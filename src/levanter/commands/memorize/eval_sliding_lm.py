@@ -9,14 +9,13 @@ component of `data:` is a set of its own, with its own folder of results.
 
 from dataclasses import dataclass, field
 
-from jax.sharding import Mesh
-
 from levanter.commands.memorize.config import model_problems, output_problems, scheme_problems
-from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, Opened, describe_jobs, model_block
-from levanter.commands.memorize.run import Done, execute_jobs, run_memorization
+from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, MemorizationWork, Opened, describe_jobs, model_block
+from levanter.commands.memorize.run import conclude, execute_jobs
 from levanter.commands.model.origin import find_origin, find_tokenizer
 from levanter.commands.model.saved_model import find_saved
-from levanter.config import written
+from levanter.commands.shell.perform import perform
+from levanter.config import Written
 from levanter.data import (
     DatasetComponent,
     LmDataConfig,
@@ -34,10 +33,10 @@ from levanter.memorization.examples import Examples, digest_of, pairs_of, tokeni
 from levanter.memorization.results import FULL, Scheme
 from levanter.memorization.schemes import CUSTOM
 from levanter.models.registry import LmConfig
-from levanter.run import Check, PlanOptions, RunPlan, Target
-from levanter.tracker import Tracker
+from levanter.run import Check, EntryPoint, PlanOptions, RunPlan, Target
 from levanter.trainer.config import TrainerConfig
 
+NAME = "eval_sliding_lm"
 PLANNED_POSITIONS = 100
 """What planning takes the rows to be where they are not here; half of it is scored."""
 
@@ -104,10 +103,13 @@ class EvalSlidingLmConfig:
         return self.hf_checkpoint or self.initialize_from_hf
 
 
-def describe(config: EvalSlidingLmConfig, target: Target) -> RunPlan:
+def describe(
+    config: EvalSlidingLmConfig, target: Target, *, written: Written | None = None
+) -> RunPlan[MemorizationWork]:
     """Describes the run for `target`; reads metadata and the rows, no weight."""
-    named = config.data.tokenizer if "tokenizer" in written(config.data) else None
-    model, _ = model_block(config)
+    written = Written.in_python(config) if written is None else written
+    named = config.data.tokenizer if "data.tokenizer" in written else None
+    model, _ = model_block(config, written)
     if config.checkpoint_path is not None:
         origin = find_saved(config.checkpoint_path, model)
     else:
@@ -123,10 +125,11 @@ def describe(config: EvalSlidingLmConfig, target: Target) -> RunPlan:
         config,
         target,
         jobs,
-        entry_point="eval_sliding_lm",
+        entry_point=NAME,
         checks=checks,
         schemes=[Scheme.parse(each) for each in config.schemes] + [job.scheme for job in jobs],
         tokenizer=named,
+        written=written,
     )
 
 
@@ -195,11 +198,17 @@ def _files(config: EvalSlidingLmConfig, name: str, component: object) -> tuple[l
         raise MissingFileError(f"{name}: {error}") from error
 
 
-def execute(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...]:
-    """Scores the sets that are not done yet; nothing runs that is not in `plan`."""
-    return execute_jobs(plan, mesh, tracker)
+execute = execute_jobs
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=EvalSlidingLmConfig,
+    describe=describe,
+    execute=execute_jobs,
+    conclude=conclude,
+)
 
 
-def main(config: EvalSlidingLmConfig) -> int:
+def main(config: EvalSlidingLmConfig, *, written: Written | None = None) -> int:
     """Runs the evaluation on the devices that are here."""
-    return run_memorization(config, describe)
+    return perform(ENTRY_POINT, config, written=written).exit_code

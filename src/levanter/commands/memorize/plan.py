@@ -11,16 +11,16 @@ from typing import Any, Literal
 import numpy as np
 
 from levanter.commands.model.not_carried import not_carried
-from levanter.commands.model.origin import merged
+from levanter.commands.model.origin import ModelBlock, merged
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.open import open_checkpoint
-from levanter.config import written
+from levanter.config import Written
 from levanter.data import Tokenizer
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import BatchShape, WindowSource, laws_of, score_program
 from levanter.models.flops import flops_per_token
-from levanter.models.registry import LmConfig
+from levanter.models.registry import LmConfig, family_of
 from levanter.run import Check, RunPlan, Target, Workload
 
 DEFAULT_BATCH = 32
@@ -108,7 +108,8 @@ def describe_jobs(
     checks: Sequence[Check],
     schemes: Sequence[Scheme],
     tokenizer: str | None,
-) -> RunPlan:
+    written: Written,
+) -> RunPlan[MemorizationWork]:
     """Describes a run; reads metadata, no weight.
 
     Args:
@@ -119,8 +120,9 @@ def describe_jobs(
         checks: what was looked at already.
         schemes: that results must give.
         tokenizer: a tokenizer other than the checkpoint's own.
+        written: the keys that the user wrote.
     """
-    model, found = model_block(config)
+    model, found = model_block(config, written)
     assert jobs, "a run without jobs has nothing to describe"
     pretrained = describe_pretrained(
         ModelChoice(
@@ -137,7 +139,7 @@ def describe_jobs(
         positions=max(job.positions for job in jobs),
     )
     laws = laws_of(schemes)
-    all_checks = [*checks, *found, *pretrained.checks, *not_carried(config)]
+    all_checks = [*checks, *found, *pretrained.checks, *not_carried(config, written)]
     shaped: list[tuple[Job, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
     for job in jobs:
@@ -172,28 +174,35 @@ def describe_jobs(
         workloads=tuple(_workload(shape, name, shaped, pretrained) for shape, name in names.items()),
         notes=pretrained.notes,
         work=MemorizationWork(config=config, pretrained=pretrained, jobs=tuple(shaped), laws=laws),
+        searchable=pretrained.searchable(
+            positions=max(job.positions for job in jobs),
+            keys=lambda rows, ways: {"eval_batch_size": rows * ways},
+        ),
     )
 
 
-def model_block(config: Any) -> tuple[LmConfig | None, list[Check]]:
+def model_block(config: Any, written: Written) -> tuple[ModelBlock | None, list[Check]]:
     """The `model:` block; where `use_hf_model_config` is written, only what of it the checkpoint does not contradict.
 
     Upstream never gave the block to the loader, so its configs carry blocks of other models.
     """
-    if config.model is None or getattr(config, "use_hf_model_config", None) is None or not config.reference:
-        return config.model, []
+    block = ModelBlock.of(config.model, written)
+    if block is None or getattr(config, "use_hf_model_config", None) is None or not config.reference:
+        return block, []
     try:
         checkpoint = open_checkpoint(config.reference, allow_pickle=config.allow_pickle)
     except CheckpointError:
-        return config.model, []
+        return block, []
     try:
-        merged(config.model, checkpoint.config, where=checkpoint.where)
+        merged(block, checkpoint.config, where=checkpoint.where)
     except CheckpointError as error:
-        free = written(config.model) - set(checkpoint.bridged.family.architecture_fields)
-        model = replace(checkpoint.config, **{key: getattr(config.model, key) for key in sorted(free)})
+        free = block.keys - set(family_of(type(checkpoint.config)).architecture_fields)
+        model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})
         message = f"the checkpoint's architecture is taken, as upstream takes it whatever the block says: {error}"
-        return model, [Check(name="model block", status="note", message=message)]
-    return config.model, []
+        # Nothing else of the block contradicts, so all of it may count.
+        kept = ModelBlock(config=model, keys=Written.in_python(model).top)
+        return kept, [Check(name="model block", status="note", message=message)]
+    return block, []
 
 
 def _rounded(rows: int, ways: int) -> int:

@@ -6,7 +6,7 @@ are scored; the marker that says so comes last, so a run that is killed at any m
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +19,6 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from levanter.commands.memorize.plan import Job, MemorizationWork, Opened
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
-from levanter.commands.shell.local import configure_jax, local_target, run_id
-from levanter.commands.shell.sameness import require_same_config
 from levanter.config import plain
 from levanter.io import Progress, is_remote, join
 from levanter.memorization.books import flat, weights_digest
@@ -28,10 +26,8 @@ from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY, write_
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import BookResult, Scores
 from levanter.memorization.runner import BatchShape, agreed, score_and_store, score_batches
-from levanter.mesh import local_devices, mesh_report, require_accelerator
 from levanter.processes.barrier import barrier, require_same
-from levanter.run import RunPlan, Target
-from levanter.tracker import Tracker, start_trackers
+from levanter.run import OK, Recorder, RunPlan, Session
 
 _NOT_IN_MANIFEST = ("output_base_path", "if_exists", "save_seconds", "load_memory_gib", "plan")
 _NOT_OF_TRAINER = ("tracker", "id", "log_dir", "jax_compilation_cache_dir")
@@ -54,9 +50,14 @@ class Done:
     summary: Mapping[str, Any] | None = None
 
 
-def execute_jobs(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...]:
+def execute_jobs(
+    plan: RunPlan[MemorizationWork], mesh: Mesh | None, session: Session | None = None
+) -> tuple[Done, ...]:
     """Scores the jobs that are not done yet; nothing runs that is not in `plan`."""
-    work: MemorizationWork = plan.work
+    assert mesh is not None, "models run on devices"
+    session = Session() if session is None else session
+    work, tracker = plan.work, session.tracker
+    # Process 0 keeps the results, whether it talks or not.
     show = jax.process_index() == 0
     model_facts = _model_identity(plan)
     stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
@@ -98,7 +99,15 @@ def execute_jobs(plan: RunPlan, mesh: Mesh, tracker: Tracker) -> tuple[Done, ...
 
 
 def _score(
-    plan: RunPlan, n: int, opened: Opened, store: PartStore, model: Any, mesh: Mesh, tracker: Tracker, *, before: int
+    plan: RunPlan[MemorizationWork],
+    n: int,
+    opened: Opened,
+    store: PartStore,
+    model: Any,
+    mesh: Mesh,
+    tracker: Recorder,
+    *,
+    before: int,
 ) -> Done:
     """Scores one job and writes its results. `before` windows of other jobs were scored in this run."""
     work: MemorizationWork = plan.work
@@ -140,7 +149,7 @@ class _Report:
     name: str
     shape: BatchShape
     total: int
-    tracker: Tracker
+    tracker: Recorder
     before: int
 
     def windows(self, count: int) -> None:
@@ -154,7 +163,7 @@ class _Report:
         self.tracker.log({f"{self.name}eval/{key}": n for key, n in numbers.items()}, step=self.before + count)
 
 
-def _log_pictures(tracker: Tracker, job: Job) -> None:
+def _log_pictures(tracker: Recorder, job: Job) -> None:
     """Gives the tracker the pictures and the summary, which hold no text; the report, which may, stays where it is."""
     names = {**DEFAULT_NAMES, **job.output_names}
     for name in (names["plot_path"], names["histogram_path"], CURVES, SUMMARY):
@@ -168,7 +177,7 @@ def _store(work: MemorizationWork, job: Job, shape: BatchShape, model_facts: Map
     return PartStore(folder=job.folder, identity=identity, windows=0, suffix_tokens=job.suffix_tokens)
 
 
-def _model_identity(plan: RunPlan) -> dict[str, Any]:
+def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
     """What the numbers depend on, of the model and the devices."""
     pretrained: PretrainedModel = plan.work.pretrained
     spec, mappings = plan.mesh, pretrained.resolved.mappings
@@ -186,7 +195,9 @@ def _model_identity(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _finish(plan: RunPlan, job: Job, opened: Opened, scores: Scores, store: PartStore) -> Mapping[str, Any]:
+def _finish(
+    plan: RunPlan[MemorizationWork], job: Job, opened: Opened, scores: Scores, store: PartStore
+) -> Mapping[str, Any]:
     """Writes a job's results and everything that is said of them; the marker that says so comes last."""
     scores = opened.aligned(scores)
     result = BookResult(
@@ -236,7 +247,7 @@ def _numbers(prefix: str, value: Any) -> dict[str, float]:
     return {prefix: value} if isinstance(value, (int, float)) else {}
 
 
-def _manifest(plan: RunPlan, job: Job, opened: Opened, store: PartStore) -> dict[str, Any]:
+def _manifest(plan: RunPlan[MemorizationWork], job: Job, opened: Opened, store: PartStore) -> dict[str, Any]:
     """What was run, on what; no times and no place, so that equal runs have equal manifests."""
     config = {key: value for key, value in plain(plan.work.config).items() if key not in _NOT_IN_MANIFEST}
     config["trainer"] = {key: value for key, value in config["trainer"].items() if key not in _NOT_OF_TRAINER}
@@ -257,25 +268,10 @@ def _manifest(plan: RunPlan, job: Job, opened: Opened, store: PartStore) -> dict
     }
 
 
-def run_memorization(config: Any, describe: Callable[[Any, Target], RunPlan]) -> int:
-    """Describes a run for the devices that are here, checks it, runs it, and prints the main numbers."""
-    configure_jax(config.trainer)
-    found = local_devices(config.trainer.mesh)
-    require_accelerator(wanted=config.trainer.require_accelerator, found=found)
-    plan = describe(config, local_target(found))
-    show = jax.process_index() == 0
-    if show:
-        parameters = {"parameters": plan.sharding.bytes_per_device}
-        print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=parameters))
-        print(plan.report())
-    plan.check()
-    require_same_config(config)
-    tracker = start_trackers(config.trainer.trackers, run_id=run_id(config.trainer), process_index=jax.process_index())
-    try:
-        tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh)})
-        for done in execute_jobs(plan, plan.mesh.build(found.devices), tracker):
-            if done.summary is not None:
-                print(said_of(done))
-    finally:
-        tracker.finish()
-    return 0
+def conclude(plan: RunPlan[MemorizationWork], done: Sequence[Done], session: Session) -> int:
+    """Prints the main numbers of the jobs that were done in this run."""
+    del plan, session
+    for each in done:
+        if each.summary is not None:
+            print(said_of(each))
+    return OK

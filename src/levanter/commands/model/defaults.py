@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from levanter.config import plain, written
+from levanter.config import plain
 from levanter.models.registry import LmConfig
 from levanter.run import Check
 
@@ -57,10 +57,10 @@ def differing(kind: str, said: Collection[str]) -> Iterator[str]:
             )
 
 
-def default_notes(model: LmConfig) -> list[Check]:
+def default_notes(model: LmConfig, said: Collection[str]) -> list[Check]:
     """`differing` for a config, as notes of a plan."""
     kind = plain(model)["type"]
-    return [Check(name="model", status="note", message=line) for line in differing(kind, written(model))]
+    return [Check(name="model", status="note", message=line) for line in differing(kind, said)]
 
 
 def shown(value: Any) -> str:

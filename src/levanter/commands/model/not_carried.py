@@ -7,7 +7,7 @@ asks for something, and said to have no effect where only artifacts beside the r
 from collections.abc import Mapping
 from typing import Any
 
-from levanter.config import written
+from levanter.config import Written
 from levanter.run import Check
 
 _LORA = "low-rank adapters are not here yet"
@@ -39,7 +39,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 """Key → what there is instead, where the key is written and asks for something."""
 
 
-def not_carried(config: Any) -> list[Check]:
+def not_carried(config: Any, written: Written) -> list[Check]:
     """What a configuration asks for and does not get: errors, and notes on artifacts."""
     checks = []
     for key, reason in REFUSED.items():
@@ -47,7 +47,7 @@ def not_carried(config: Any) -> list[Check]:
             error = ValueError(f"{key}: {reason}")
             checks.append(Check(name="config", status="error", message=str(error), error=error))
     for key, instead in WITHOUT_EFFECT.items():
-        if _asks(_value(config, key)) and _is_written(config, key):
+        if _asks(_value(config, key)) and key in written:
             checks.append(Check(name="config", status="note", message=f"{key}: no effect; {instead}"))
     return checks
 
@@ -61,12 +61,3 @@ def _value(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     return config
-
-
-def _is_written(config: Any, key: str) -> bool:
-    *blocks, last = key.split(".")
-    for part in blocks:
-        if part not in written(config):
-            return False
-        config = getattr(config, part)
-    return last in written(config)

@@ -20,7 +20,7 @@ from levanter.compat.hf.errors import CheckpointError, MissingFileError, Unreach
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import hf_config, load_tokenizer, open_checkpoint
-from levanter.config import plain, written
+from levanter.config import Written, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_of
 from levanter.models.vocabularies import known_vocabulary
@@ -92,9 +92,27 @@ class Origin:
         return self.rules(leaves, padded=("vocab",) if Vocab.size != config.vocab_size else ())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelBlock:
+    """The `model:` block of a configuration.
+
+    Attributes:
+        config: what it comes to, defaults included.
+        keys: what was written in it.
+    """
+
+    config: LmConfig
+    keys: frozenset[str]
+
+    @classmethod
+    def of(cls, config: LmConfig | None, written: Written) -> "ModelBlock | None":
+        """The block of a whole configuration, of which `written` were written; None where it has none."""
+        return None if config is None else cls(config=config, keys=written.below("model"))
+
+
 def find_origin(
     reference: str | None,
-    model: LmConfig | None,
+    model: ModelBlock | None,
     *,
     allow_pickle: bool = False,
     block_is_whole: bool = False,
@@ -141,7 +159,7 @@ def find_origin(
     )
 
 
-def yielding(model: LmConfig, own: LmConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
+def yielding(model: ModelBlock, own: LmConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
     """The checkpoint's architecture whatever the block says of it, with the block's choices of how to run it.
 
     Returns:
@@ -150,15 +168,15 @@ def yielding(model: LmConfig, own: LmConfig, *, where: str) -> tuple[LmConfig, l
     try:
         return merged(model, own, where=where), []
     except CheckpointError as error:
-        free = written(model) - set(family_of(type(own)).architecture_fields)
+        free = model.keys - set(family_of(type(own)).architecture_fields)
         # A block of another family has fields of its own.
         shared = {field.name for field in fields(own)}
-        config = replace(own, **{key: getattr(model, key) for key in sorted(free & shared)})
+        config = replace(own, **{key: getattr(model.config, key) for key in sorted(free & shared)})
         message = f"the checkpoint's architecture is taken, whatever the block says: {error}"
         return config, [Check(name="model block", status="note", message=message)]
 
 
-def merged(model: LmConfig | None, own: LmConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
+def merged(model: ModelBlock | None, own: LmConfig, *, where: str, block_is_whole: bool = False) -> LmConfig:
     """The checkpoint's architecture with the user's choices of how to run it (backend, blocks, lengths).
 
     Args:
@@ -172,14 +190,13 @@ def merged(model: LmConfig | None, own: LmConfig, *, where: str, block_is_whole:
     """
     if model is None:
         return own
-    keys = written(model)
-    block = {key: value for key, value in plain(model).items() if key in keys or key == "type"}
+    block = {key: value for key, value in plain(model.config).items() if key in model.keys or key == "type"}
     if block_is_whole:
-        check_model_block({**plain(model), **block}, own, where=where)
-        return replace(model, vocab_size=own.vocab_size)
+        check_model_block({**plain(model.config), **block}, own, where=where)
+        return replace(model.config, vocab_size=own.vocab_size)
     check_model_block(block, own, where=where)
-    free = keys - set(family_of(type(own)).architecture_fields)
-    return replace(own, **{key: getattr(model, key) for key in sorted(free)})
+    free = model.keys - set(family_of(type(own)).architecture_fields)
+    return replace(own, **{key: getattr(model.config, key) for key in sorted(free)})
 
 
 def _holds_weights(reference: str) -> bool:
@@ -191,7 +208,7 @@ def _holds_weights(reference: str) -> bool:
     return any(file.endswith(".safetensors") for file in files)
 
 
-def _without_weights(reference: str, model: LmConfig | None, error: CheckpointError, block_is_whole: bool) -> Origin:
+def _without_weights(reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool) -> Origin:
     try:
         document = hf_config(reference)
     except (UnreachableError, MissingFileError):
@@ -215,7 +232,7 @@ def _without_weights(reference: str, model: LmConfig | None, error: CheckpointEr
 
 def from_block(
     reference: str | None,
-    model: LmConfig | None,
+    model: ModelBlock | None,
     error: ValueError,
     *,
     block_is_whole: bool = False,
@@ -233,7 +250,7 @@ def from_block(
     Raises:
         UnknownArchitectureError: the block does not say everything.
     """
-    keys = frozenset() if model is None else written(model)
+    keys = frozenset() if model is None else model.keys
     lacking = [] if block_is_whole else [key for key in _SIZES if key not in keys]
     if model is None or lacking:
         block = "there is no model: block" if model is None else f"model: does not give {', '.join(lacking)}"
@@ -242,12 +259,12 @@ def from_block(
             "  → to run it, make the checkpoint available; to plan it, a folder with its config.json or a complete "
             "model: block is enough"
         ) from error
-    kind = type(model).get_choice_name(type(model))
+    kind = type(model.config).get_choice_name(type(model.config))
     stored = np.dtype(_named(DEFAULT_STORED))
     return Origin(
         reference=reference,
         checkpoint=None,
-        architecture=model,
+        architecture=model.config,
         description=f"{reference or 'no checkpoint'} ({kind}, as the model: block has it, without its weights)",
         stored=stored,
         checks=(

@@ -4,7 +4,6 @@
 bytes to read, and collects what is wrong and what is not at hand. `load_pretrained` then streams the weights.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,29 +13,20 @@ import jax
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import abstract, cast, leaves
-from haliax_ext.activations import plan_activations
-from haliax_ext.expected import ExpectedSource
 from haliax_ext.load_plan import LoadPlan
-from haliax_ext.load_strategy import plan_loading
-from haliax_ext.loading import LoadedArrays, load
+from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
-from haliax_ext.rules import WeightMismatchError
 from levanter.commands.model.layers import layer_checks
-from levanter.commands.model.origin import OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
+from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
+from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import find_saved
-from levanter.commands.shell.sameness import require_same_weights
 from levanter.data import Tokenizer
 from levanter.hardware import compiler_options
-from levanter.io import Progress
-from levanter.mesh import ModelAxes, ResolvedMesh, resolve
-from levanter.models.activations import transformer_activations
-from levanter.models.axes import ALIASES, KNOWN_AXES
+from levanter.mesh import ResolvedMesh, resolve
+from levanter.models.axes import model_axes
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import planned_chunk
-from levanter.processes.barrier import barrier
-from levanter.processes.together import jit_together
-from levanter.run import Check, Target
+from levanter.run import Check, Searchable, Target
 from levanter.trainer.config import TrainerConfig
 
 GIB = 1 << 30
@@ -48,7 +38,7 @@ class ModelChoice:
 
     Attributes:
         reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file; None where none is named.
-        model: the architecture as the config has it; it must agree with the checkpoint.
+        model: the architecture as the config has it; what was written in it must agree with the checkpoint.
         tokenizer: a tokenizer other than the checkpoint's own; None for its own.
         trainer: mesh and precision.
         allow_pickle: accept pickled weights.
@@ -57,7 +47,7 @@ class ModelChoice:
     """
 
     reference: str | None
-    model: LmConfig | None
+    model: ModelBlock | None
     tokenizer: str | None
     trainer: TrainerConfig
     allow_pickle: bool = False
@@ -106,6 +96,26 @@ class PretrainedModel:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
 
+    def searchable(self, *, positions: int, keys: Callable[[int, int], Mapping[str, int]]) -> Searchable:
+        """What a search for a better layout of a run with this model goes by.
+
+        Args:
+            positions: tokens in a sequence.
+            keys: see `Searchable`.
+        """
+        sizes = {axis.name: axis.size for axis in self.config.axes.values()}
+        return Searchable(
+            training=False,
+            parameters=tuple(each.leaf for each in self.sharding.leaves),
+            sizes={**sizes, "vocab": self.Vocab.size, "position": positions},
+            tensor_axes=self.config.tensor_axes,
+            layers=len(self.config.layers),
+            summed=sum(bool(part.tensor_axes) for layer in self.config.layers for part in layer.parts),
+            batch_axis=self.resolved.batch_axis,
+            compute_bytes=self.precision.compute.itemsize,
+            keys=keys,
+        )
+
     @property
     def checkpoint(self) -> OpenedModel:
         """The checkpoint, in a run: a plan without it does not pass `RunPlan.check`."""
@@ -144,10 +154,9 @@ def describe_pretrained(
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
     names = (choice.tokenizer, config.tokenizer, origin.reference)
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
-    sizes = {axis.name: axis.size for axis in config.axes.values()}
     resolved = resolve(
         trainer.mesh,
-        ModelAxes(sizes={**sizes, "vocab": vocab, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
+        model_axes(config.axes, vocab=vocab, positions=positions),
         devices=target.devices,
         granules=target.granules,
     )
@@ -166,49 +175,22 @@ def describe_pretrained(
             message=f"{precision}; weights are loaded as {precision.compute.name}, in which they are used",
         ),
     ]
-    batch_name = trainer.mesh.batch_axis_name or "batch"
-    Vocab = hax.Axis("vocab", vocabulary_rows(vocab, resolved))
+    Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
-    hbm = trainer.mesh.hbm_gib
     sharding = plan_sharding(
         leaves(module),
         resolved.mappings,
         resolved.spec,
-        hbm_bytes=target.hbm_bytes if hbm is None else int(hbm * GIB),
+        hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
         on_conflict=trainer.mesh.on_conflict,
     )
-    activations = plan_activations(
-        transformer_activations(
-            config,
-            batch=(batch_name, batch(resolved.batch_ways)),
-            positions=positions,
-            vocab=Vocab.size,
-            chunk=planned_chunk(
-                config,
-                batch=(batch_name, batch(resolved.batch_ways)),
-                vocab=Vocab.size,
-                mapping=resolved.mappings.compute,
-                mesh=resolved.spec,
-            ),
-            dtype=precision.compute,
-        ),
-        resolved.mappings,
-        resolved.spec,
+    activations = planned_activations(
+        config, resolved, rows=batch(resolved.batch_ways), positions=positions, Vocab=Vocab, precision=precision
     )
     load_plan = None
     if not sharding.errors:
-        rules = origin.weight_rules(config, Vocab, leaves(module))
-        expected = ExpectedSource.of(rules, leaves(module), dtype=origin.stored)
-        try:
-            load_plan = plan_loading(
-                sharding,
-                rules,
-                expected if origin.checkpoint is None else origin.checkpoint.source,
-                hosts=target.host_layout(resolved.spec),
-                memory_bytes=choice.memory_bytes,
-            )
-        except WeightMismatchError as error:
-            checks.append(Check(name="weights", status="error", message=str(error), error=error))
+        load_plan, found = planned_loading(origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes)
+        checks += found
     return PretrainedModel(
         choice=choice,
         origin=origin,
@@ -227,31 +209,14 @@ def describe_pretrained(
     )
 
 
-def vocabulary_rows(vocab: int, resolved: ResolvedMesh) -> int:
-    """The vocabulary's size up to the next multiple of what parameter and compute mapping cut it into."""
-    mappings = resolved.mappings
-    cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
-    unit = math.lcm(*cuts)
-    return -(-vocab // unit) * unit
-
-
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:
     """Streams the weights into their final shards on `mesh`, with progress over the whole job."""
     assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
-    require_same_weights(model.checkpoint.source)
-    barrier("loading weights")
-    total = model.load_plan.bytes_by_host[jax.process_index() if model.load_plan.num_hosts > 1 else 0]
-    with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
-        return load(
-            model.load_plan,
-            model.sharding,
-            model.checkpoint.source,
-            mesh,
-            memory_bytes=model.choice.memory_bytes,
-            jit=jit_together,
-            progress=lambda at: progress.advance_to(at.bytes_done, note=_where(at)),
-        )
-
-
-def _where(at: Any) -> str:
-    return at.path if at.layer is None else f"{at.path}, layer {at.layer}"
+    return load_weights(
+        model.load_plan,
+        model.sharding,
+        model.checkpoint.source,
+        mesh,
+        show=show,
+        memory_bytes=model.choice.memory_bytes,
+    )

@@ -20,7 +20,7 @@ from levanter.checkpoint import (
     checkpoint_at,
     same_names,
 )
-from levanter.commands.model.origin import PASSTHROUGH, Origin, from_block, merged
+from levanter.commands.model.origin import PASSTHROUGH, ModelBlock, Origin, from_block, merged
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.config import ConfigError, parse_text, plain
@@ -128,7 +128,7 @@ def _architecture(ref: CheckpointRef) -> LmConfig:
     return found
 
 
-def find_saved(path: str, model: LmConfig | None, *, key: str = "checkpoint_path") -> Origin:
+def find_saved(path: str, model: ModelBlock | None, *, key: str = "checkpoint_path") -> Origin:
     """What can be known here of the model of a checkpoint; see `find_origin`.
 
     Args:

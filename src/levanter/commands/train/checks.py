@@ -6,19 +6,17 @@ another machine may have (files, folders, checkpoints) is an error where the run
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
 from levanter.checkpoint.targets import check_leaves, saved_leaf
-from levanter.commands.shell.local import output_checks
+from levanter.commands.shell.outputs import output_checks
+from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
 from levanter.data import AbsentTextError, DataError, LmDataConfig, Tokenizer, compare_stores, resolve_training
 from levanter.models.registry import LmConfig
 from levanter.run import BAD_INPUT, Check, RunRefused
 from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
-
-if TYPE_CHECKING:
-    from levanter.commands.train.train_lm import TrainLmConfig
 
 T = TypeVar("T")
 
@@ -46,7 +44,7 @@ def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size
     ]
 
 
-def place_checks(config: "TrainLmConfig", model: LmConfig, plan: StatePlan) -> list[Check]:
+def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan) -> list[Check]:
     """Whether a run may write where it will, and whether the checkpoint that it begins from is of what it trains.
 
     What is in a run's own folder is known where the run has a name (`trainer.id`, `$RUN_ID`).
@@ -70,7 +68,7 @@ def place_checks(config: "TrainLmConfig", model: LmConfig, plan: StatePlan) -> l
     return checks
 
 
-def _checkpoint_problems(config: "TrainLmConfig", model: LmConfig, plan: StatePlan) -> Iterator[ValueError]:
+def _checkpoint_problems(config: TrainLmConfig, model: LmConfig, plan: StatePlan) -> Iterator[ValueError]:
     named = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
     resumed = None
@@ -92,7 +90,7 @@ def _checkpoint_problems(config: "TrainLmConfig", model: LmConfig, plan: StatePl
 
 
 def _check_parts(
-    config: "TrainLmConfig", model: LmConfig, plan: StatePlan, path: str, parts: Sequence[str]
+    config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, parts: Sequence[str]
 ) -> CheckpointRef:
     """Whether some parts of a checkpoint are those of the run."""
     ref = checkpoint_at(path)

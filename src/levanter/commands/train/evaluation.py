@@ -6,6 +6,7 @@ A configuration with validation sets has one Program more, `evaluate`; one witho
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import haliax as hax
@@ -38,8 +39,7 @@ from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.processes.together import jit_together
-from levanter.run import Check
-from levanter.tracker import Tracker
+from levanter.run import Check, Recorder
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
 from levanter.trainer.state import StatePlan, TrainState
 
@@ -85,7 +85,7 @@ def evaluate_program(
     positions: int,
     precision: Precision,
     resolved: ResolvedMesh,
-    compiler_options: dict[str, str],
+    compiler_options: Mapping[str, str],
 ) -> Program:
     """The Program that scores one batch with the parameters of a training run.
 
@@ -167,7 +167,7 @@ class Evaluate:
     program: Program
     mesh: Mesh
     sequences: EvalSequences
-    tracker: Tracker
+    tracker: Recorder
     every: int
     last: int
     max_batches: int | None

@@ -9,7 +9,7 @@ the optimizer's statistics, `initialize_model_from_checkpoint_path` the paramete
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
@@ -24,16 +24,13 @@ from levanter.checkpoint import (
     planned_targets,
     restore,
 )
-from levanter.run import RunPlan
+from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.trainer.state import MODEL, OPTIMIZER, TrainState
-
-if TYPE_CHECKING:
-    from levanter.commands.train.train_lm import TrainWork
 
 logger = logging.getLogger(__name__)
 
 
-def restored(plan: RunPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
+def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
     """The whole state of a checkpoint, on whatever mesh.
 
     Raises:
@@ -42,7 +39,7 @@ def restored(plan: RunPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
     return with_arrays(plan.work.state, restore(ref, _targets(plan, mesh)))
 
 
-def begun_from(plan: RunPlan, mesh: Mesh, fresh: TrainState) -> TrainState:
+def begun_from(plan: TrainPlan, mesh: Mesh, fresh: TrainState) -> TrainState:
     """A fresh state with what the configuration takes of a checkpoint.
 
     Args:
@@ -70,7 +67,7 @@ def begun_from(plan: RunPlan, mesh: Mesh, fresh: TrainState) -> TrainState:
     return fresh
 
 
-def _taken(plan: RunPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
+def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
     """A part of the state as a checkpoint has it."""
     prefix = f"{part}."
     wanted = {path: target for path, target in _targets(plan, mesh).items() if path.startswith(prefix)}
@@ -95,7 +92,7 @@ def _rewound(optimizer: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda old, new: new if is_schedule(old) else old, optimizer, fresh, is_leaf=is_schedule)
 
 
-def _targets(plan: RunPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
+def _targets(plan: TrainPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
     work: TrainWork = plan.work
     assert work.model.vocab_size is not None
     return planned_targets(plan.sharding, mesh, true_sizes={"vocab": work.model.vocab_size})

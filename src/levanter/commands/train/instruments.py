@@ -11,24 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.config import plain
 from levanter.models.precision import Precision
-from levanter.run import RunPlan
-from levanter.tracker import Tracker
+from levanter.run import Recorder, Session
 from levanter.trainer.guard import Guard
 from levanter.trainer.metrics import Peak, StepSize, Track, peak_flops
 from levanter.trainer.profile import Profile
 from levanter.trainer.watch import Watch
 from levanter.trainer.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from levanter.commands.train.train_lm import TrainWork
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class Instruments:
     watch: Watch | None
     watchdog: Watchdog
     profile: Profile | None
-    tracker: Tracker
+    tracker: Recorder
 
     @contextmanager
     def running(self, first: int) -> Iterator[None]:
@@ -76,11 +73,10 @@ class Instruments:
 
 
 def instruments(
-    plan: RunPlan,
+    plan: TrainPlan,
     mesh: Mesh,
+    session: Session,
     *,
-    tracker: Tracker,
-    run_id: str,
     size_of: Callable[[int], StepSize],
     steps: int,
     tokens: int,
@@ -90,19 +86,18 @@ def instruments(
     Args:
         plan: of the run.
         mesh: its devices.
-        tracker: where numbers go.
-        run_id: names the folder of logs.
+        session: where numbers go, and the name of the folder of logs.
         size_of: how much a step does, by its number.
         steps: of the whole run.
         tokens: of all steps before the first.
     """
     work: TrainWork = plan.work
     trainer = work.config.trainer
-    folder = Path(trainer.log_dir) / run_id
+    folder = Path(trainer.log_dir) / session.run_id
     watch = Watch.of(trainer.watch)
     return Instruments(
         track=Track(
-            tracker=tracker,
+            tracker=session.tracker,
             size_of=size_of,
             steps=steps,
             tokens=tokens,
@@ -113,8 +108,8 @@ def instruments(
         ),
         watch=watch,
         watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt"),
-        profile=None if not trainer.profiler.enabled else _profile(plan, folder, tracker),
-        tracker=tracker,
+        profile=None if not trainer.profiler.enabled else _profile(plan, folder, session.tracker),
+        tracker=session.tracker,
     )
 
 
@@ -123,7 +118,7 @@ def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
     return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
 
 
-def peak_of(plan: RunPlan, mesh: Mesh) -> Peak:
+def peak_of(plan: TrainPlan, mesh: Mesh) -> Peak:
     """What the devices of a run can do in its compute dtype."""
     kind, precision = plan.target.kind, _matmuls(plan.work.precision)
     return Peak(kind=kind, devices=mesh.devices.size, flops_per_device=peak_flops(kind, precision))
@@ -136,14 +131,14 @@ def _matmuls(precision: Precision) -> Any:
     return {"default": "bf16", "high": "high", "highest": "f32"}[precision.matmul]
 
 
-def _profile(plan: RunPlan, folder: Path, tracker: Tracker) -> Profile:
+def _profile(plan: TrainPlan, folder: Path, tracker: Recorder) -> Profile:
     def done(where: Path) -> None:
         tracker.log_artifact(str(where), name="profile", type="jax_profile")
 
     return Profile(config=plan.work.config.trainer.profiler, folder=folder / "profiler", done=done)
 
 
-def guard_of(plan: RunPlan, last_checkpoint: Callable[[], str]) -> Guard:
+def guard_of(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
     """What becomes of the run where its numbers are not finite."""
     trainer = plan.work.config.trainer
     return Guard(
@@ -154,7 +149,7 @@ def guard_of(plan: RunPlan, last_checkpoint: Callable[[], str]) -> Guard:
     )
 
 
-def run_facts(plan: RunPlan) -> Mapping[str, Any]:
+def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
     """What a run logs of itself once: its resolved configuration, its plan in short, and the versions of what it is
     made of."""
     work: TrainWork = plan.work
@@ -165,7 +160,7 @@ def run_facts(plan: RunPlan) -> Mapping[str, Any]:
         "plan": {
             "target": f"{plan.target.devices} × {plan.target.kind} on {plan.target.hosts} hosts",
             "mappings": {name: str(getattr(plan.sharding.mappings, name)) for name in ("params", "compute")},
-            "bytes_per_device": dict(work.bytes_by_group),
+            "bytes_per_device": dict(plan.resident_bytes or {}),
             "batches": [{"start": stage.start, "plan": str(stage.plan)} for stage in work.batches],
             "parameters": sum(leaf.nbytes // leaf.dtype.itemsize for leaf in parameters),
             "programs": [program.name for program in plan.programs],

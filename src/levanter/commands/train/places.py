@@ -5,18 +5,14 @@ All of it is looked at before text is read or anything is computed.
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, find_checkpoints
+from levanter.commands.train.config import TrainLmConfig
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.export_place import exports_in, is_whole
 from levanter.io import is_remote, join
 from levanter.io.paths import base_name, check_writable, filesystem
 from levanter.trainer.parts import CheckpointDebugConfig
-
-if TYPE_CHECKING:
-    from levanter.commands.train.train_lm import TrainLmConfig
-
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +36,7 @@ class Places:
     exports: str | None
 
     @classmethod
-    def of(cls, config: "TrainLmConfig", run_id: str) -> "Places":
+    def of(cls, config: TrainLmConfig, run_id: str) -> "Places":
         """The folders that a configuration says."""
         written = config.trainer.checkpointer
         own = (run_id,) if written.append_run_id_to_base_path else ()
@@ -74,7 +70,7 @@ class Places:
         return not is_whole(self.export(taken))
 
 
-def find_resume(config: "TrainLmConfig", places: Places) -> CheckpointRef | None:
+def find_resume(config: TrainLmConfig, places: Places) -> CheckpointRef | None:
     """The checkpoint that the run goes on behind; None where it begins.
 
     Its own comes first, then `trainer.load_checkpoint_path`, then `trainer.initialize_from`. With
@@ -143,7 +139,7 @@ def check_exports_writable(places: Places) -> None:
         raise ValueError(f"hf_save_path: {places.exports}: cannot be written ({error})") from error
 
 
-def what_is_left(config: "TrainLmConfig", run_id: str) -> str:
+def what_is_left(config: TrainLmConfig, run_id: str) -> str:
     """What a run that was interrupted can go back to, in a line."""
     places = Places.of(config, run_id)
     try:

@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
-from haliax_ext.loading import load
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
+from levanter.commands.model.layout import load_weights
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.model.workloads import stage_program
-from levanter.commands.shell.sameness import require_same_weights
+from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import PROGRAM, Evaluate, validation_rows
 from levanter.commands.train.first import begun_from, restored
 from levanter.commands.train.instruments import guard_of, instruments
@@ -32,6 +32,7 @@ from levanter.commands.train.places import (
     find_resume,
     refuse_taken_exports,
 )
+from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import Beside, export
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import plain
@@ -40,15 +41,11 @@ from levanter.eval.perplexity import EvalResult
 from levanter.io import Progress
 from levanter.processes.barrier import agreed, agreed_stop, barrier, process_0_first, require_same
 from levanter.processes.together import jit_together
-from levanter.run import RunPlan
-from levanter.tracker import Tracker
+from levanter.run import Session
 from levanter.trainer.batches import placed_batches
 from levanter.trainer.hooks import Every, SaveCheckpoint, ShowProgress, StepSize, Throughput
-from levanter.trainer.loop import Loop, Pause, Step, stop_signal
+from levanter.trainer.loop import Ended, Loop, Pause, Step, stop_signal
 from levanter.trainer.state import TrainState
-
-if TYPE_CHECKING:
-    from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
 
 logger = logging.getLogger(__name__)
 
@@ -108,27 +105,118 @@ class Trained:
         return "\n".join(lines)
 
 
-def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trained:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Prepared:
+    """What is known before a weight is read.
+
+    Attributes:
+        places: the run's folders.
+        resumed: the checkpoint it goes on behind; None where it begins.
+        data: its training data.
+        stop: the step behind its last.
+    """
+
+    places: Places
+    resumed: CheckpointRef | None
+    data: TrainingData
+    stop: int
+
+    @property
+    def first(self) -> int:
+        """The first step that is taken."""
+        return 0 if self.resumed is None else self.resumed.step
+
+    def tokens(self, step: int) -> int:
+        """Tokens of all steps before one."""
+        return self.data.schedule.first_draw(step) * self.data.positions
+
+
+def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) -> Trained:
     """Trains; nothing runs that is not in `plan`.
 
     Raises:
         ValueError: what the user must know: data, checkpoints, export paths, a loss that is not a number.
     """
-    work: TrainWork = plan.work
-    config, show = work.config, jax.process_index() == 0
-    places = Places.of(config, run_id)
+    assert mesh is not None, "training runs on devices"
+    session = Session(run_id=plan.work.config.trainer.id or Session().run_id) if session is None else session
+    if session.show:
+        print(f"run {session.run_id}: trainer.id={session.run_id} goes on behind its last checkpoint", flush=True)
+    prepared = _prepare(plan, session)
+    first, stop = prepared.first, prepared.stop
+    # Whoever is told to end twice still saves before it does.
+    with _checkpointer(plan, prepared.places) as checkpointer, stop_signal() as stopping:
+        state = first_state(plan, mesh, prepared.resumed, show=session.show)
+        keep = _Keep(plan=plan, session=session, prepared=prepared, checkpointer=checkpointer)
+        keep.make_up_export(state)
+        evaluate = _evaluation(plan, mesh, prepared.data, session, last=stop)
+        observed = instruments(
+            plan,
+            mesh,
+            session,
+            size_of=_sizes(plan),
+            steps=stop,
+            tokens=prepared.tokens(first),
+        )
+        # First, so that a profile ends before what pauses the run behind its last step.
+        profile = [] if observed.profile is None else [observed.profile]
+        pauses: list[Pause] = [*profile, *keep.pauses, *([] if evaluate is None else [evaluate])]
+        losses: deque[float] = deque(maxlen=1)
+        began = time.monotonic()
+        left = prepared.tokens(max(stop, first)) - prepared.tokens(first)
+        with Progress("training", total=left, unit="tokens", show=session.show) as progress:
+            loop = Loop(
+                step_of=_steps(plan, mesh, observed.watched),
+                listeners=[
+                    observed.watchdog,
+                    observed.track,
+                    ShowProgress(progress=progress, size_of=_sizes(plan), steps=stop),
+                    lambda report: losses.append(report.loss),
+                ],
+                pauses=pauses,
+                guard=guard_of(plan, lambda: _last(checkpointer, prepared.resumed)),
+                around_pauses=observed.watchdog.resting,
+                watched=observed.watched,
+                stopping=agreed_stop(stopping),
+            )
+            batches = placed_batches(
+                prepared.data,
+                lambda step: stage_program(plan, plan.work.batches, step).inputs[1],
+                mesh,
+                first=first,
+                stop=stop,
+            )
+            with closing(batches), observed.running(first):
+                ended = loop.run(state, batches, first=first)
+        seconds = time.monotonic() - began
+        exported = keep.the_end(ended)
+        return Trained(
+            taken=ended.taken,
+            stop=stop,
+            preempted=ended.preempted,
+            loss=losses[-1] if losses else None,
+            checkpoint=checkpointer.newest or prepared.resumed,
+            exported=exported,
+            evaluation=None if evaluate is None else evaluate.result,
+            throughput=observed.track.throughput,
+            seconds=seconds,
+        )
+
+
+def _prepare(plan: TrainPlan, session: Session) -> _Prepared:
+    """Looks at folders and checkpoints, then at the data; what is wrong with them is said before a weight is read."""
+    work, config = plan.work, plan.work.config
+    places = Places.of(config, session.run_id)
     resumed = find_resume(config, places)
     require_same(
         "the checkpoint to resume from",
         "none" if resumed is None else f"step {resumed.step} ({resumed.path})",
         advice="trainer.checkpointer.base_path must be storage that all hosts see",
     )
-    first = 0 if resumed is None else resumed.step
     refuse_taken_exports(places, resumed)
-    if show:
+    if session.show:
         check_exports_writable(places)
     with process_0_first("preparing data", seconds=DATA_SECONDS):
-        data = _data(work, show=show)
+        data = _data(work, show=session.show)
     require_same(
         "the training data",
         f"{len(data.sets)} sets, sha256 {data.fingerprint[:16]}…",
@@ -142,94 +230,68 @@ def execute(plan: RunPlan, mesh: Mesh, *, run_id: str, tracker: Tracker) -> Trai
     if resumed is not None:
         logger.info("resuming from the %s", resumed)
         _compare_data(resumed, data)
-    # Whoever is told to end twice still saves before it does.
-    with _checkpointer(plan, places) as checkpointer, stop_signal() as stopping:
-        state = first_state(plan, mesh, resumed, show=show)
-        save = SaveCheckpoint(
+    return _Prepared(places=places, resumed=resumed, data=data, stop=stop)
+
+
+class _Keep:
+    """What a run keeps of its states: checkpoints, and exports behind them."""
+
+    def __init__(self, *, plan: TrainPlan, session: Session, prepared: _Prepared, checkpointer: Checkpointer):
+        self._work, self._show = plan.work, session.show
+        self._prepared, self._checkpointer = prepared, checkpointer
+        config = plan.work.config
+        self._save = SaveCheckpoint(
             checkpointer=checkpointer,
             metadata=lambda taken: {
-                "run_id": run_id,
-                "rows_drawn": data.schedule.first_draw(taken),
+                "run_id": session.run_id,
+                "rows_drawn": prepared.data.schedule.first_draw(taken),
                 "config": plain(config),
                 "jax": jax.__version__,
-                **model_metadata(work.model, tokenizer=config.data.tokenizer),
+                **model_metadata(plan.work.model, tokenizer=config.data.tokenizer),
             },
         )
+        self._exports = None
+        if prepared.places.exports is not None:
+            self._exports = Every(steps=config.hf_save_steps, action=self._save_and_export, until=prepared.stop)
 
-        def export_now(taken: int, state: TrainState) -> str:
-            return _export(work, state, places.export(taken), show=show)
+    @property
+    def pauses(self) -> list[Pause]:
+        """What happens between two steps."""
+        return [self._save] if self._exports is None else [self._save, self._exports]
 
-        def save_and_export(taken: int, state: TrainState) -> None:
-            # An export takes a while. So that an attempt that is killed in it goes on behind it, and so that where
-            # there are exports there is a checkpoint, the run is saved first.
-            save.save(taken, state)
-            checkpointer.wait()
-            export_now(taken, state)
+    def make_up_export(self, state: TrainState) -> None:
+        """Exports the state that the run goes on from, where the attempt before should have and did not.
 
-        pauses: list[Pause] = [save]
-        if places.exports is not None:
-            exports = Every(steps=config.hf_save_steps, action=save_and_export, until=stop)
-            pauses.append(exports)
-            # The attempt before may have been killed behind the checkpoint and before its export was whole. Process 0
-            # writes exports, perhaps onto a disk of its own: it says whether one is missing.
-            if first and exports.due(first) and agreed("its export", str(places.lacks_export(first))) == "True":
-                export_now(first, state)
-        evaluate = _evaluation(plan, mesh, data, tracker=tracker, last=stop, show=show)
-        if evaluate is not None:
-            pauses.append(evaluate)
-        size_of = _sizes(plan)
-        tokens_before = data.schedule.first_draw(first) * data.positions
-        observed = instruments(
-            plan, mesh, tracker=tracker, run_id=run_id, size_of=size_of, steps=stop, tokens=tokens_before
-        )
-        track = observed.track
-        if observed.profile is not None:
-            # First, so that a profile ends before what pauses the run behind its last step.
-            pauses.insert(0, observed.profile)
-        losses: deque[float] = deque(maxlen=1)
-        began = time.monotonic()
-        left = data.schedule.first_draw(max(stop, first)) * data.positions - tokens_before
-        with Progress("training", total=left, unit="tokens", show=show) as progress:
-            loop = Loop(
-                step_of=_steps(plan, mesh, observed.watched),
-                listeners=[
-                    observed.watchdog,
-                    track,
-                    ShowProgress(progress=progress, size_of=size_of, steps=stop),
-                    lambda report: losses.append(report.loss),
-                ],
-                pauses=pauses,
-                guard=guard_of(plan, lambda: _last(checkpointer, resumed)),
-                around_pauses=observed.watchdog.resting,
-                watched=observed.watched,
-                stopping=agreed_stop(stopping),
-            )
-            batches = placed_batches(
-                data, lambda step: stage_program(plan, work.batches, step).inputs[1], mesh, first=first, stop=stop
-            )
-            with closing(batches), observed.running(first):
-                ended = loop.run(state, batches, first=first)
-        seconds = time.monotonic() - began
-        if ended.taken > first or resumed is None:
-            save.save(ended.taken, ended.state, force=not ended.preempted)
-            checkpointer.wait()
-        exported = None
-        if places.exports is not None and not ended.preempted:
-            exported = export_now(ended.taken, ended.state)
-        return Trained(
-            taken=ended.taken,
-            stop=stop,
-            preempted=ended.preempted,
-            loss=losses[-1] if losses else None,
-            checkpoint=checkpointer.newest or resumed,
-            exported=exported,
-            evaluation=None if evaluate is None else evaluate.result,
-            throughput=track.throughput,
-            seconds=seconds,
-        )
+        It may have been killed behind the checkpoint and before its export was whole. Process 0 writes exports,
+        perhaps onto a disk of its own: it says whether one is missing.
+        """
+        first = self._prepared.first
+        if self._exports is None or not first or not self._exports.due(first):
+            return
+        if agreed("its export", str(self._prepared.places.lacks_export(first))) == "True":
+            self._export(first, state)
+
+    def the_end(self, ended: Ended) -> str | None:
+        """Saves the last state and exports it; returns where to, None for nowhere."""
+        if ended.taken > self._prepared.first or self._prepared.resumed is None:
+            self._save.save(ended.taken, ended.state, force=not ended.preempted)
+            self._checkpointer.wait()
+        if self._exports is None or ended.preempted:
+            return None
+        return self._export(ended.taken, ended.state)
+
+    def _save_and_export(self, taken: int, state: TrainState) -> None:
+        # An export takes a while. So that an attempt that is killed in it goes on behind it, and so that where there
+        # are exports there is a checkpoint, the run is saved first.
+        self._save.save(taken, state)
+        self._checkpointer.wait()
+        self._export(taken, state)
+
+    def _export(self, taken: int, state: TrainState) -> str:
+        return _export(self._work, state, self._prepared.places.export(taken), show=self._show)
 
 
-def last_step(config: "TrainLmConfig", data: TrainingData) -> int:
+def last_step(config: TrainLmConfig, data: TrainingData) -> int:
     """How many steps the run takes: those asked for, or as many as the data is enough for."""
     limits = [config.trainer.num_train_steps]
     if data.steps is not None:
@@ -239,7 +301,7 @@ def last_step(config: "TrainLmConfig", data: TrainingData) -> int:
     return min(limits)
 
 
-def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool) -> TrainState:
+def first_state(plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool) -> TrainState:
     """The state before the run's first step: from its checkpoint, from weights, or made from the seed.
 
     Raises:
@@ -252,23 +314,12 @@ def first_state(plan: RunPlan, mesh: Mesh, resumed: CheckpointRef | None, *, sho
     key = jax.random.PRNGKey(config.trainer.seed)
     if config.reference is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
-        require_same_weights(work.origin.checkpoint.source)
-        barrier("loading weights")
-        total = plan.load.bytes_by_host[jax.process_index() if plan.load.num_hosts > 1 else 0]
-        with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
-            loaded = load(
-                plan.load,
-                work.state_plan.parameters,
-                work.origin.checkpoint.source,
-                mesh,
-                jit=jit_together,
-                progress=lambda at: progress.advance_to(at.bytes_done, note=at.path),
-            )
+        loaded = load_weights(plan.load, work.state_plan.parameters, work.origin.checkpoint.source, mesh, show=show)
         return jit_together(plan.program("init_optimizer"), mesh)(with_arrays(work.state.model, loaded.arrays), key)
     return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key))
 
 
-def _data(work: "TrainWork", *, show: bool) -> TrainingData:
+def _data(work: TrainWork, *, show: bool) -> TrainingData:
     config = work.config
     assert work.tokenizer is not None, "a plan without its tokenizer must not run: RunPlan.check() comes first"
     with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
@@ -287,9 +338,7 @@ def _data(work: "TrainWork", *, show: bool) -> TrainingData:
         )
 
 
-def _evaluation(
-    plan: RunPlan, mesh: Mesh, data: TrainingData, *, tracker: Tracker, last: int, show: bool
-) -> Evaluate | None:
+def _evaluation(plan: TrainPlan, mesh: Mesh, data: TrainingData, session: Session, *, last: int) -> Evaluate | None:
     work: TrainWork = plan.work
     if work.validation is None:
         return None
@@ -301,11 +350,11 @@ def _evaluation(
         sequences=validation_rows(
             work.config.data, work.validation, data, work.tokenizer, vocab_size=work.model.vocab_size
         ),
-        tracker=tracker,
+        tracker=session.tracker,
         every=trainer.steps_per_eval,
         last=last,
         max_batches=trainer.max_eval_batches,
-        show=show,
+        show=session.show,
     )
 
 
@@ -322,7 +371,7 @@ def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
         )
 
 
-def _checkpointer(plan: RunPlan, places: Places) -> Checkpointer:
+def _checkpointer(plan: TrainPlan, places: Places) -> Checkpointer:
     work: TrainWork = plan.work
     written, vocab = work.config.trainer.checkpointer, work.model.vocab_size
     assert vocab is not None
@@ -347,7 +396,7 @@ def _last(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
     )
 
 
-def _steps(plan: RunPlan, mesh: Mesh, watched: Callable[[int], bool]) -> Callable[[int], Step]:
+def _steps(plan: TrainPlan, mesh: Mesh, watched: Callable[[int], bool]) -> Callable[[int], Step]:
     """The compiled step of every step."""
     jitted: dict[str, Step] = {}
 
@@ -360,7 +409,7 @@ def _steps(plan: RunPlan, mesh: Mesh, watched: Callable[[int], bool]) -> Callabl
     return step_of
 
 
-def _sizes(plan: RunPlan) -> Callable[[int], StepSize]:
+def _sizes(plan: TrainPlan) -> Callable[[int], StepSize]:
     """How much each step does."""
     flops = {each.program: (each.flops_full, each.flops_causal) for each in plan.workloads}
 
@@ -373,7 +422,7 @@ def _sizes(plan: RunPlan) -> Callable[[int], StepSize]:
     return size_of
 
 
-def _export(work: "TrainWork", state: TrainState, folder: str, *, show: bool) -> str:
+def _export(work: TrainWork, state: TrainState, folder: str, *, show: bool) -> str:
     tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
     barrier("exporting")
     with Progress(f"exporting to {folder}", total=None, unit="bytes", show=show) as progress:

@@ -39,9 +39,9 @@ from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, export
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.tokenizer import FastTokenizer, of_transformers
 from levanter.compat.open import PretrainedCheckpoint, hf_config, load_tokenizer, open_checkpoint
-from levanter.config import plain, written
-from levanter.mesh import MeshConfig, ModelAxes, local_devices, resolve
-from levanter.models.axes import ALIASES, KNOWN_AXES
+from levanter.config import Written, plain
+from levanter.mesh import MeshConfig, local_devices, resolve
+from levanter.models.axes import model_axes
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 
@@ -292,7 +292,7 @@ class HFCheckpointConverter:
             )
         if config is None:
             return own
-        keys = written(config)
+        keys = Written.in_python(config).top
         checkpoint.check_model_block({k: v for k, v in plain(config).items() if k in keys or k == "type"})
         return dataclasses.replace(own, **{k: getattr(config, k) for k in sorted(keys - {"vocab_size"})})
 
@@ -341,7 +341,5 @@ def _mappings(config: LmConfig, Vocab: hax.Axis, mapping: Mapping[str, Any], spe
         param_mapping=rules,
     )
     granules = spec.ways(tuple(name for name in _DCN if name in spec.shape))
-    sizes = {axis.name: axis.size for axis in config.axes.values()}
-    axes = ModelAxes(sizes={**sizes, "vocab": Vocab.size}, known=KNOWN_AXES, aliases=ALIASES)
-    resolved = resolve(mesh, axes, devices=spec.size, granules=granules)
+    resolved = resolve(mesh, model_axes(config.axes, vocab=Vocab.size), devices=spec.size, granules=granules)
     return Mappings(params=resolved.mappings.params, declared=resolved.mappings.declared)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import Mesh
 
-from levanter.commands.shell.local import configure_jax, run_id
+from levanter.commands.shell.devices import configure_jax
+from levanter.commands.shell.perform import run_id
 from levanter.io import setup_logging
 from levanter.legacy.facades import mesh
 from levanter.legacy.facades.tracker import set_global_tracker

@@ -15,7 +15,7 @@ from levanter.commands.evaluate import eval_lm, viz_logprobs
 from levanter.commands.export import export_lm_to_hf
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.shell.entry import run_entry_point
-from levanter.config import load
+from levanter.config import load, load_written
 from levanter.eval.logprob_page import ScoredText, logprob_page, pieces, shade
 from levanter.memorization.results import BookResult
 from levanter.plan.targets import target_of_pod
@@ -160,10 +160,13 @@ def test_some_rows_of_files_of_hugging_face(saved, tmp_path):
     plan = viz_logprobs.describe(config, target_of_pod("v6e-8"))
     assert plan.entry_point == "viz_logprobs" and [program.name for program in plan.programs] == ["score"]
     assert plan.workloads[0].executions == 1
-    rows = viz_logprobs.chosen_rows(plan.work.sequences, count=3, seed=0)
+    rows = viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=3, seed=0)
     assert len(rows) == 3 and sorted(set(rows.tolist())) == rows.tolist()
-    assert viz_logprobs.chosen_rows(plan.work.sequences, count=3, seed=None).tolist() == [0, 1, 2]
-    assert len(viz_logprobs.chosen_rows(plan.work.sequences, count=10**6, seed=0)) == plan.work.sequences.row_count
+    assert viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=3, seed=None).tolist() == [0, 1, 2]
+    assert (
+        len(viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=10**6, seed=0))
+        == plan.work.evaluation.sequences.row_count
+    )
 
 
 def test_what_is_refused(saved, tmp_path, capsys):
@@ -220,7 +223,8 @@ def test_rows_are_as_long_as_the_model_is_meant_for(saved, tmp_path):
         words_of(saved, tmp_path, **more)
         document = {k: v for k, v in json.loads(path.read_text()).items() if k != "max_eval_length"}
         path.write_text(json.dumps({**document, **length}))
-        return module.describe(load(kind, ["--config_path", str(path)]), target)
+        loaded = load_written(kind, ["--config_path", str(path)])
+        return module.describe(loaded.config, target, written=loaded.written)
 
     sizes = {"hidden_dim": 32, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
     model = {"type": "gpt2", "max_seq_len": 64, "vocab_size": 96, **sizes}
@@ -233,7 +237,9 @@ def test_rows_are_as_long_as_the_model_is_meant_for(saved, tmp_path):
     run = str(saved / "run")
     meant_for = eval_lm.describe(eval_lm.EvalLmConfig(checkpoint_path=run), target).work.pretrained.config.max_seq_len
     for module, kind in ((eval_lm, eval_lm.EvalLmConfig), (viz_logprobs, viz_logprobs.VizLmConfig)):
-        assert planned(module, kind, checkpoint_path=run).work.config.max_eval_length == meant_for
+        work = planned(module, kind, checkpoint_path=run).work
+        evaluated = work if module is eval_lm else work.evaluation
+        assert evaluated.config.max_eval_length == meant_for
         plan = planned(module, kind, checkpoint_path=run, max_eval_length=meant_for + 1)
         (check,) = [c for c in plan.checks if c.name == "rows"]
         assert check.status == "note" and str(meant_for) in check.message

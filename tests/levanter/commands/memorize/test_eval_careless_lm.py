@@ -20,8 +20,8 @@ from helpers.old_memorization import ONE_BOOK
 from helpers.processes import run_together
 
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe, execute, main
+from levanter.commands.shell.devices import local_target
 from levanter.commands.shell.entry import run_entry_point
-from levanter.commands.shell.local import local_target
 from levanter.config import parse
 from levanter.memorization.results import FULL, BookResult
 from levanter.mesh import describe_devices

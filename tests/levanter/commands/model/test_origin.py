@@ -10,17 +10,18 @@ from helpers.hf_folder import tensors as tensors_as_transformers_writes_them
 from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.expected import ExpectedSource
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
-from levanter.commands.model.origin import UnknownArchitectureError, find_origin, find_tokenizer, vocabulary
+from levanter.commands.model.origin import ModelBlock, UnknownArchitectureError, find_origin, find_tokenizer, vocabulary
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, MissingFileError
 from levanter.compat.open import open_checkpoint
-from levanter.config import parse_text
-from levanter.models.registry import LmConfig
+from levanter.config import read
 
 BLOCK = "{type: llama, hidden_dim: 32, intermediate_dim: 48, num_layers: 2, num_heads: 4, num_kv_heads: 2}"
 
 
-def block(text: str) -> LmConfig:
-    found = parse_text(EvalLmConfig, f"{{hf_checkpoint: x, model: {text}}}").model
+def block(text: str) -> ModelBlock:
+    overrides = [("hf_checkpoint", "x"), ("model", text)]
+    loaded = read(EvalLmConfig, overrides=overrides)
+    found = ModelBlock.of(loaded.config.model, loaded.written)
     assert found is not None
     return found
 
@@ -82,10 +83,10 @@ def test_a_checkpoint_with_a_hole_is_broken(tmp_path):
 
 
 def test_where_the_size_of_the_vocabulary_comes_from(config_only):
-    model = block(BLOCK)
+    model = block(BLOCK).config
     origin = find_origin(str(config_only), None)
     assert vocabulary(origin.architecture, tokenizer=None, names=("gpt2",)) == (320, "as configured")
-    given = block(BLOCK.replace("}", ", vocab_size: 99}"))
+    given = block(BLOCK.replace("}", ", vocab_size: 99}")).config
     assert vocabulary(given, tokenizer=None, names=("gpt2",))[0] == 99
     tokenizer, check = find_tokenizer("passthrough", origin=None, size=77)
     assert check.status == "ok"

@@ -11,7 +11,7 @@ import pytest
 from haliax_ext.abstract import with_arrays
 from haliax_ext.errors import ShardingError
 from levanter.commands.train.train_lm import TrainLmConfig, describe
-from levanter.config import load
+from levanter.config import load, load_written
 from levanter.data import next_tokens
 from levanter.plan.targets import target_of_pod
 from levanter.run import RunRefused, Target
@@ -60,10 +60,10 @@ def test_shipped_configurations(name, pod, count, chips, rows_a_device):
     parameters_there = plan.work.state_plan.parameters
     assert parameters_there.total_bytes == 4 * count
     # All but the norms is cut over every chip; the norms over `data`.
-    norms = plan.work.bytes_by_group["norm"]
+    norms = plan.resident_bytes["norm"]
     cut = (4 * count - norms * plan.mesh.shape["data"]) // chips
     assert parameters_there.bytes_per_device == cut + norms
-    assert plan.work.bytes_by_group["optimizer"] == 2 * (cut + norms) + 8
+    assert plan.resident_bytes["optimizer"] == 2 * (cut + norms) + 8
     (stage,) = plan.work.batches
     assert stage.plan.per_device == rows_a_device
     assert [p.name for p in plan.programs] == ["init_state", "train_step"]
@@ -88,7 +88,7 @@ def test_as_published_everything_is_whole_on_every_chip():
     plan = plan_of("llama_0.78b_64k_v6e-8_as_published", "v6e-8")
     assert plan.work.state_plan.parameters.bytes_per_device == 4 * SMALL
     # Weights, both moments and gradients.
-    assert sum(plan.work.bytes_by_group.values()) == pytest.approx(16 * SMALL, rel=1e-6)
+    assert sum(plan.resident_bytes.values()) == pytest.approx(16 * SMALL, rel=1e-6)
     (logits,) = [p for p in plan.activations.leaves if p.leaf.path.startswith("logits")]
     assert logits.bytes_per_device == 65_536 * 32_768 * 4
 
@@ -97,8 +97,8 @@ def test_four_replicated_shards_leave_too_much_on_a_chip():
     narrow = plan_of("llama3_8b_v6e-128_embed4", "v6e-128")
     wide = plan_of("llama3_8b_v6e-128", "v6e-128")
     # Weights, two moments and gradients, in float32, over 4 and over 128 chips.
-    assert sum(narrow.work.bytes_by_group.values()) == pytest.approx(16 * EIGHT / 4, rel=1e-3)
-    assert sum(wide.work.bytes_by_group.values()) == pytest.approx(16 * EIGHT / 128, rel=1e-3)
+    assert sum(narrow.resident_bytes.values()) == pytest.approx(16 * EIGHT / 4, rel=1e-3)
+    assert sum(wide.resident_bytes.values()) == pytest.approx(16 * EIGHT / 128, rel=1e-3)
     assert narrow.sharding.bytes_per_device == pytest.approx(12 * EIGHT / 4, rel=1e-3)
 
 
@@ -159,7 +159,10 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path):
 
 def test_what_changes_the_step_and_is_not_built_is_an_error_of_the_plan(tmp_path):
     asked = ("--trainer.quantization", "{int8: true}", "--log_entropy", "true", "--trainer.log_jaxprs", "true")
-    plan = describe(tiny(tmp_path, *asked), LOCAL)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    loaded = load_written(TrainLmConfig, ["--config_path", str(path), *asked])
+    plan = describe(loaded.config, LOCAL, written=loaded.written)
     assert plan.exit_code == 2
     assert [str(e) for e in plan.errors] == [
         "log_entropy: not supported yet; set it to false",

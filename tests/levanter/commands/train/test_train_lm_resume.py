@@ -20,7 +20,7 @@ from levanter.commands.train.places import MissingResumeError, Places, find_resu
 from levanter.commands.train.run import execute, first_state
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
-from levanter.run import Target
+from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 
 MESHES = {
@@ -72,7 +72,7 @@ def read(run: Path, *overrides: str) -> TrainLmConfig:
 def run_here(config: TrainLmConfig, devices, *, run_id="run"):
     plan = describe(config, target(len(devices))).check()
     tracker = Losses()
-    done = execute(plan, plan.mesh.build(devices), run_id=run_id, tracker=tracker)
+    done = execute(plan, plan.mesh.build(devices), Session(run_id=run_id, tracker=tracker))
     return done, tracker.found
 
 

@@ -16,7 +16,7 @@ from levanter.compat.hf.export import ExportPathError
 from levanter.config import load
 from levanter.data import DataError
 from levanter.io.paths import filesystem
-from levanter.run import Target
+from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 from levanter.trainer.loop import NonFiniteError
 
@@ -73,7 +73,7 @@ class Recorder(NoopTracker):
 def run(config, devices, *, run_id="run", kill_behind=None, plan=None):
     plan = plan or describe(config, LOCAL).check()
     tracker = Recorder(kill_behind)
-    return execute(plan, plan.mesh.build(devices), run_id=run_id, tracker=tracker), tracker
+    return execute(plan, plan.mesh.build(devices), Session(run_id=run_id, tracker=tracker)), tracker
 
 
 def test_a_run_that_is_stopped_and_goes_on_is_the_run_that_was_not(tmp_path, devices):

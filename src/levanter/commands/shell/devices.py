@@ -1,17 +1,11 @@
-"""The devices at hand as a `Target`, JAX's own options, and the id of a run."""
-
-import os
-import secrets
-from pathlib import Path
+"""The devices at hand as a `Target`, and JAX's own options."""
 
 import jax
 
 from haliax_ext.loading import hosts_of
 from levanter.commands.shell.lifecycle import join_processes
-from levanter.io import is_remote, local_path
 from levanter.mesh import DeviceSet
-from levanter.processes.barrier import agreed
-from levanter.run import Check, Target
+from levanter.run import Target
 from levanter.trainer.config import JAX_CONFIG, TrainerConfig
 
 
@@ -27,33 +21,6 @@ def local_target(found: DeviceSet) -> Target:
         hbm_bytes=found.hbm_bytes,
         hosts_on=lambda spec: hosts_of(spec.build(found.devices)),
     )
-
-
-def output_checks(key: str, path: str | Path) -> list[Check]:
-    """Whether something can be written at a path, as far as that shows without writing.
-
-    Args:
-        key: what the config calls it.
-        path: a file or folder that may not exist yet.
-    """
-    if is_remote(str(path)):
-        message = f"{key}: {path}: whether it can be written is known where the run is"
-        return [Check(name="output", status="unchecked", message=message)]
-    at = Path(local_path(str(path))).absolute()
-    there = next(each for each in (at, *at.parents) if each.exists())
-    if there != at and not there.is_dir():
-        problem = f"{key}: {path}: {there} is a file, not a folder"
-    elif not os.access(there, os.W_OK):
-        problem = f"{key}: {path}: no permission to write in {there}"
-    else:
-        return []
-    # Another machine may have it: an error where it runs, not where it is planned.
-    return [Check(name="output", status="unchecked", message=problem, error=ValueError(problem))]
-
-
-def run_id(trainer: TrainerConfig) -> str:
-    """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes."""
-    return agreed("run id", trainer.id or os.environ.get("RUN_ID") or secrets.token_hex(4))
 
 
 def configure_jax(trainer: TrainerConfig) -> None:

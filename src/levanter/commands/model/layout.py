@@ -1,0 +1,126 @@
+"""From an architecture on a resolved mesh to plans: activations, and the loading of weights.
+
+Runs that train and runs that read a pretrained model share this; where parameters go is planned by each for itself,
+since a training run carries more than parameters.
+"""
+
+import math
+
+import haliax as hax
+import jax
+from jax.sharding import Mesh
+
+from haliax_ext.activations import plan_activations
+from haliax_ext.expected import ExpectedSource
+from haliax_ext.load_plan import LoadPlan
+from haliax_ext.load_progress import LoadProgress
+from haliax_ext.load_strategy import plan_loading
+from haliax_ext.loading import LoadedArrays, load
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.rules import WeightMismatchError
+from haliax_ext.sources import TensorSource
+from levanter.commands.model.origin import Origin
+from levanter.commands.shell.sameness import require_same_weights
+from levanter.io import Progress
+from levanter.mesh import ResolvedMesh
+from levanter.models.activations import transformer_activations
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
+from levanter.models.scoring import planned_chunk
+from levanter.processes.barrier import barrier
+from levanter.processes.together import jit_together
+from levanter.run import Check, Target
+
+
+def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:
+    """The rows of embedding and head: up to the next multiple of what parameter and compute mapping cut them into."""
+    mappings = resolved.mappings
+    cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
+    unit = math.lcm(*cuts)
+    return hax.Axis("vocab", -(-vocab // unit) * unit)
+
+
+def planned_activations(
+    model: LmConfig, resolved: ResolvedMesh, *, rows: int, positions: int, Vocab: hax.Axis, precision: Precision
+) -> ShardingPlan:
+    """Where the named activations of a forward pass with chunked scoring go.
+
+    Args:
+        model: the architecture.
+        resolved: mesh and mappings.
+        rows: sequences at once, over all devices.
+        positions: tokens in a sequence.
+        Vocab: rows of the head.
+        precision: the dtype policy.
+    """
+    batch = (resolved.batch_axis, rows)
+    chunk = planned_chunk(model, batch=batch, vocab=Vocab.size, mapping=resolved.mappings.compute, mesh=resolved.spec)
+    named = transformer_activations(
+        model, batch=batch, positions=positions, vocab=Vocab.size, chunk=chunk, dtype=precision.compute
+    )
+    return plan_activations(named, resolved.mappings, resolved.spec)
+
+
+def planned_loading(
+    origin: Origin,
+    model: LmConfig,
+    Vocab: hax.Axis,
+    parameters: ShardingPlan,
+    target: Target,
+    *,
+    memory_bytes: int | None = None,
+) -> tuple[LoadPlan | None, list[Check]]:
+    """Which bytes of a checkpoint are read by whom; where it is not here, as if it had what the rules expect.
+
+    Args:
+        origin: where the weights come from.
+        model: the architecture, with `vocab_size`.
+        Vocab: rows of the embedding, which may be more.
+        parameters: where they go.
+        target: the devices.
+        memory_bytes: host memory for reading; None for the default.
+
+    Returns:
+        The plan, or none and a check that says which weights do not match.
+    """
+    leaves = [each.leaf for each in parameters.leaves]
+    rules = origin.weight_rules(model, Vocab, leaves)
+    source = (
+        ExpectedSource.of(rules, leaves, dtype=origin.stored) if origin.checkpoint is None else origin.checkpoint.source
+    )
+    try:
+        hosts = target.host_layout(parameters.mesh)
+        return plan_loading(parameters, rules, source, hosts=hosts, memory_bytes=memory_bytes), []
+    except WeightMismatchError as error:
+        return None, [Check(name="weights", status="error", message=str(error), error=error)]
+
+
+def load_weights(
+    plan: LoadPlan,
+    parameters: ShardingPlan,
+    source: TensorSource,
+    mesh: Mesh,
+    *,
+    show: bool,
+    memory_bytes: int | None = None,
+) -> LoadedArrays:
+    """Streams weights into their final shards, with progress over the whole job.
+
+    Args:
+        plan: which bytes are read by whom.
+        parameters: where they go.
+        source: the checkpoint, compared between processes first.
+        mesh: the devices.
+        show: whether progress is shown.
+        memory_bytes: host memory for reading; None for the default.
+    """
+    require_same_weights(source)
+    barrier("loading weights")
+    total = plan.bytes_by_host[jax.process_index() if plan.num_hosts > 1 else 0]
+    with Progress("loading weights", total=total, unit="bytes", show=show) as progress:
+
+        def tell(at: LoadProgress) -> None:
+            where = at.path if at.layer is None else f"{at.path}, layer {at.layer}"
+            progress.advance_to(at.bytes_done, note=where)
+
+        return load(plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=tell)

@@ -1,0 +1,124 @@
+"""An entry point as a process: configured, described, shown, refused, compared, tracked, executed, concluded.
+
+`run` is what a door of `levanter.main` calls; `perform` is the same for a configuration that is there already.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import jax
+
+from levanter.commands.shell.devices import configure_jax, local_target
+from levanter.commands.shell.entry import shell
+from levanter.commands.shell.lifecycle import left_to_process_0
+from levanter.commands.shell.sameness import require_same_config
+from levanter.config import Written, load_written, plain
+from levanter.io import setup_logging
+from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
+from levanter.processes.barrier import agreed
+from levanter.run import OK, EntryPoint, RunPlan, Session, Target
+from levanter.tracker import start_trackers
+from levanter.trainer.config import TrainerConfig
+
+C = TypeVar("C")
+W = TypeVar("W")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Performed(Generic[R]):
+    """How a run went.
+
+    Attributes:
+        result: what came of it; None in a process that had nothing to do.
+        exit_code: of the process.
+    """
+
+    result: R | None
+    exit_code: int
+
+
+def run(entry: EntryPoint[C, W, R], argv: Sequence[str] | None = None) -> int:
+    """Makes a process of an entry point: from the words of a command line to the exit code.
+
+    Args:
+        entry: the entry point.
+        argv: the command line without the program's name; None for this process's.
+    """
+
+    def of_command_line() -> int:
+        setup_logging()
+        loaded = load_written(entry.config, list(sys.argv[1:] if argv is None else argv))
+        return perform(entry, loaded.config, written=loaded.written).exit_code
+
+    return shell(of_command_line)
+
+
+def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = None) -> Performed[R]:
+    """Runs an entry point on the devices that are here.
+
+    Args:
+        entry: the entry point.
+        config: its configuration.
+        written: the keys that the user wrote; None for a configuration made in Python.
+
+    Raises:
+        RunRefused: the plan has errors; every one of them is in it.
+    """
+    trainer: TrainerConfig = config.trainer  # pyright: ignore[reportAttributeAccessIssue]
+    if not entry.uses_devices:
+        return _on_files(entry, config, trainer, written)
+    configure_jax(trainer)
+    found = local_devices(trainer.mesh)
+    require_accelerator(wanted=trainer.require_accelerator, found=found)
+    show = jax.process_index() == 0
+    id_ = run_id(trainer)
+    plan = entry.describe(config, local_target(found), written=written)
+    if show:
+        _show(plan, found)
+    plan.check()
+    require_same_config(config)
+    with ExitStack() as stack:
+        session = Session(run_id=id_, show=show)
+        if entry.tracked:
+            tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
+            stack.callback(tracker.finish)
+            tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh), **entry.facts(plan)})
+            session = Session(run_id=id_, show=show, tracker=tracker)
+        try:
+            result = entry.execute(plan, plan.mesh.build(found.devices), session)
+        except KeyboardInterrupt as stop:
+            if entry.left is None:
+                raise
+            raise KeyboardInterrupt(entry.left(plan, session)) from stop
+        code = entry.conclude(plan, result, session)
+    return Performed(result=result, exit_code=code)
+
+
+def _on_files(entry: EntryPoint[C, W, R], config: C, trainer: TrainerConfig, written: Written | None) -> Performed[R]:
+    """Runs what needs no device; where several processes are started, the first of them does all of it."""
+    if left_to_process_0(trainer.distributed):
+        return Performed(result=None, exit_code=OK)
+    plan = entry.describe(config, Target(name="local", platform="cpu", kind="host", devices=1), written=written)
+    for check in plan.checks:
+        print(f"{check.status:>9}  {check.name}: {check.message}")
+    plan.check()
+    session = Session(show=True)
+    result = entry.execute(plan, None, session)
+    return Performed(result=result, exit_code=entry.conclude(plan, result, session))
+
+
+def _show(plan: RunPlan[W], found: DeviceSet) -> None:
+    resident = plan.resident_bytes or {"parameters": plan.sharding.bytes_per_device}
+    print(mesh_report(plan.mesh, found, mappings=plan.sharding.mappings, bytes_per_device=resident))
+    print(plan.report())
+
+
+def run_id(trainer: TrainerConfig) -> str:
+    """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes."""
+    return agreed("run id", trainer.id or os.environ.get("RUN_ID") or secrets.token_hex(4))

@@ -1,0 +1,125 @@
+"""The Programs of a training run: its first state, its steps, its evaluation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import haliax as hax
+import jax
+import optax
+
+from haliax_ext.program import Program
+from levanter.commands.model.workloads import WATCHED, distinct, program_name
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.evaluation import evaluate_program
+from levanter.mesh import ResolvedMesh
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
+from levanter.trainer.batch_plan import BatchPlan, BatchStage
+from levanter.trainer.loss import LmBatch, LmObjective
+from levanter.trainer.state import StatePlan, TrainState, init_optimizer_program, init_program
+from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.watch import Watch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedRun:
+    """What is trained and how, from which all Programs follow.
+
+    Attributes:
+        config: as the user wrote it, completed by its checkpoint.
+        model: the architecture, with the choices for this platform made.
+        build: makes the model from a key.
+        transformation: the optimizer.
+        precision: the dtype policy.
+        resolved: mesh and mappings.
+        state: what is carried from step to step, without memory.
+        state_plan: where it lies.
+        compiler_options: XLA's.
+    """
+
+    config: TrainLmConfig
+    model: LmConfig
+    build: Callable[[jax.Array], Any]
+    transformation: optax.GradientTransformation
+    precision: Precision
+    resolved: ResolvedMesh
+    state: TrainState
+    state_plan: StatePlan
+    compiler_options: Mapping[str, str]
+
+    @property
+    def objective(self) -> LmObjective:
+        """What is minimized."""
+        return LmObjective(
+            segments=self.config.data.block_cross_document_attention,
+            z_loss_weight=self.config.z_loss_weight,
+            auxiliary_weights=self.model.auxiliary_weights,
+        )
+
+
+def first_program(run: TrainedRun) -> Program:
+    """The Program that makes the first state: all of it, or what weights that are read lack."""
+    if run.config.reference is None:
+        first = init_program(run.state_plan, run.build, run.transformation, run.precision)
+    else:
+        first = init_optimizer_program(run.state, run.state_plan, run.transformation)
+    return replace(first, compiler_options=run.compiler_options)
+
+
+def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Program]:
+    """One train step for each size of batch; where histograms are watched, a second one of each with them."""
+    watch = Watch.of(run.config.trainer.watch)
+    steps = [_step(run, stage, None if watch is None else watch.cheap) for stage in distinct(batches)]
+    if watch is not None and watch.histograms:
+        steps += [_step(run, stage, watch, WATCHED) for stage in distinct(batches)]
+    return steps
+
+
+def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRecipe[LmBatch]:
+    trainer, optimizer = run.config.trainer, run.config.optimizer
+    return StepRecipe(
+        objective=run.objective,
+        optimizer=run.transformation,
+        schedule=optimizer.schedule(trainer.num_train_steps),
+        precision=run.precision,
+        accumulation=batches.accumulation,
+        parameters=run.state_plan.parameters,
+        skip_nonfinite=trainer.skip_nonfinite_steps > 0,
+        outliers=optimizer.outliers,
+        watch=watch,
+    )
+
+
+def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str = "") -> Program:
+    return step_program(
+        _recipe(run, stage.plan, watch),
+        state=run.state,
+        plan=run.state_plan,
+        batch=run.objective.abstract_batch(
+            hax.Axis(run.resolved.batch_axis, stage.plan.placed_rows), hax.Axis("position", run.config.positions)
+        ),
+        mappings=run.resolved.mappings,
+        name=program_name(stage) + suffix,
+        compiler_options=run.compiler_options,
+    )
+
+
+def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
+    """The Program that scores the validation sets between two steps.
+
+    Args:
+        run: what is trained.
+        largest: the batch whose rows a device takes at once, where the configuration says nothing of evaluation's.
+    """
+    per_device = run.config.trainer.per_device_eval_parallelism
+    return evaluate_program(
+        run.objective,
+        run.state.model,
+        run.state_plan,
+        rows=run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device),
+        positions=run.config.positions,
+        precision=run.precision,
+        resolved=run.resolved,
+        compiler_options=run.compiler_options,
+    )
