@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from levanter.layers.rotary import RotaryConfig
-from levanter.models.config_json import Fields, Spelling
+from levanter.models.config_json import Fields
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
-from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope, write_rope
-from levanter.models.llama.config import LlamaConfig
+from levanter.models.decoder.rope_json import DEFAULT_THETA, read_rope
 
 C = TypeVar("C", bound=DecoderConfig)
 W = TypeVar("W", bound=WindowedConfig)
@@ -245,52 +244,3 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "use_cache": True,
     }
-
-
-PLAIN: Mapping[str, Any] = MappingProxyType(
-    {"use_qk_norm": False, "hybrid_norm": False, "input_embedding_norm": False, "use_layer_norm_weight": True}
-)
-"""Fields of ours that config.json has no words for, and the value that needs none."""
-
-
-def write_decoder(
-    config: LlamaConfig,
-    spelling: Spelling,
-    *,
-    name: str,
-    plain: Mapping[str, Any] = PLAIN,
-    biases: Sequence[str] = BIASES,
-    partial: bool = False,
-    with_rope: bool = True,
-) -> dict[str, Any]:
-    """What the config.json of a family with Llama's fields says.
-
-    Args:
-        config: ours, its vocabulary size known.
-        spelling: for which transformers.
-        name: what messages call the family.
-        plain: our fields that its config.json has no words for, and the value that needs none.
-        biases: those of `BIASES` that the family has.
-        partial: whether the family can rotate a part of each head.
-        with_rope: whether the rotary embeddings are written, the same for all layers.
-
-    Raises:
-        ValueError: the model has a part that a Hugging Face config cannot describe.
-    """
-    for own, value in plain.items():
-        if getattr(config, own) != value:
-            raise ValueError(f"model.{own} {getattr(config, own)} has no place in a Hugging Face {name}")
-    has = {"attention_bias": config.has_attention_bias, "mlp_bias": config.has_mlp_bias}
-    if unsaid := [bias for bias in BIASES if has[bias] and bias not in biases]:
-        raise ValueError(f"model.{unsaid[0]} (or use_bias) has no place in a Hugging Face {name}")
-    document = write_sizes(config) | {
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.HeadSize.size,
-        EPSILON: config.layer_norm_epsilon,
-    }
-    document |= {bias: has[bias] for bias in biases}
-    if with_rope:
-        document |= write_rope(
-            config.rope, max_position_embeddings=config.max_seq_len, spelling=spelling, partial=partial
-        )
-    return document

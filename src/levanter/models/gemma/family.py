@@ -4,20 +4,13 @@ from typing import Any
 
 from levanter.layers.rotary import DefaultRotaryConfig
 from levanter.models.config_json import HARMLESS, ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import (
-    DIFFERENT_LAYERS,
-    PLAIN,
-    Absent,
-    layer_types,
-    read_decoder,
-    read_layer_types,
-    write_decoder,
-)
+from levanter.models.decoder.config_json import DIFFERENT_LAYERS, Absent, layer_types, read_decoder, read_layer_types
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
 from levanter.models.family import Family
 from levanter.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
 from levanter.models.gemma.weights import rules
+from levanter.models.llama.config_json import PLAIN, write_llama
 from levanter.models.llama.weights import rules as llama_rules
 
 _GEMMA_3 = "Gemma3ForCausalLM"
@@ -150,7 +143,7 @@ def _write_1(config: GemmaConfig, spelling: Spelling) -> dict[str, Any]:
     if config.activation_function == "gelu":
         raise ValueError(f"model.activation_function 'gelu': config.json of a Gemma means {_GELU} by it")
     plain = {**PLAIN, "query_pre_attn_scalar": None}
-    document = _renamed(write_decoder(config, spelling, name="Gemma", plain=plain, biases=_BIASES))
+    document = _renamed(write_llama(config, spelling, name="Gemma", plain=plain, biases=_BIASES))
     # The first Gemma's own field is this one; both are read by one version of transformers or the other.
     return document | {"hidden_act": document["hidden_activation"]}
 
@@ -162,7 +155,7 @@ def _renamed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_2(config: Gemma2Config, spelling: Spelling) -> dict[str, Any]:
-    document = _renamed(write_decoder(config, spelling, name="Gemma 2", biases=_BIASES))
+    document = _renamed(write_llama(config, spelling, name="Gemma 2", biases=_BIASES))
     return document | _window_fields(config)
 
 
@@ -179,7 +172,7 @@ def _window_fields(config: Gemma2Config) -> dict[str, Any]:
 
 def _write_3(config: Gemma3Config, spelling: Spelling) -> dict[str, Any]:
     plain = {**PLAIN, "use_qk_norm": True, "attn_logit_softcapping": None}
-    document = _renamed(write_decoder(config, spelling, name="Gemma 3", plain=plain, biases=_BIASES, with_rope=False))
+    document = _renamed(write_llama(config, spelling, name="Gemma 3", plain=plain, biases=_BIASES, with_rope=False))
     document |= _window_fields(config)
     document |= write_rope_by_layer_type(
         config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling

@@ -3,10 +3,11 @@
 from typing import Any
 
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import read_decoder, write_decoder
+from levanter.models.decoder.config_json import read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
 from levanter.models.llama.config import LlamaConfig
+from levanter.models.llama.config_json import write_llama
 from levanter.models.llama.weights import rules
 
 _CLASS = "LlamaForCausalLM"
@@ -17,7 +18,7 @@ def _read(fields: Fields) -> LlamaConfig | None:
 
 
 def _write(config: LlamaConfig, spelling: Spelling) -> dict[str, Any]:
-    return write_decoder(config, spelling, name="Llama") | {"pretraining_tp": 1}
+    return write_llama(config, spelling, name="Llama") | {"pretraining_tp": 1}
 
 
 LLAMA = Family(

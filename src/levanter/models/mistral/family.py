@@ -3,9 +3,10 @@
 from typing import Any
 
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import Absent, read_decoder, write_decoder
+from levanter.models.decoder.config_json import Absent, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
+from levanter.models.llama.config_json import write_llama
 from levanter.models.llama.weights import rules
 from levanter.models.mistral.config import MistralConfig
 
@@ -25,7 +26,7 @@ def _read(fields: Fields) -> MistralConfig | None:
 
 
 def _write(config: MistralConfig, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="Mistral", biases=())
+    document = write_llama(config, spelling, name="Mistral", biases=())
     return document | {"sliding_window": config.sliding_window}
 
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import PLAIN, Absent, read_decoder, write_decoder
+from levanter.models.decoder.config_json import Absent, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
+from levanter.models.llama.config_json import PLAIN, write_llama
 from levanter.models.mixtral.config import MixtralConfig, Qwen3MoeConfig
 from levanter.models.mixtral.weights import mixtral_rules, qwen3_moe_rules
 
@@ -36,7 +37,7 @@ def _read_mixtral(fields: Fields) -> MixtralConfig | None:
 
 
 def _write_mixtral(config: MixtralConfig, spelling: Spelling) -> dict[str, Any]:
-    return write_decoder(config, spelling, name="Mixtral", biases=()) | {
+    return write_llama(config, spelling, name="Mixtral", biases=()) | {
         "sliding_window": config.sliding_window,
         "num_local_experts": config.n_routed_experts,
         "num_experts_per_tok": config.num_experts_per_tok,
@@ -70,7 +71,7 @@ def _read_qwen(fields: Fields) -> Qwen3MoeConfig | None:
 
 def _write_qwen(config: Qwen3MoeConfig, spelling: Spelling) -> dict[str, Any]:
     plain = {**PLAIN, "use_qk_norm": True}
-    written = write_decoder(config, spelling, name="Qwen3 with experts", plain=plain, biases=("attention_bias",))
+    written = write_llama(config, spelling, name="Qwen3 with experts", plain=plain, biases=("attention_bias",))
     return written | {
         "moe_intermediate_size": config.moe_intermediate_dim,
         "num_experts": config.num_experts,

@@ -4,17 +4,11 @@ from typing import Any
 
 from levanter.layers.rotary import DefaultRotaryConfig
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import (
-    NO_TOKENS,
-    Absent,
-    layer_types,
-    read_decoder,
-    read_layer_types,
-    write_decoder,
-)
+from levanter.models.decoder.config_json import NO_TOKENS, Absent, layer_types, read_decoder, read_layer_types
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope_by_layer_type, write_rope_by_layer_type
 from levanter.models.family import Family
+from levanter.models.llama.config_json import write_llama
 from levanter.models.olmo.config import Olmo2Config, Olmo3Config
 from levanter.models.olmo.weights import rules
 
@@ -63,11 +57,11 @@ def _read_3(fields: Fields) -> Olmo3Config | None:
 
 
 def _write_2(config: Olmo2Config, spelling: Spelling) -> dict[str, Any]:
-    return write_decoder(config, spelling, name="OLMo 2", biases=_BIASES) | NO_TOKENS
+    return write_llama(config, spelling, name="OLMo 2", biases=_BIASES) | NO_TOKENS
 
 
 def _write_3(config: Olmo3Config, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="OLMo 3", biases=_BIASES, with_rope=False) | NO_TOKENS
+    document = write_llama(config, spelling, name="OLMo 3", biases=_BIASES, with_rope=False) | NO_TOKENS
     document |= {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
     return document | write_rope_by_layer_type(
         config.rope, config.rope_local, max_position_embeddings=config.max_seq_len, spelling=spelling

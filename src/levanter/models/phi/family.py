@@ -5,10 +5,11 @@ from typing import Any
 
 from levanter.layers.rotary import LongRotaryConfig
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import NO_TOKENS, Absent, read_decoder, write_decoder
+from levanter.models.decoder.config_json import NO_TOKENS, Absent, read_decoder
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.decoder.rope_json import read_rope
 from levanter.models.family import Family
+from levanter.models.llama.config_json import write_llama
 from levanter.models.phi.config import Phi3Config
 from levanter.models.phi.weights import rules
 
@@ -39,7 +40,7 @@ def _read(fields: Fields) -> Phi3Config | None:
 
 
 def _write(config: Phi3Config, spelling: Spelling) -> dict[str, Any]:
-    document = write_decoder(config, spelling, name="Phi-3", biases=(), partial=True) | NO_TOKENS
+    document = write_llama(config, spelling, name="Phi-3", biases=(), partial=True) | NO_TOKENS
     document["sliding_window"] = config.sliding_window
     if isinstance(config.rope, LongRotaryConfig):
         document["original_max_position_embeddings"] = config.rope.original_max_position_embeddings

@@ -3,15 +3,10 @@
 from typing import Any
 
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import (
-    Absent,
-    layer_types,
-    read_decoder,
-    read_layer_types,
-    write_decoder,
-)
+from levanter.models.decoder.config_json import Absent, layer_types, read_decoder, read_layer_types
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
+from levanter.models.llama.config_json import write_llama
 from levanter.models.llama.weights import rules
 from levanter.models.qwen.config import Qwen3Config, QwenConfig
 
@@ -63,7 +58,7 @@ def _read_3(fields: Fields) -> Qwen3Config | None:
 
 def _write(config: QwenConfig | Qwen3Config, spelling: Spelling) -> dict[str, Any]:
     name, biases = ("Qwen2", ()) if isinstance(config, QwenConfig) else ("Qwen3", ("attention_bias",))
-    return write_decoder(config, spelling, name=name, biases=biases) | {
+    return write_llama(config, spelling, name=name, biases=biases) | {
         "use_sliding_window": config.use_sliding_window,
         "sliding_window": config.sliding_window,
         "max_window_layers": config.max_window_layers,

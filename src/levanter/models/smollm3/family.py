@@ -3,16 +3,10 @@
 from typing import Any
 
 from levanter.models.config_json import ConfigJson, Fields, Spelling
-from levanter.models.decoder.config_json import (
-    NO_TOKENS,
-    Absent,
-    layer_types,
-    read_decoder,
-    read_layer_types,
-    write_decoder,
-)
+from levanter.models.decoder.config_json import NO_TOKENS, Absent, layer_types, read_decoder, read_layer_types
 from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.family import Family
+from levanter.models.llama.config_json import write_llama
 from levanter.models.llama.weights import rules
 from levanter.models.smollm3.config import SmolLM3Config
 
@@ -41,7 +35,7 @@ def _read(fields: Fields) -> SmolLM3Config | None:
 
 def _write(config: SmolLM3Config, spelling: Spelling) -> dict[str, Any]:
     return (
-        write_decoder(config, spelling, name="SmolLM3")
+        write_llama(config, spelling, name="SmolLM3")
         | NO_TOKENS
         | {
             "no_rope_layers": [int(config.rotary(n) is not None) for n in range(config.num_layers)],
