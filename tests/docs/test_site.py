@@ -72,3 +72,29 @@ def test_links_lead_to_pages_of_the_site(page):
             f"{page}: {link}"
         )
         assert not at.startswith(".."), f"{page}: {link}"
+
+
+NAME = re.compile(r"`((?:levanter|haliax_ext)(?:\.\w+)+)(?:\(.*?\))?`")
+FILE = re.compile(r"`((?:src|tests|docs|config|benchmarks|haliax_ext)/[\w./-]+\.\w+)(?:::\w+)?`")
+OF_THEIR_TIME = {"LOG.md", "changelog.md", "migrating.md"}
+"""Pages that speak of what was, or of names of earlier generations."""
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or something that one defines or imports."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        base = (ROOT if parts[0] == "haliax_ext" else ROOT / "src").joinpath(*parts[:length])
+        path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            return all(re.search(rf"\b{part}\b", text) for part in parts[length:][:1])
+    return False
+
+
+@pytest.mark.parametrize("page", sorted(SOURCES.keys() - OF_THEIR_TIME))
+def test_names_and_files_that_pages_name_are_there(page):
+    text = SOURCES[page].read_text(encoding="utf-8")
+    absent = [name for name in NAME.findall(text) if not is_there(name)]
+    absent += [file for file in FILE.findall(text) if not (ROOT / file).exists() and "<" not in file]
+    assert not absent
