@@ -257,6 +257,8 @@ def plan_exchange(
     order: Sequence[int],
     stacked: Sequence[int],
     limit: int = TRANSIENT_LIMIT,
+    along: Sequence[int] | None = None,
+    still: bool = False,
 ) -> Exchange:
     """Plans the exchange of one leaf.
 
@@ -267,6 +269,9 @@ def plan_exchange(
         order: positions of its axes from the outermost in a source tensor inward.
         stacked: positions of its stacked axes, preferred for cutting into pieces.
         limit: bytes on one device that the exchange of a piece may take (`transient_elements`).
+        along: positions of the axes that pieces may be cut along; None: any.
+        still: whether every device reads what it holds in the end, so that nothing moves: for a leaf that is read
+            directly, but in pieces.
     """
     assert order, f"{leaf.path}: an exchange needs an axis to cut into slabs"
     # A mesh axis of size 1 cuts nothing.
@@ -274,7 +279,7 @@ def plan_exchange(
 
     def with_piece(cut: int | None, piece: int) -> Exchange:
         shape = [piece if axis == cut else size for axis, size in enumerate(leaf.shape)]
-        read = choose_read(leaf.names, shape, final, order, mesh)
+        read = final if still else choose_read(leaf.names, shape, final, order, mesh)
         padded = [-(-size // mesh.ways(axes)) * mesh.ways(axes) for size, axes in zip(shape, read, strict=True)]
         moves = plan_moves(read, final, [p != s for p, s in zip(padded, shape, strict=True)])
         most = transient_elements(shape, padded, read, moves, mesh) * leaf.dtype.itemsize
@@ -295,7 +300,7 @@ def plan_exchange(
     for axis in (*stacked, *order):
         if best.transient_device_bytes <= limit:
             break
-        if mesh.ways(final[axis]) > 1:
+        if mesh.ways(final[axis]) > 1 or (along is not None and axis not in along):
             continue
         # A piece along an axis that also cuts slabs must stay divisible, and so must its last one.
         unit = mesh.ways(whole.read[axis])
@@ -340,6 +345,18 @@ _all_gather = cast("Callable[..., jax.Array]", jax.lax.all_gather)
 
 def _spec(cuts: Cuts) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in cuts))
+
+
+def exchanged(exchange: Exchange, piece: Span, slab: hax.NamedArray) -> hax.NamedArray:
+    """A piece's slabs → the piece, cut as the leaf is in the end; call it inside `jit`, under the mesh."""
+
+    def local(x: jax.Array) -> jax.Array:
+        return _exchange_local(exchange, piece, x)
+
+    out = jax.shard_map(local, in_specs=_spec(exchange.read), out_specs=_spec(exchange.final), check_vma=False)(
+        slab.array
+    )
+    return hax.NamedArray(out, tuple(hax.Axis(a.name, n) for a, n in zip(slab.axes, out.shape, strict=True)))
 
 
 def whole_program(name: str, exchanges: Sequence[Exchange], placement: Placement) -> Program:

@@ -35,7 +35,7 @@ class ExpectedSource:
         """
         table = rules.by_target()
         tensors: dict[str, TensorInfo] = {}
-        for leaf in leaves:
+        for leaf in rules.read_leaves(leaves):
             rule = table[leaf.path]
             shape = rule.source_shape(leaf)
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

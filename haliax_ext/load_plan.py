@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.derived import Derived, begin_derived_program, derive_piece_program, derive_program
 from haliax_ext.errors import gib, named_shape
 from haliax_ext.exchange import (
     Exchange,
@@ -22,6 +23,7 @@ from haliax_ext.exchange import (
     seconds_program,
     whole_program,
 )
+from haliax_ext.initial import LeafInit, initialize_program
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
@@ -49,7 +51,7 @@ class LeafLoad:
         bytes_per_element: storage bytes of a source element (not whole for quantized sources).
         strategy: `direct` or `exchange`.
         spec: how it is cut in the end.
-        exchange: for the strategy of that name.
+        exchange: for the strategy of that name; for a leaf that others are derived from, always: how it arrives.
         bytes_by_host: bytes each host reads.
         source_bytes: bytes the leaf has in storage.
         direct_amplification: how many times its bytes direct reading would read.
@@ -57,6 +59,7 @@ class LeafLoad:
         transient_device_bytes: the most on a device beyond the leaf itself.
         transient_host_bytes: the most on a host at a time, read buffers apart.
         reason: why this strategy.
+        derived: what becomes of it, where it is read and not kept.
     """
 
     leaf: Leaf
@@ -75,11 +78,26 @@ class LeafLoad:
     transient_device_bytes: int
     transient_host_bytes: int
     reason: str
+    derived: Derived | None = None
 
     @property
     def path(self) -> str:
         """The leaf's path."""
         return self.leaf.path
+
+    @property
+    def results(self) -> tuple[tuple[Leaf, PartitionSpec], ...]:
+        """The leaves that loading gives, and how they are cut: itself, or what is derived from it."""
+        if self.derived is None:
+            return ((self.leaf, self.spec),)
+        return tuple((result.leaf, result.spec) for result in self.derived.results)
+
+    def shard_bytes(self, mesh: MeshSpec) -> int:
+        """Bytes on one device of what loading gives."""
+        return sum(
+            leaf.nbytes // math.prod(mesh.ways(entry) for entry in spec if entry is not None)
+            for leaf, spec in self.results
+        )
 
     @property
     def pieces(self) -> tuple[Span, ...]:
@@ -99,7 +117,7 @@ class LeafLoad:
     def units(self, boxes: Sequence[Box]) -> tuple[Unit, ...]:
         """How distinct blocks are read."""
         # Slabs are cut so that bytes are read once; reading through gaps would undo that.
-        gap = GAP_BYTES if self.exchange is None else 0
+        gap = GAP_BYTES if self.strategy == "direct" else 0
         return units(self.layout, boxes, itemsize=self.source_dtype.itemsize, gap_bytes=gap)
 
     def chunk(self, nbytes: int = CHUNK_BYTES) -> int:
@@ -129,12 +147,14 @@ class LoadPlan:
         loads: one for each leaf, in the order of the sharding plan.
         hosts: the host of each device, in the mesh's row-major order.
         skipped: paths of optional leaves that the source lacks.
+        initial: leaves that are made and not read.
     """
 
     sharding: ShardingPlan
     loads: tuple[LeafLoad, ...]
     hosts: tuple[int, ...]
     skipped: tuple[str, ...] = ()
+    initial: tuple[LeafInit, ...] = ()
 
     @property
     def leaves(self) -> tuple[LeafLoad, ...]:
@@ -169,16 +189,24 @@ class LoadPlan:
     @property
     def transient_device_bytes(self) -> int:
         """The most that loading needs on a device beyond the arrays."""
-        return max((sum(load.transient_device_bytes for load in step.loads) for step in self.steps), default=0)
+        steps = (sum(load.transient_device_bytes for load in step.loads) for step in self.steps)
+        return max(self.initial_transient_bytes, *steps, 0)
 
     @property
     def bytes_per_device(self) -> int:
         """Bytes of the loaded arrays on one device."""
-        mesh = self.sharding.mesh
-        return sum(
-            load.leaf.nbytes // math.prod(mesh.ways(entry) for entry in load.spec if entry is not None)
-            for load in self.loads
-        )
+        return self.initial_bytes + sum(load.shard_bytes(self.sharding.mesh) for load in self.loads)
+
+    @property
+    def initial_bytes(self) -> int:
+        """Bytes on one device of the leaves that are made."""
+        places = [(made.leaf, self.sharding.by_path[made.path].shard_shape) for made in self.initial]
+        return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in places)
+
+    @property
+    def initial_transient_bytes(self) -> int:
+        """The most on a device, beside them, while the leaves of `initial` are made: random bits, and float32."""
+        return sum(8 * math.prod(self.sharding.by_path[made.path].shard_shape) for made in self.initial)
 
     def local_bytes(self, host: int) -> int:
         """Bytes of the loaded arrays on all devices of a host."""
@@ -205,6 +233,8 @@ class LoadPlan:
                 found.append(LoadStep(loads=(load,)))
             elif load.exchange.cut is not None:
                 found += [LoadStep(loads=(load,), piece=piece) for piece in load.pieces]
+            elif load.derived is not None:
+                found.append(LoadStep(loads=(load,)))
             else:
                 room += load.transient_device_bytes
                 if room > TOGETHER_BYTES:
@@ -218,6 +248,9 @@ class LoadPlan:
     def programs(self) -> tuple[Program, ...]:
         """Every Program that loading runs, in the order of first use."""
         found: dict[str, Program] = {}
+        if self.initial:
+            program = self.initialize_program
+            found[program.name] = program
         for step in self.steps:
             for program in self.step_programs(step):
                 found.setdefault(program.name, program)
@@ -225,6 +258,11 @@ class LoadPlan:
             program = seconds_program(self.sharding.mesh)
             found[program.name] = program
         return tuple(found.values())
+
+    @cached_property
+    def initialize_program(self) -> Program:
+        """The Program that makes the leaves of `initial`."""
+        return initialize_program(self.initial, self.sharding)
 
     def step_programs(self, step: LoadStep) -> tuple[Program, ...]:
         """The Programs of a step: none (direct), the exchange, or making room and the exchange of a piece."""
@@ -236,8 +274,10 @@ class LoadPlan:
         found: list[tuple[Program, ...]] = []
         for number, step in enumerate(self.steps):
             programs: list[Program] = []
-            exchange = step.loads[0].exchange
-            if exchange is not None and step.piece is None:
+            exchange, derived = step.loads[0].exchange, step.loads[0].derived
+            if exchange is not None and derived is not None:
+                programs += self._derive_programs(step, exchange, derived, made)
+            elif exchange is not None and step.piece is None:
                 name = f"load.exchange.{number}"
                 exchanges = [load.exchange for load in step.loads if load.exchange is not None]
                 programs.append(whole_program(name, exchanges, self.sharding))
@@ -251,6 +291,19 @@ class LoadPlan:
                 programs += [made[begin], made[put]]
             found.append(tuple(programs))
         return tuple(found)
+
+    def _derive_programs(
+        self, step: LoadStep, exchange: Exchange, derived: Derived, made: dict[str, Program]
+    ) -> tuple[Program, ...]:
+        path = exchange.leaf.path
+        if step.piece is None:
+            return (derive_program(f"load.derive.{path}", exchange, derived, self.sharding),)
+        begin, put = f"load.begin.{path}", f"load.derive.{path}.{step.piece[1] - step.piece[0]}"
+        if begin not in made:
+            made[begin] = begin_derived_program(begin, derived.results, self.sharding)
+        if put not in made:
+            made[put] = derive_piece_program(put, exchange, derived, step.piece, self.sharding)
+        return made[begin], made[put]
 
     def byte_ranges(self, source: TensorSource, host: int) -> Iterator[ByteRange]:
         """Every byte range that a host reads, lazily, in the order of reading."""
@@ -299,4 +352,10 @@ class LoadPlan:
         ]
         if self.skipped:
             lines.append(f"  not in the source: {', '.join(self.skipped)}")
+        if self.initial:
+            lines.append(f"  made, not read: {'; '.join(str(each) for each in self.initial)}")
+        for load in self.loads:
+            if load.derived is not None:
+                results = ", ".join(result.leaf.path for result in load.derived.results)
+                lines.append(f"  computed from {load.path}, which is not kept: {results}")
         return "\n".join(lines)

@@ -10,7 +10,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
+from haliax_ext.abstract import Leaf
+from haliax_ext.derived import Derived
 from haliax_ext.exchange import TRANSIENT_LIMIT, plan_exchange
+from haliax_ext.initial import LeafInit
 from haliax_ext.load_plan import LeafLoad, LoadPlan
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import LeafPlan, ShardingPlan
@@ -64,12 +67,18 @@ def plan_loading(
         # Slabs of two pieces are on a host at a time, one of them being read.
         per_host = max(np.bincount(of_device).tolist())
         limit = min(limit, max(memory_bytes // (2 * per_host), 1))
+    derived = {rule.path: rule for rule in rules.derived}
     loads: list[LeafLoad] = []
     for match in matches:
-        leaf_plan = plan.by_path[match.leaf.path]
+        rule = derived.get(match.leaf.path)
+        leaf_plan = plan.by_path[match.leaf.path if rule is None else rule.like]
         load = _direct(match, leaf_plan, source, of_device, mesh, dtype)
+        if rule is not None:
+            load = _to_be_derived(load, Derived(rule=rule, results=tuple(plan.by_path[path] for path in rule.targets)))
         if load.direct_amplification > DIRECT_AMPLIFICATION and load.layout.part_shape:
             load = _exchanged(load, leaf_plan, of_device, mesh, limit)
+        elif rule is not None:
+            load = _in_pieces(load, leaf_plan, of_device, mesh, limit)
         loads.append(load)
     total = sum(load.source_bytes for load in loads)
     # The worst first, until the job as a whole reads little enough.
@@ -77,15 +86,32 @@ def plan_loading(
         if sum(sum(load.bytes_by_host) for load in loads) <= JOB_AMPLIFICATION * total:
             break
         load = loads[number]
-        if load.exchange is None and load.layout.part_shape and load.amplification > 1:
-            loads[number] = _exchanged(load, plan.by_path[load.path], of_device, mesh, limit)
-    matched = {match.leaf.path for match in matches}
+        if load.strategy == "direct" and load.layout.part_shape and load.amplification > 1:
+            path = load.path if load.derived is None else load.derived.rule.like
+            loads[number] = _exchanged(load, plan.by_path[path], of_device, mesh, limit)
+    given = {leaf.path for load in loads for leaf, _ in load.results}
+    made = {rule.target: rule for rule in rules.initial}
+    absent = [leaf_plan.leaf for leaf_plan in plan.leaves if leaf_plan.leaf.path not in given]
     return LoadPlan(
         sharding=plan,
         loads=tuple(loads),
         hosts=tuple(of_device.tolist()),
-        skipped=tuple(leaf_plan.leaf.path for leaf_plan in plan.leaves if leaf_plan.leaf.path not in matched),
+        skipped=tuple(leaf.path for leaf in absent if leaf.path not in made),
+        initial=tuple(
+            LeafInit(leaf=_in_dtype(leaf, dtype), rule=made[leaf.path]) for leaf in absent if leaf.path in made
+        ),
     )
+
+
+def _in_dtype(leaf: Leaf, dtype: np.dtype | None) -> Leaf:
+    if dtype is None or not jnp.issubdtype(leaf.dtype, np.floating):
+        return leaf
+    return replace(leaf, dtype=np.dtype(dtype))
+
+
+def _to_be_derived(load: LeafLoad, derived: Derived) -> LeafLoad:
+    """A leaf that is read and not kept arrives as it is stored; its results have the dtypes of the plan."""
+    return replace(load, leaf=replace(load.leaf, dtype=load.source_dtype), derived=derived)
 
 
 def _direct(
@@ -97,9 +123,7 @@ def _direct(
     dtype: np.dtype | None,
 ) -> LeafLoad:
     info = source.tensors[match.names[0]]
-    leaf = match.leaf
-    if dtype is not None and jnp.issubdtype(leaf.dtype, np.floating):
-        leaf = replace(leaf, dtype=np.dtype(dtype))
+    leaf = _in_dtype(match.leaf, dtype)
     per_element = info.nbytes / max(info.size, 1)
     load = LeafLoad(
         leaf=leaf,
@@ -131,22 +155,37 @@ def _direct(
     )
 
 
-def _exchanged(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
-    layout = load.layout
+def _exchange(load: LeafLoad, leaf_plan: LeafPlan, mesh: MeshSpec, limit: int, *, still: bool) -> LeafLoad:
+    layout, derived = load.layout, load.derived
+    # What a function holds of a piece is at most one and a half times what the piece itself takes.
     exchange = plan_exchange(
         load.leaf,
         leaf_plan.mesh_axes,
         mesh,
         order=[position for positions in layout.group_positions for position in positions],
         stacked=layout.stack_positions,
-        limit=limit,
+        limit=limit if derived is None else 2 * limit // 5,
+        along=None if derived is None else derived.along(load.leaf),
+        still=still,
     )
+    working = 0 if derived is None else derived.working_bytes(exchange, mesh.ways(sum(leaf_plan.mesh_axes, ())))
+    return replace(load, exchange=exchange, transient_device_bytes=exchange.transient_device_bytes + working)
+
+
+def _in_pieces(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
+    """Read directly, but so that no more than a piece of it is there at a time."""
+    changed = _exchange(load, leaf_plan, mesh, limit, still=True)
+    by_host, largest = _host_bytes(changed, hosts, mesh)
+    amplification = sum(by_host) / max(load.source_bytes, 1)
+    return replace(changed, bytes_by_host=by_host, amplification=amplification, transient_host_bytes=largest)
+
+
+def _exchanged(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: MeshSpec, limit: int) -> LeafLoad:
+    arrives = _exchange(load, leaf_plan, mesh, limit, still=False)
     changed = replace(
-        load,
+        arrives,
         strategy="exchange",
-        exchange=exchange,
-        transient_device_bytes=exchange.transient_device_bytes,
-        reason=f"direct reading would read {load.direct_amplification:.2f}× of it; {exchange}",
+        reason=f"direct reading would read {load.direct_amplification:.2f}× of it; {arrives.exchange}",
     )
     by_host, largest = _host_bytes(changed, hosts, mesh)
     return replace(

@@ -192,6 +192,9 @@ class _Job:
     def run(self, budget: int) -> dict[str, jax.Array]:
         waiting: deque[_Admission] = deque()
         held = 0
+        if self._plan.initial:
+            made = self._jit(self._plan.initialize_program, self._mesh)()
+            self._arrays |= {path: named.array for path, named in made.items()}
         for admission in self._admissions():
             while waiting and held + admission.nbytes > budget:
                 held -= self._finish(waiting.popleft())
@@ -202,7 +205,8 @@ class _Job:
         while waiting:
             self._finish(waiting.popleft())
         self._tell()
-        return {load.path: self._arrays[load.path] for load in self._plan.loads}
+        in_order = [leaf_plan.leaf.path for leaf_plan in self._plan.sharding.leaves]
+        return {path: self._arrays[path] for path in in_order if path in self._arrays}
 
     def _admissions(self) -> Iterator[_Admission]:
         for step in self._plan.steps:

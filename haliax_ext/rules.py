@@ -27,7 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.derived import DerivedRule
 from haliax_ext.errors import named_shape, nearest
+from haliax_ext.initial import InitialRule
 from haliax_ext.mismatch import WeightMismatchError as WeightMismatchError
 from haliax_ext.mismatch import mismatch
 from haliax_ext.slices import Box, LeafLayout, to_slices
@@ -252,15 +254,19 @@ class WeightRules:
     """The table of one model family and configuration.
 
     Attributes:
-        rules: one for each leaf.
+        rules: one for each leaf that is read.
         aliases: pairs (name, other name) under which a source may hold a tensor instead; one `*` may stand for the
             same text in both (`("model.*", "*")`: a checkpoint of the bare transformer).
         ignored: patterns of source tensors that are known and not needed (`*.rotary_emb.inv_freq`).
+        derived: leaves that are computed from others, which are read and not kept.
+        initial: leaves that are made: they have no rule, or the source has none of their tensors.
     """
 
     rules: tuple[WeightRule, ...]
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    derived: tuple[DerivedRule, ...] = ()
+    initial: tuple[InitialRule, ...] = ()
 
     def by_target(self) -> dict[str, WeightRule]:
         """The rules by leaf path."""
@@ -268,17 +274,34 @@ class WeightRules:
 
     def check(self, leaves: Iterable[Leaf]) -> None:
         """Raises a `WeightRuleError` that lists every leaf without a rule and every rule that misnames axes."""
-        table = self.by_target()
+        leaves, table = tuple(leaves), self.by_target()
         problems: list[str] = []
         problems += [f"two rules for {r.target}" for r in self.rules if table[r.target] is not r]
-        for leaf in leaves:
+        by_path = {leaf.path: leaf for leaf in leaves}
+        wrong = [problem for rule in self.derived for problem in rule.check(by_path)]
+        for leaf in () if wrong else self.read_leaves(leaves):
             if leaf.path in table:
                 problems += table[leaf.path].check(leaf)
             else:
                 close = nearest(leaf.path, table)
                 problems.append(f"no rule for {leaf}" + (f" (nearest: {close[0]})" if close else ""))
-        if problems:
+        if problems := [*problems, *wrong]:
             raise WeightRuleError("\n".join(problems))
+
+    def read_leaves(self, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+        """The leaves that are read for a model's: without those that are only made, and with what others come from."""
+        by_path = {leaf.path: leaf for leaf in leaves}
+        comes_from = {target: rule for rule in self.derived for target in rule.targets}
+        read = {rule.target for rule in self.rules}
+        made = {rule.target for rule in self.initial} - read
+        found: dict[str, Leaf] = {}
+        for path, leaf in by_path.items():
+            if path in comes_from:
+                rule = comes_from[path]
+                found.setdefault(rule.path, rule.read_leaf(by_path))
+            elif path not in made:
+                found[path] = leaf
+        return tuple(found.values())
 
     def spellings(self, name: str) -> Iterator[str]:
         """`name`, then its aliases."""
@@ -300,7 +323,8 @@ class WeightRules:
         """
         leaves = tuple(leaves)
         self.check(leaves)
-        table = self.by_target()
+        leaves, table = self.read_leaves(leaves), self.by_target()
+        made = {rule.target for rule in self.initial}
         matches: list[Match] = []
         used: set[str] = set()
         missing: list[tuple[str, str]] = []
@@ -311,7 +335,7 @@ class WeightRules:
             for name in rule.source_names(leaf):
                 held = next((other for other in self.spellings(name) if other in tensors), None)
                 found.append((name, held))
-            if rule.optional and all(held is None for _, held in found):
+            if (rule.optional or leaf.path in made) and all(held is None for _, held in found):
                 continue
             missing += [(name, leaf.path) for name, held in found if held is None]
             present = [held for _, held in found if held is not None]
@@ -340,10 +364,15 @@ class WeightRules:
         Args:
             leaves: the model's.
             true_sizes: of axes that are padded in the leaves; what is beyond is left out.
+
+        Raises:
+            WeightRuleError: the table does not go with the model, or leaves have no tensor to be written to.
         """
         leaves, true_sizes = tuple(leaves), true_sizes or {}
         self.check(leaves)
         table = self.by_target()
+        if homeless := [leaf.path for leaf in leaves if leaf.path not in table]:
+            raise WeightRuleError(f"no tensor of a checkpoint holds {', '.join(homeless)}: made or computed in loading")
         found: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
         for leaf in leaves:
             rule = table[leaf.path]

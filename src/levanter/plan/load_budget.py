@@ -5,7 +5,6 @@ a leaf that is not the leaf's final shard. A leaf that is read directly has noth
 leaf that is exchanged has slabs, and what the exchange makes of them.
 """
 
-import math
 from dataclasses import dataclass
 
 from haliax_ext.host_reader import READ_BYTES
@@ -51,7 +50,8 @@ def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_byt
     """
     assert gigabytes_per_second > 0, gigabytes_per_second
     shards = {load.path: shard_bytes(plan, load) for load in plan.loads}
-    beyond, peak, there = ("", 0), 0, 0
+    there, extra = plan.initial_bytes, plan.initial_transient_bytes
+    beyond, peak = ("leaves that are made" if extra else "", extra), there + extra
     for step in plan.steps:
         extra = beyond_shards(plan, step)
         if extra > beyond[1]:
@@ -83,9 +83,8 @@ def beyond_shards(plan: LoadPlan, step: LoadStep) -> int:
 
 
 def shard_bytes(plan: LoadPlan, load: LeafLoad) -> int:
-    """Bytes of a leaf's final shard on one device, in the dtype it is loaded in."""
-    mesh = plan.sharding.mesh
-    return load.leaf.nbytes // math.prod(mesh.ways(entry) for entry in load.spec if entry is not None)
+    """Bytes on one device of what loading a leaf gives: its final shard, in the dtype it is loaded in."""
+    return load.shard_bytes(plan.sharding.mesh)
 
 
 def _host_peak(plan: LoadPlan, host: int, memory_bytes: int | None) -> int:
