@@ -80,12 +80,10 @@ def _has_array(x: object) -> bool:
 def map_arrays(fn: Callable[[Leaf, Any], Any], module: M) -> M:
     """Replaces the raw array of every leaf by `fn(leaf, array)`, keeping names and everything else."""
 
-    def visit(path: str, x: Any) -> Any:
-        if not _has_array(x):
-            return x
+    def visit(path: str, x: object) -> object:
         if is_named(x):
-            return hax.NamedArray(fn(leaf_of(path, x), x.array), x.axes)
-        return fn(leaf_of(path, x), x)
+            return hax.NamedArray(fn(leaf_of(path, x), x.array), x.axes) if is_arraylike(x.array) else x
+        return fn(leaf_of(path, x), x) if is_arraylike(x) else x
 
     return map_with_paths(visit, module)
 

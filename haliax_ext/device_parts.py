@@ -10,7 +10,7 @@
 # pyright: reportMissingTypeStubs=false
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 from haliax import Axis, NamedArray
@@ -57,7 +57,7 @@ class DeviceParts(Generic[M]):
         """The tree made of a device's part of each array."""
         given = iter(arrays)
 
-        def own(_: str, x: Any) -> Any:
+        def own(_: str, x: object) -> object:
             part = next(given)
             if not is_named(x):
                 return part

@@ -195,7 +195,7 @@ def _arrays(tree: PyTree) -> dict[str, Array]:
 
 
 def _fill(template: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-    def visit(path: str, x: Any) -> Any:
+    def visit(path: str, x: object) -> object:
         if path not in arrays:
             return x
         return hax.NamedArray(arrays[path], x.axes) if is_named(x) else arrays[path]

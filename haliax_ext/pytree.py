@@ -64,7 +64,7 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
 def map_with_paths(fn: Callable[[str, Any], Any], tree: T) -> T:
     """`tree` with each leaf `x` replaced by `fn(path, x)`; a `NamedArray` is one leaf."""
 
-    def visit(keys: KeyPath, x: Any) -> Any:
+    def visit(keys: KeyPath, x: object) -> object:
         return fn(path_string(keys), x)
 
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_named)

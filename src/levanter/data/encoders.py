@@ -12,7 +12,7 @@ other formats are JSON values (or rows of Parquet) with the place they came from
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -205,7 +205,10 @@ class ChatEncoder:
         return Encoded(ids, weights)
 
 
-def _key(value: object, key: str, kind: type, origin: str) -> Any:
+T = TypeVar("T")
+
+
+def _key(value: object, key: str, kind: type[T], origin: str) -> T:
     """The value of a record's key, of the type it must have."""
     if not isinstance(value, dict):
         raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(value).__name__}")

@@ -10,7 +10,7 @@ is, and the outer one says where it stands.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import haliax as hax
 
@@ -33,7 +33,7 @@ def role(name: Role) -> Mapping[str, Role]:
     return {_KEY: name}
 
 
-def declared_role(module: Any, name: str) -> Role | None:
+def declared_role(module: object, name: str) -> Role | None:
     """The role that a module declares for one of its fields; None where it declares none."""
     if type(module) in _OF_HALIAX:
         return _OF_HALIAX[type(module)].get(name)

@@ -15,7 +15,7 @@ assistant's what follows it), `supervised` (its input and its target), `prebuilt
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -194,7 +194,10 @@ def _pair(record: object, format: LmDatasetFormatBase, origin: str) -> tuple[Any
     return said["user"], said["assistant"]
 
 
-def _get(record: Mapping[str, Any], key: str, kind: type, origin: str) -> Any:
+T = TypeVar("T")
+
+
+def _get(record: Mapping[str, Any], key: str, kind: type[T], origin: str) -> T:
     if key not in record:
         raise DataError(f"{origin}: no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
     value = record[key]

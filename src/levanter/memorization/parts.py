@@ -165,7 +165,7 @@ def _checksum(scores: Scores) -> int:
     return value
 
 
-def _read_json(path: str) -> Any:
+def _read_json(path: str) -> object:
     with open_read(path) as file:
         content = file.read()
     try:

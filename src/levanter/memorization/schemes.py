@@ -7,7 +7,6 @@ Where no preset is named, the defaults of the upstream script hold: every tenth 
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from levanter.memorization.results import FULL, TOP_40, Scheme
 from levanter.memorization.windows import Windowing
@@ -30,7 +29,7 @@ PRESETS: dict[str, Convention] = {
 UPSTREAM_DEFAULTS = Convention()
 
 
-def convention(preset: str | None, *, scheme: Scheme | None = None, **windowing: Any) -> Convention:
+def convention(preset: str | None, *, scheme: Scheme | None = None, **windowing: object) -> Convention:
     """A preset (or upstream's defaults) with some settings changed.
 
     Args:

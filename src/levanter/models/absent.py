@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from levanter.config.schema import Annotation
 from levanter.layers.rotary import DefaultRotaryConfig, Llama3RotaryConfig, RotaryConfig
 from levanter.models.registry import LmConfig
 
@@ -217,7 +218,7 @@ class AbsentModelConfig(LmConfig):
     """The `model:` block of a family that is not here yet. It can be read and written, not built."""
 
 
-def _refuse(config: AbsentModelConfig, *_: Any, **__: Any) -> NoReturn:
+def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
     """What every question that a family answers is answered with."""
     own = LmConfig.get_choice_name(type(config))
     here = [name for name, cls in LmConfig.get_known_choices().items() if not issubclass(cls, AbsentModelConfig)]
@@ -260,7 +261,7 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
     return made
 
 
-def _annotation(key: str, default: Any) -> Any:
+def _annotation(key: str, default: object) -> Annotation:
     """What a key takes: what its default is, where that says something."""
     if key == "gradient_checkpointing":
         return bool | str | dict[str, Any]

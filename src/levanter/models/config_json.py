@@ -38,7 +38,7 @@ class Finding:
     """A field that was not understood, or is understood and left out: to be shown to the user."""
 
     field: str
-    value: Any
+    value: object
     message: str
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Fields:
         """The value of a field of which null means none, and only its absence means transformers' own default."""
         return self.get(name, kind, None if name in self.document else absent)
 
-    def check(self, name: str, value: Any, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    def check(self, name: str, value: object, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """`value` if it is of the kind; else a problem and `default`."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))

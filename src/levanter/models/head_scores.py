@@ -10,7 +10,7 @@ A chunk holds every n-th position, not a run of them: a mapping that shards `pos
 
 import functools
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import equinox as eqx
 import haliax as hax
@@ -239,8 +239,8 @@ def _bounded(products: NamedArray, *, vocab_size: int | None, soft_cap: float | 
 
 def _is_target(target: NamedArray, logits: NamedArray) -> NamedArray:
     Vocab = logits.resolve_axis("vocab")
-    found: Any = target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
-    return found
+    found = target.broadcast_axis(Vocab).rearrange(logits.axes) == hax.arange(Vocab).astype(target.dtype)
+    return cast(NamedArray, found)
 
 
 def _chunk_scores(x: NamedArray, head: Linear, target: NamedArray, how: HeadScoring) -> tuple[NamedArray, ...]:

@@ -8,7 +8,7 @@ compute asks for `highest`, so that f32 means f32 on every platform.
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ class PolicyText(str):
     __slots__ = ()
 
     @classmethod
-    def of(cls, policy: Any) -> "PolicyText":
+    def of(cls, policy: object) -> "PolicyText":
         """The text of a policy: of text, a `Precision`, or a policy of `jmp`."""
         if isinstance(policy, str | Precision):
             return cls(policy)

@@ -59,7 +59,7 @@ def checkpoint_policy(
     )
 
 
-def _check_names(field: str, given: Any, names: Collection[str]) -> None:
+def _check_names(field: str, given: object, names: Collection[str]) -> None:
     """Refuses names that nothing has: JAX would keep nothing, and say nothing."""
     if unknown := [name for name in given if name not in names] if isinstance(given, list | tuple) else []:
         close = nearest(str(unknown[0]), names)
@@ -90,7 +90,7 @@ class Period(eqx.Module):
     def __call__(self, carry: C, *args: Any) -> C:
         """Maps the residual stream, and what goes from layer to layer beside it, through each layer in turn."""
 
-        def call(place: Any, carry: C, *args: Any) -> C:
+        def call(place: Callable[..., C], carry: C, *args: Any) -> C:
             return place(hax.tree_checkpoint_name(carry, "carry"), *args)
 
         for place in self.places:

@@ -7,7 +7,6 @@ the pod's topology.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax.experimental import mesh_utils
@@ -55,7 +54,7 @@ def _placed(mesh: MeshSpec, accelerator: Accelerator) -> "tuple[_Chip, ...]":
         raise MeshError(f"mesh {mesh} has {mesh.size} devices, {accelerator} has {accelerator.devices}")
     ici = tuple(1 if name in mesh.dcn else size for name, size in mesh.axes)
     dcn = tuple(size if name in mesh.dcn else 1 for name, size in mesh.axes)
-    devices: Any = _chips(accelerator)
+    devices = _chips(accelerator)
     if mesh.num_granules > 1:
         array = mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, process_is_granule=mesh.granule == "process", allow_split_physical_axes=True

@@ -6,7 +6,7 @@ devices then gather is the narrow copy, and what they add up in the backward pas
 parameter, layer by layer. The embedding table is not cast, its rows are: the sum over a token's places is float32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from haliax_ext.abstract import Leaf, map_arrays
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.pytree import path_string
+from haliax_ext.pytree import KeyPath, PyTree, path_string
 from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear
 from levanter.layers.outputs import Sums
@@ -162,7 +162,7 @@ class _Placed:
 class _CastInside(eqx.Module):
     """A block that casts its own weights when it is called."""
 
-    inner: Any
+    inner: Callable[..., Any]
     dtype: np.dtype = eqx.field(static=True)
     placed: _Placed = eqx.field(static=True)
 
@@ -213,11 +213,11 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
         plan: where the parameters lie, by their paths in `model`; None pins nothing.
     """
 
-    def visit(keys: tuple[Any, ...], x: Any) -> Any:
+    def visit(keys: KeyPath, x: PyTree) -> PyTree:
         path = path_string(keys)
         if isinstance(x, Stacked):
 
-            def casting(inner: Any, below: str) -> _CastInside:
+            def casting(inner: Callable[..., Any], below: str) -> _CastInside:
                 placed = _layer_specs(plan, f"{path}.stacked.{below}", x.Block.name) if plan is not None else ()
                 return _CastInside(inner=inner, dtype=np.dtype(dtype), placed=_Placed(tuple(placed)))
 

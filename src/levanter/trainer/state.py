@@ -22,6 +22,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import Finding, LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
+from haliax_ext.pytree import PyTree
 from levanter.models.base import LmHeadModel
 from levanter.models.groups import PARAMETER_GROUPS, parameter_group
 from levanter.models.precision import Precision
@@ -42,7 +43,7 @@ class TrainState(eqx.Module):
 
     step: jax.Array
     model: LmHeadModel
-    optimizer: Any
+    optimizer: PyTree
     key: jax.Array
 
 

@@ -22,6 +22,7 @@ from haliax_ext.abstract import map_arrays
 from haliax_ext.mapping import Mappings
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
+from haliax_ext.pytree import PyTree
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
@@ -138,7 +139,7 @@ def _updated(
     return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key), metrics
 
 
-def _watched(watch: Watch | None, **trees: Any) -> Watched | None:
+def _watched(watch: Watch | None, **trees: PyTree) -> Watched | None:
     return None if watch is None else watch.see(**trees)
 
 
@@ -199,7 +200,7 @@ def sums_and_gradients(
     return hax.fold(add, Micro)(start, parts)
 
 
-def _is_named(x: Any) -> bool:
+def _is_named(x: object) -> bool:
     return isinstance(x, hax.NamedArray)
 
 
@@ -207,18 +208,18 @@ def _sharded(x: hax.NamedArray) -> hax.NamedArray:
     return hax.auto_sharded(x)
 
 
-def _wide(tree: Any) -> Any:
+def _wide(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _pinned(tree: Any, plan: ShardingPlan | None) -> Any:
+def _pinned(tree: PyTree, plan: ShardingPlan | None) -> PyTree:
     """A tree of the parameters' structure, in their shards."""
     if plan is None:
         return tree
     return map_arrays(lambda leaf, x: jax.lax.with_sharding_constraint(x, plan.spec(leaf.path)), tree)
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """The root of the sum of squares of everything in `tree`, float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 

@@ -11,9 +11,9 @@ Words. *block*: queries × keys that are computed in one visit. *part*: the quer
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import haliax as hax
 import jax
@@ -161,7 +161,7 @@ def splash_attention(
         named.append(named[-1].rename({Pos.name: KeyPos.name}))
     kernel = _kernel(_Rule(mask.is_causal, mask.sliding_window), Padded.size, parts, blocks, interpret, soft_cap)
     heads = () if sinks is None else (sinks.rearrange((KVHead, Group)),)
-    attend: Any = functools.partial(_attend_row, with_sinks=bool(heads))
+    attend: Callable[..., jax.Array] = functools.partial(_attend_row, with_sinks=bool(heads))
     for _ in leading:
         attend = jax.vmap(attend, in_axes=(None, *[None] * len(heads), *[0] * len(named)))
     if not mesh.empty:
@@ -184,8 +184,8 @@ def _attend_row(kernel: pallas.SplashAttentionKernel, *arrays: jax.Array, with_s
     sinks = arrays[0].reshape(-1) if with_sinks else None
     q, k, v, *segments = arrays[1:] if with_sinks else arrays
     flat = q.reshape(-1, *q.shape[2:])
-    out: Any = kernel(flat, k, v, segment_ids=pallas.SegmentIds(*segments) if segments else None, sinks=sinks)
-    return out.reshape(q.shape)
+    out = kernel(flat, k, v, segment_ids=pallas.SegmentIds(*segments) if segments else None, sinks=sinks)
+    return cast(jax.Array, out).reshape(q.shape)
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,9 @@ class _Cut:
         return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))
 
 
+Numbers = np.ndarray | jax.Array
+
+
 @dataclass(frozen=True)
 class _Rule:
     """A mask by the distance from a key to the query that looks at it, on arrays of any kind."""
@@ -222,7 +225,7 @@ class _Rule:
     is_causal: bool
     window: int | None
 
-    def __call__(self, queries: Any, keys: Any) -> Any:
+    def __call__(self, queries: Numbers, keys: Numbers | int) -> Numbers:
         distance = queries - keys
         if self.window is None:
             return distance >= 0 if self.is_causal else distance == distance
@@ -249,7 +252,7 @@ class _RuleMask(Mask):
     def shape(self) -> tuple[int, int]:
         return (self.length, self.length)
 
-    def __getitem__(self, block: Any) -> np.ndarray:
+    def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
         queries, keys = block
         smallest, largest = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
         return np.asarray(self.rule(np.arange(smallest, largest + 1), 0))

@@ -105,7 +105,7 @@ def read_rope(
     return rope if rope is None or share == 1.0 else dataclasses.replace(rope, partial_rotary_factor=share)
 
 
-def _value(fields: Fields, name: str, value: Any) -> Any:
+def _value(fields: Fields, name: str, value: object) -> object:
     if name == "truncate":
         return fields.check(f"rope.{name}", value, bool)
     if name in ("short_factor", "long_factor"):
@@ -113,7 +113,7 @@ def _value(fields: Fields, name: str, value: Any) -> Any:
     return _number(fields, name, value)
 
 
-def _number(fields: Fields, name: str, value: Any) -> Any:
+def _number(fields: Fields, name: str, value: object) -> float:
     return fields.check(f"rope.{name}", value, int if name == _ORIGINAL else float)
 
 
@@ -122,7 +122,7 @@ def _merge(fields: Fields, flat: Mapping[str, str]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
 
-    def put(name: str, value: Any, where: str) -> None:
+    def put(name: str, value: object, where: str) -> None:
         if value is None:
             return
         if name in merged and merged[name] != value:
