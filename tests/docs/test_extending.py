@@ -1,4 +1,7 @@
-"""Pages whose Python runs: each block with the names of those above it, each text block what the one above printed."""
+"""Pages whose Python runs: each block with the names of those above it, each text block what the one above printed.
+
+The scripts of `docs/python-api.md` know nothing of each other and have at most 25 lines.
+"""
 
 import contextlib
 import io
@@ -9,7 +12,10 @@ import draccus
 import pytest
 from helpers.documents import ROOT
 from helpers.golden import updating
+from helpers.hf_folder import write_folder
 
+SCRIPTS = ROOT / "docs" / "python-api.md"
+LONGEST_SCRIPT = 25
 PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
 BLOCK = re.compile(r"```(python|text)\n(.*?)```\n", re.DOTALL)
 
@@ -30,8 +36,13 @@ def classes(base: type) -> list[type]:
     return [each for child in base.__subclasses__() for each in (child, *classes(child))]
 
 
-def run(page: Path) -> str:
-    """The page with what its code prints today."""
+def run(page: Path, *, together: bool = True) -> str:
+    """The page with what its code prints today.
+
+    Args:
+        page: the document.
+        together: whether a block has the names of those above it.
+    """
     text = page.read_text(encoding="utf-8")
     namespace: dict = {"__name__": f"page_{page.stem}"}
     pieces, end, printed = [], 0, None
@@ -42,7 +53,7 @@ def run(page: Path) -> str:
         if kind == "python":
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(compile(body, page.name, "exec"), namespace)
+                exec(compile(body, page.name, "exec"), namespace if together else {"__name__": "script"})
             printed = out.getvalue().rstrip("\n") + "\n"
             pieces.append(block.group())
         else:
@@ -53,9 +64,25 @@ def run(page: Path) -> str:
 
 
 @pytest.mark.golden
+def test_scripts_of_twenty_five_lines(tmp_path, monkeypatch):
+    """Plan, score, train with an objective of one's own."""
+    scripts = [body for kind, body in BLOCK.findall(SCRIPTS.read_text(encoding="utf-8")) if kind == "python"]
+    assert len(scripts) == 3
+    assert max(len([line for line in body.splitlines() if line.strip()]) for body in scripts) <= LONGEST_SCRIPT
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    write_folder(tmp_path / "my-llama")
+    monkeypatch.chdir(tmp_path)
+    same(SCRIPTS, run(SCRIPTS, together=False))
+
+
+@pytest.mark.golden
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_shows_what_its_code_prints(page: Path):
-    rendered = run(page)
+    same(page, run(page))
+
+
+def same(page: Path, rendered: str) -> None:
+    """Compares a page with what it should be, or writes it."""
     if updating():
         page.write_text(rendered, encoding="utf-8")
     assert rendered == page.read_text(encoding="utf-8"), "`make golden` writes the page anew"

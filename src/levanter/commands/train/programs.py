@@ -1,7 +1,7 @@
 """The Programs of a training run: its first state, its steps, its evaluation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import haliax as hax
@@ -36,6 +36,7 @@ class TrainedRun:
         state: what is carried from step to step, without memory.
         state_plan: where it lies.
         compiler_options: XLA's.
+        kind: what is minimized, but for what the configuration says of it.
     """
 
     config: TrainLmConfig
@@ -47,11 +48,13 @@ class TrainedRun:
     state: TrainState
     state_plan: StatePlan
     compiler_options: Mapping[str, str]
+    kind: LmObjective = field(default_factory=LmObjective)
 
     @property
     def objective(self) -> LmObjective:
         """What is minimized."""
-        return LmObjective(
+        return replace(
+            self.kind,
             segments=self.config.data.block_cross_document_attention,
             z_loss_weight=self.config.z_loss_weight,
             auxiliary_weights=self.model.auxiliary_weights,

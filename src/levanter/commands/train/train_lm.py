@@ -42,18 +42,23 @@ from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import OK, PREEMPTED, Check, EntryPoint, RunPlan, Searchable, Session, Target
 from levanter.trainer.batch_plan import BatchStage, plan_batches
+from levanter.trainer.loss import LmObjective
 from levanter.trainer.state import abstract_state, plan_state
 
 NAME = "train_lm"
 
 
-def describe(config: TrainLmConfig, target: Target, *, written: Written | None = None) -> TrainPlan:
+def describe(
+    config: TrainLmConfig, target: Target, *, written: Written | None = None, objective: LmObjective | None = None
+) -> TrainPlan:
     """Describes a training run for `target`; reads metadata only.
 
     Args:
         config: what is trained.
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
+        objective: what is minimized, from Python: one of your own that learns from the same batches. Its segments,
+            z-loss and auxiliary weights are the configuration's.
 
     Raises:
         ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
@@ -95,6 +100,7 @@ def describe(config: TrainLmConfig, target: Target, *, written: Written | None =
         state=state,
         state_plan=state_plan,
         compiler_options=compiler_options(target.platform, target.kind),
+        kind=objective or LmObjective(),
     )
     programs = [first_program(run), *step_programs(run, batches)]
     if settled.validation is not None:
