@@ -199,8 +199,7 @@ def _read(fields: Fields) -> TwoKindsConfig | None:
 
 
 def _write(config: TwoKindsConfig, spelling: Spelling) -> dict[str, Any]:
-    types = [config.layer_type(layer) for layer in range(config.num_layers)]
-    own = {"layer_types": types, "channels": config.channels, "taps": config.taps, "bare": config.bare}
+    own = {"layer_types": list(config.types), "channels": config.channels, "taps": config.taps, "bare": config.bare}
     return write_decoder(config, spelling, name="model of two kinds") | own
 
 

@@ -19,6 +19,7 @@ from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, Unkn
 from levanter.compat.hf.expected_tensors import ExpectedTensor, expected_tensors
 from levanter.layers.activation import ACTIVATIONS
 from levanter.models.config_json import HARMLESS, ConfigJson, Fields, Finding, Spelling
+from levanter.models.decoder.pattern import PatternedConfig, expand_pattern
 from levanter.models.family import Family
 from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_names, family_of
 
@@ -199,7 +200,7 @@ def check_model_block(
     if block.get("type", family.name) != family.name:
         problems.append(f"{block_name}.type is {block['type']!r}, the checkpoint's model is {family.name!r}")
     for name in family.architecture_fields:
-        if name not in block:
+        if name not in block or (name == "pattern" and _same_layers(block[name], config)):
             continue
         problems += _compare(f"{block_name}.{name}", block[name], _effective(config, name), where)
     raise_if(
@@ -210,11 +211,23 @@ def check_model_block(
     )
 
 
+def _same_layers(pattern: object, config: LmConfig) -> bool:
+    """Whether a pattern says of which kind the checkpoint's layers are, however its config says it."""
+    if not isinstance(pattern, str) or not isinstance(config, PatternedConfig):
+        return False
+    try:
+        return expand_pattern(pattern, kinds=config.kinds, layers=config.num_layers) == config.types
+    except ValueError:
+        return False
+
+
 def _effective(config: LmConfig, name: str) -> object:
     if name == "head_dim":
         return config.axes["head_size"].size
     if name == "use_bias":
         return config.has_attention_bias and config.has_mlp_bias  # type: ignore[attr-defined]
+    if name == "layer_types" and isinstance(config, PatternedConfig):
+        return config.types
     return getattr(config, name)
 
 

@@ -87,6 +87,11 @@ class PatternedConfig(DecoderConfig):
             return expand_pattern(self.pattern, kinds=self.kinds, layers=self.num_layers)[layer]
         return self.own_layer_type(layer)
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The kind of every layer."""
+        return tuple(self.layer_type(layer) for layer in range(self.num_layers))
+
     def _problems(self) -> list[str]:
         if self.num_layers < 1:
             return super()._problems()
@@ -133,9 +138,7 @@ class WindowedConfig(PatternedConfig):
     def _problems(self) -> list[str]:
         problems = super()._problems()
         given = self.layer_types is not None or self.pattern is not None
-        if not problems and given and self.sliding_window is None:
-            types = [self.layer_type(layer) for layer in range(self.num_layers)]
-            if SLIDING in types:
-                said = "layer_types" if self.pattern is None else "pattern"
-                problems.append(f"model.{said} has sliding_attention, but model.sliding_window is null")
+        if not problems and given and self.sliding_window is None and SLIDING in self.types:
+            said = "layer_types" if self.pattern is None else "pattern"
+            problems.append(f"model.{said} has sliding_attention, but model.sliding_window is null")
         return problems
