@@ -8,7 +8,7 @@ way, layer by layer from the tensors of a checkpoint.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from levanter.layers.saved import saved
 from levanter.models import registry
 from levanter.models.config_json import ConfigJson, Fields, Spelling
 from levanter.models.decoder import DecoderLmHeadModel, PatternedConfig
-from levanter.models.decoder.config_json import read_decoder, write_decoder
+from levanter.models.decoder.config_json import read_decoder
 from levanter.models.decoder.weights import (
     ATTENTION,
     EMBED,
@@ -41,6 +41,7 @@ from levanter.models.decoder.weights import (
 )
 from levanter.models.family import Family
 from levanter.models.llama.config import LlamaConfig
+from levanter.models.llama.config_json import write_llama
 from levanter.models.registry import LmConfig
 
 CHANNEL = ("channel",)
@@ -136,11 +137,13 @@ class TwoKindsConfig(PatternedConfig, LlamaConfig):
         channels: size of `channel`.
         taps: size of `tap`.
         bare: whether convolutions have no feed-forward part behind them.
+        narrow: size of `mlp` behind convolutions; None for that of all layers.
     """
 
     channels: int = 48
     taps: int = 3
     bare: bool = False
+    narrow: int | None = None
 
     @property
     def kinds(self) -> Mapping[str, str]:
@@ -160,7 +163,11 @@ class TwoKindsConfig(PatternedConfig, LlamaConfig):
         )
 
     def feed_forward_of(self, layer: int) -> FeedForward | None:
-        return None if self.bare and self.layer_type(layer) == "convolution" else self.mlp
+        if self.layer_type(layer) == "full_attention":
+            return self.mlp
+        if self.bare:
+            return None
+        return self.mlp if self.narrow is None else replace(self.mlp, Mlp=Axis("mlp", self.narrow))
 
 
 def rules(config: TwoKindsConfig, Vocab: Axis | None = None) -> WeightRules:
@@ -195,12 +202,14 @@ def _read(fields: Fields) -> TwoKindsConfig | None:
         channels=fields.size("channels", 48),
         taps=fields.size("taps", 3),
         bare=fields.get("bare", bool, False),
+        narrow=fields.get("narrow", int),
     )
 
 
 def _write(config: TwoKindsConfig, spelling: Spelling) -> dict[str, Any]:
     own = {"layer_types": list(config.types), "channels": config.channels, "taps": config.taps, "bare": config.bare}
-    return write_decoder(config, spelling, name="model of two kinds") | own
+    own |= {} if config.narrow is None else {"narrow": config.narrow}
+    return write_llama(config, spelling, name="model of two kinds") | own
 
 
 TWO_KINDS = Family(
@@ -216,13 +225,14 @@ TWO_KINDS = Family(
 
 @contextlib.contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """As if a package with the family were installed in a folder; afterwards as if it had never been."""
+    """As if a package with the family were installed in a folder, and found; afterwards as if it had never been."""
     package = folder / "two_kinds-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: two-kinds\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text("[levanter.families]\ntwo_kinds = helpers.two_kinds:TWO_KINDS\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        registry.family_named("two_kinds")
         yield
         registry._loaded.cache_clear()
         LmConfig._choice_registry.pop("two_kinds", None)

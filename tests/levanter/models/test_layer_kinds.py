@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from helpers.two_kinds import TwoKindsConfig, numpy_logits, rules
+from helpers.two_kinds import TwoKindsConfig, installed, numpy_logits, rules
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
+from levanter.compat.hf.config_bridge import check_model_block
+from levanter.compat.hf.errors import ConfigMismatchError
+from levanter.compat.hf.expected_tensors import expected_tensors
 from levanter.layers.part import merged_axes
 from levanter.models.activations import kept_by_name, layer_activations
 from levanter.models.decoder import DecoderLmHeadModel
@@ -73,6 +76,7 @@ CASES = {
     "one kind": (dict(pattern="C"), [(1, 5)]),
     "one by one": (dict(pattern="FC", scan_layers=False), None),
     "without feed-forward parts": (dict(pattern="FC", bare=True), [(2, 2), (1, 1)]),
+    "with narrower ones": (dict(pattern="FC", narrow=36), [(2, 2), (1, 1)]),
     "nested": (dict(pattern="FC", num_layers=4, gradient_checkpointing="nested"), [(2, 2)]),
 }
 
@@ -133,6 +137,36 @@ def test_a_size_that_kinds_do_not_share_is_one_that_divides_both():
         "mlp": Axis("mlp", 12),
         "embed": Axis("embed", 8),
     }
+
+
+def test_parts_of_one_name_and_several_sizes(tmp_path):
+    kind = config(pattern="FC", narrow=36)
+    assert kind.axes["mlp"].size == 12
+    assert [axes for name, axes in layer_activations(kind).items() if name.startswith("mlp hidden")] == [
+        (Axis("mlp", 48),),
+        (Axis("mlp", 36),),
+    ]
+    with installed(tmp_path):
+        of_up = {each.shape: each.names for each in expected_tensors(kind) if "mlp.up_proj" in each.names[0]}
+    assert of_up == {
+        (48, 32): tuple(f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 2, 4)),
+        (36, 32): tuple(f"model.layers.{n}.mlp.up_proj.weight" for n in (1, 3)),
+    }
+
+
+def test_no_kernel_is_chosen_for_a_model_without_attention():
+    kind = config(pattern="C")
+    assert kind.for_platform("tpu", compute_dtype="float32") == (kind, ())
+    assert not kind.ropes and not kind.attention_groups
+
+
+def test_a_pattern_and_a_list_of_the_same_layers_are_one_architecture(tmp_path):
+    listed = config(layer_types=("full_attention", "convolution") * 2 + ("full_attention",))
+    with installed(tmp_path):
+        check_model_block({"type": "two_kinds", "pattern": "FC"}, listed)
+        check_model_block({"layer_types": list(listed.types)}, config())
+        with pytest.raises(ConfigMismatchError, match=r"model\.pattern is 'FFC'"):
+            check_model_block({"pattern": "FFC"}, listed)
 
 
 def test_what_gradient_checkpointing_may_keep_is_what_the_layers_name():

@@ -281,6 +281,8 @@ class DecoderConfig(LmConfig):
     def for_platform(
         self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, parts: int = 1
     ) -> "tuple[C, tuple[str, ...]]":
+        if not self.attention_groups:
+            return self, ()
         dtype = "float32" if self.upcast_attn else compute_dtype
         choice = choose_backend(
             self.requested_backend,

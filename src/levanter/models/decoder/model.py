@@ -114,7 +114,8 @@ class DecoderTransformer(eqx.Module):
 
     Attributes:
         layers: the first run of layers; all of them in most families, and always where they are not scanned.
-        later: the runs that follow the first, in order.
+        later: the runs that follow the first, in order. `layers` and `later` are in the paths of leaves, and so in
+            checkpoints.
         norm: the final norm.
         config: the architecture.
     """
