@@ -22,7 +22,7 @@ from haliax_ext.abstract import leaves
 from levanter.commands.train.run import execute, first_state
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
-from levanter.run import Target
+from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 
 MODEL = (
@@ -68,7 +68,7 @@ class Losses(NoopTracker):
 def run(plan, devices, *, run_id="run", last=None):
     """What `execute` says, the loss of each step, and the arrays of the last checkpoint's state by path."""
     tracker, mesh = Losses(last), plan.mesh.build(devices[: plan.mesh.size])
-    done = execute(plan, mesh, run_id=run_id, tracker=tracker)
+    done = execute(plan, mesh, Session(run_id=run_id, tracker=tracker))
     state = first_state(plan, mesh, done.checkpoint, show=False)
     arrays = {leaf.path: np.asarray(x) for leaf, x in zip(leaves(state), jax.tree.leaves(state), strict=True)}
     return done, tracker.found, arrays
