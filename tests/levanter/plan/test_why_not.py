@@ -10,7 +10,7 @@ import yaml
 from haliax_ext.hlo import OutOfMemory
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.train import train_lm
-from levanter.config import parse
+from levanter.config import read
 from levanter.plan.budget import budget_of
 from levanter.plan.targets import target_of_pod
 from levanter.plan.why_not import why_not
@@ -22,7 +22,8 @@ ENTRY_POINTS = {"eval": (eval_lm.EvalLmConfig, eval_lm.describe), "train": (trai
 
 def described(path, target):
     kind, describe = ENTRY_POINTS["eval" if "405b" in path.name else "train"]
-    return describe(parse(kind, paths=[str(path)]), target_of_pod(target))
+    loaded = read(kind, paths=[str(path)])
+    return describe(loaded.config, target_of_pod(target), written=loaded.written)
 
 
 def over(tmp_path, config: str, **document):

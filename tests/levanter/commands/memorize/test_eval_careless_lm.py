@@ -22,11 +22,10 @@ from helpers.processes import run_together
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, describe, execute, main
 from levanter.commands.shell.devices import local_target
 from levanter.commands.shell.entry import run_entry_point
-from levanter.config import parse
+from levanter.config import parse, read
 from levanter.memorization.results import FULL, BookResult
 from levanter.mesh import describe_devices
-from levanter.run import Target
-from levanter.tracker import NoopTracker
+from levanter.run import Session, Target
 
 TEXT = "".join(word + " " for text in TEXTS for word in text.split(" ")) * 9
 BASE = {
@@ -129,7 +128,7 @@ def test_every_mesh_gives_the_same_rows(tmp_path, inputs, finished, devices, axe
     config = parse(EvalCarelessLmConfig, paths=[config_file(tmp_path, inputs)], overrides=overrides)
     used = devices[:1] if "data: 1" in axes else devices
     plan = describe(config, local_target(describe_devices(used, config.trainer.mesh))).check()
-    (done,) = execute(plan, plan.mesh.build(used), NoopTracker())
+    (done,) = execute(plan, plan.mesh.build(used), Session())
     found, expected = BookResult.read(done.folder), BookResult.read(str(finished))
     np.testing.assert_array_equal(found.token_spans, expected.token_spans)
     np.testing.assert_allclose(found.log_pz(FULL), expected.log_pz(FULL), atol=1e-4, rtol=0)
@@ -323,10 +322,9 @@ def test_planning_needs_neither_text_nor_tokenizer_nor_weights():
 
 def test_every_config_describes_itself():
     for path in sorted(Path("config/memorization").glob("*.yaml")):
-        config = parse(EvalCarelessLmConfig, paths=[str(path)])
-        plan = describe(
-            config, POD if "405b" in path.name else Target(name="v4-8", platform="tpu", kind="TPU v4", devices=4)
-        )
+        loaded = read(EvalCarelessLmConfig, paths=[str(path)])
+        small = Target(name="v4-8", platform="tpu", kind="TPU v4", devices=4)
+        plan = describe(loaded.config, POD if "405b" in path.name else small, written=loaded.written)
         assert plan.workloads and all(work.executions for work in plan.workloads), path.name
         broken = [str(error) for error in plan.errors]
         assert not broken or "as_published" in path.name, broken

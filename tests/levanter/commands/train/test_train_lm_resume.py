@@ -290,7 +290,7 @@ def test_a_place_where_nothing_can_be_written_is_told_before_the_first_step(tmp_
     from levanter.checkpoint import CheckpointSaveError
 
     with pytest.raises((CheckpointSaveError, ValueError), match=r"file"):
-        execute(plan.check(), plan.mesh.build(devices), run_id="run", tracker=NoopTracker())
+        execute(plan.check(), plan.mesh.build(devices), Session(run_id="run"))
 
 
 MEMORY = """
