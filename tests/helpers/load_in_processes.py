@@ -8,6 +8,7 @@ against NumPy, and writes what it read to `FOLDER/found.NUMBER.json`.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -22,9 +23,12 @@ def main() -> None:
     join_processes(DistributedConfig())
     number = jax.process_index()
 
+    from helpers import integer_llama
     from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules
     from safetensors.numpy import load_file
 
+    from haliax_ext.abstract import Leaf
+    from haliax_ext.initial import InitialRule, Normal
     from haliax_ext.loading import hosts_of, load, plan_loading
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec
@@ -37,18 +41,22 @@ def main() -> None:
     spec = MeshSpec(axes=tuple(given["mesh"].items()))
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = jax.sharding.Mesh(np.asarray(devices)[given["order"]].reshape(list(given["mesh"].values())), spec.names)
-    sharding = plan_sharding(
-        tiny_leaves(np.dtype(given["dtype"])), Mappings(params=AxisMapping(given["mapping"])), spec
-    )
-    plan = plan_loading(sharding, tiny_rules(), source, hosts=hosts_of(mesh), transient_limit=given["limit"])
+    leaves, rules, wanted = tiny_leaves(np.dtype(given["dtype"])), tiny_rules(), assembled(tensors)
+    if given["integers"]:
+        made = Leaf("made", (("layers", 3), ("mlp", 32)), np.dtype(np.float32))
+        rule = InitialRule(target="made", values=Normal(2.0), seed=5)
+        leaves, rules = [*integer_llama.LEAVES, made], replace(integer_llama.RULES, initial=(rule,))
+        wanted = {**integer_llama.expected(tensors), "made": np.asarray(jax.jit(lambda: rule.array(made).array)())}
+    sharding = plan_sharding(leaves, Mappings(params=AxisMapping(given["mapping"])), spec)
+    plan = plan_loading(sharding, rules, source, hosts=hosts_of(mesh), transient_limit=given["limit"])
     seen = []
     found = load(plan, sharding, source, mesh, progress=seen.append)
-    wanted = assembled(tensors)
+    assert set(found) == set(wanted)
     for path, array in found.items():
         assert array.sharding.is_equivalent_to(sharding.sharding(path, mesh), array.ndim), path
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(
-                np.asarray(shard.data), wanted[path].astype(given["dtype"])[shard.index], err_msg=path
+                np.asarray(shard.data), wanted[path].astype(array.dtype)[shard.index], err_msg=path
             )
     report = {
         "bytes_read": source.bytes_read,

@@ -20,7 +20,13 @@ ACROSS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 def together(folder: Path, count: int = 2, **given) -> list[dict]:
     """Runs processes of 8 virtual devices in all; what they report."""
-    given = {"mesh": {"data": 4, "model": 2}, "order": IN_ORDER, "dtype": "float32", "limit": 1 << 30, **given}
+    given = {
+        "mesh": {"data": 4, "model": 2},
+        "order": IN_ORDER,
+        "dtype": "float32",
+        "limit": 1 << 30,
+        "integers": False,
+    } | given
     save_file(tiny_tensors(), folder / "model.safetensors")
     run_together(folder, count, [load_in_processes.__file__, str(folder), json.dumps(given)], devices=8 // count)
     return [json.loads((folder / f"found.{number}.json").read_text()) for number in range(count)]
@@ -42,6 +48,16 @@ def test_replicated_row_and_column_sharded_leaves(tmp_path):
     check_bytes(found)
     strategies = {path.split(".")[-2]: strategy for path, strategy in found[0]["strategies"].items()}
     assert strategies["gate_proj"] == "exchange" and strategies["down_proj"] == "direct"
+
+
+@pytest.mark.parametrize("limit", [pytest.param(1 << 30, marks=pytest.mark.slow), 6000])
+def test_integers_scales_and_what_no_file_has(tmp_path, limit):
+    """Contracted axes lie over the hosts: each scale is of numbers that no host has all of."""
+    mapping = {"embed": "model", "mlp": "data", "vocab": None}
+    found = together(tmp_path, order=ACROSS, mapping=mapping, integers=True, limit=limit)
+    check_bytes(found)
+    assert set(found[0]["strategies"].values()) == {"direct", "exchange"}
+    assert (max(found[0]["pieces"].values()) > 1) == (limit == 6000)
 
 
 @pytest.mark.slow
