@@ -16,7 +16,7 @@ from haliax_ext.mapping import compute_mapping, compute_mapping_in_scope, ways_i
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedAxes:
     """Axes that the mapping in scope cuts, each as (its shards, what a shard holds).
 
     Attributes:
@@ -26,14 +26,14 @@ class Opened:
     pairs: tuple[tuple[Axis, Axis], ...]
 
     @staticmethod
-    def of(axes: Iterable[Axis]) -> "Opened":
+    def of(axes: Iterable[Axis]) -> "OpenedAxes":
         """Those of `axes` that are cut, under the compute mapping and the mesh in scope."""
         pairs: list[tuple[Axis, Axis]] = []
         for axis in axes:
             ways = ways_in_scope(axis.name)
             if ways > 1 and axis.size % ways == 0:
                 pairs.append((axis, Axis(f"{axis.name}_shards", ways)))
-        return Opened(tuple(pairs))
+        return OpenedAxes(tuple(pairs))
 
     @property
     def shards(self) -> tuple[Axis, ...]:

@@ -11,7 +11,7 @@ A `WeightRule` names one leaf, the source tensors it is made of, and how its axe
 `{layers}` is a *stacked* axis: one source tensor for each index; `{6*layers+2}` numbers them 2, 8, 14, … for a leaf
 that stands for every sixth layer of a checkpoint. Each entry of `axes` is an axis of the source tensor
 and names the leaf's axes flattened into it, major first. Every axis of the leaf stands in exactly one of the two
-places. Transpositions, splits and stacks need nothing else; a leaf that is a piece of a fused tensor has a `Part`.
+places. Transpositions, splits and stacks need nothing else; a leaf that is a piece of a fused tensor has a `FusedPart`.
 
 `WeightRules.match` sets a table against the leaves of a model and the tensors of a source, and refuses what does not
 fit, all of it at once, before a weight is read.
@@ -44,7 +44,7 @@ class WeightRuleError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FusedPart:
     """The piece `[start, start + size)` of an axis of a fused source tensor that is `of` long.
 
     A piece may come again and again: with `each=("kv_head",)` the source axis is `of` elements for each index along
@@ -87,7 +87,7 @@ class WeightRule:
     target: str
     source: str
     axes: tuple[tuple[str, ...], ...]
-    part: Part | None = None
+    part: FusedPart | None = None
     padded: tuple[str, ...] = ()
     optional: bool = False
 
@@ -125,7 +125,7 @@ class WeightRule:
                 problems += self._check_piece(part, leaf)
         return [f"rule for {self.target}: {problem}" for problem in problems]
 
-    def _check_piece(self, part: Part, leaf: Leaf) -> list[str]:
+    def _check_piece(self, part: FusedPart, leaf: Leaf) -> list[str]:
         group, repeated = self.axes[part.axis], len(part.each)
         if group[:repeated] != part.each or (part.each and group == part.each):
             return [f"the part is in each of {part.each}; source axis {group} must begin with them and go on"]

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 from haliax import Axis
 
-from haliax_ext.by_shard import Opened
+from haliax_ext.by_shard import OpenedAxes
 from haliax_ext.mapping import AxisMapping, Mappings, compute_mapping_in_scope, mappings_in_scope, shard_like_parameter
 from haliax_ext.meshspec import MeshSpec
 
@@ -19,7 +19,7 @@ VALUES = np.arange(12 * 6 * 4, dtype=np.float32).reshape(12, 6, 4)
 
 def test_what_the_mesh_cuts_is_opened_and_closed(devices):
     with jax.set_mesh(MeshSpec.of(data=4, context=2).build(devices)), mappings_in_scope(MAPPINGS):
-        opened = Opened.of((Batch, Pos, Embed))
+        opened = OpenedAxes.of((Batch, Pos, Embed))
         assert opened.shards == (Axis("batch_shards", 4), Axis("position_shards", 2))
         x = opened.open(hax.named(VALUES, (Batch, Pos, Embed)))
         assert {a.name: a.size for a in x.axes} == {
@@ -36,9 +36,9 @@ def test_what_the_mesh_cuts_is_opened_and_closed(devices):
 
 def test_nothing_is_opened_off_a_mesh_or_where_it_does_not_divide(devices):
     with mappings_in_scope(MAPPINGS):
-        assert Opened.of((Batch, Pos)).pairs == ()
+        assert OpenedAxes.of((Batch, Pos)).pairs == ()
     with jax.set_mesh(MeshSpec.of(data=8).build(devices)), mappings_in_scope(MAPPINGS):
-        assert Opened.of((Batch, Pos)).pairs == ()
+        assert OpenedAxes.of((Batch, Pos)).pairs == ()
 
 
 def test_like_a_parameter(devices):
@@ -59,7 +59,7 @@ def test_sums_of_shards_are_the_sum(devices):
 
     @jax.jit
     def total(x):
-        opened = Opened.of((Rows, Keys))
+        opened = OpenedAxes.of((Rows, Keys))
         with opened.mapped():
             partial = hax.auto_sharded(hax.sum(opened.open(x), ("batch", "position")))
         return shard_like_parameter(hax.sum(partial, opened.shards))

@@ -10,7 +10,7 @@ from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.rules import Part, WeightMismatchError, WeightRule, WeightRuleError, WeightRules
+from haliax_ext.rules import FusedPart, WeightMismatchError, WeightRule, WeightRuleError, WeightRules
 from haliax_ext.saving import plan_saving, tensors_of
 from haliax_ext.slices import to_slices
 from haliax_ext.sources import TensorInfo
@@ -64,7 +64,7 @@ def test_rules_that_misname_axes_are_the_tables_fault():
     rules = WeightRules(
         rules=(
             WeightRule(target="a", source="a.{layer}", axes=(("embed",), ("mlp", "mlp"))),
-            WeightRule(target="b", source="b", axes=(("embed",),), part=Part(axis=1, start=0, size=8, of=4)),
+            WeightRule(target="b", source="b", axes=(("embed",),), part=FusedPart(axis=1, start=0, size=8, of=4)),
         )
     )
     leaves = [leaf("a", "layers", "embed", "mlp"), leaf("b", "embed"), leaf("aa", "embed")]
@@ -105,7 +105,7 @@ def test_parts_of_a_fused_tensor_go_out_and_come_back():
                 target=name,
                 source="c_attn.{layers}",
                 axes=(("embed",), ("kv_head", "head_size")),
-                part=Part(axis=1, start=i * n, size=n, of=3 * n),
+                part=FusedPart(axis=1, start=i * n, size=n, of=3 * n),
             )
             for i, name in enumerate("qkv")
         )
@@ -138,7 +138,7 @@ def interleaved_rules() -> WeightRules:
     rules = []
     for name, (start, heads) in parts.items():
         inner = ("q_heads_per_group", "head_size") if name == "q" else ("head_size",)
-        part = Part(axis=0, start=start * h, size=heads * h, of=(g + 2) * h, each=("kv_head",))
+        part = FusedPart(axis=0, start=start * h, size=heads * h, of=(g + 2) * h, each=("kv_head",))
         for kind, others in (("weight", (("embed",),)), ("bias", ())):
             axes = (("kv_head", *inner), *others)
             rules.append(WeightRule(target=f"{name}.{kind}", source=f"h.{{layers}}.qkv.{kind}", axes=axes, part=part))
@@ -224,7 +224,7 @@ def test_hosts_read_each_byte_of_fused_tensors_once(mapping):
     ],
 )
 def test_a_piece_that_does_not_fit_is_refused(changes, message):
-    part = Part(**{**dict(axis=0, start=4, size=4, of=12, each=("kv_head",)), **changes})
+    part = FusedPart(**{**dict(axis=0, start=4, size=4, of=12, each=("kv_head",)), **changes})
     rules = WeightRules(rules=(WeightRule(target="k", source="qkv", axes=(("kv_head", "head_size"),), part=part),))
     with pytest.raises(WeightRuleError) as caught:
         rules.check([leaf("k", "kv_head", "head_size")])
@@ -233,7 +233,7 @@ def test_a_piece_that_does_not_fit_is_refused(changes, message):
 
 def test_a_piece_begins_where_a_head_begins():
     axes = (("kv_head", "q_heads_per_group", "head_size"),)
-    part = Part(axis=0, start=2, size=8, of=16, each=("kv_head",))
+    part = FusedPart(axis=0, start=2, size=8, of=16, each=("kv_head",))
     rules = WeightRules(rules=(WeightRule(target="q", source="qkv", axes=axes, part=part),))
     with pytest.raises(WeightRuleError, match="begins at 2 of 16, which are no multiples of 4"):
         rules.check([leaf("q", "kv_head", "q_heads_per_group", "head_size")])

@@ -60,7 +60,7 @@ def build(sources: str, cache: str, moment: int | None = None) -> None:
             step()
             return super().encode_batch(texts)
 
-    put, write = store_write.ArrayWriter._put, store_write.write_file
+    put, write = store_write.GrowingArray._put, store_write.write_file
 
     def counted_put(self, values: np.ndarray) -> None:
         step()
@@ -71,7 +71,7 @@ def build(sources: str, cache: str, moment: int | None = None) -> None:
         write(path, content)
         step()
 
-    store_write.ArrayWriter._put = counted_put
+    store_write.GrowingArray._put = counted_put
     store_write.write_file = store_build.write_file = counted_write
     config = config_of(sources, cache)
     build_tokens(config, resolve_training(config).sets, Tokenizer())

@@ -39,8 +39,8 @@ def slowly(folder: Path, command: list[str]) -> list[str]:
         "from levanter.data import store_write\n"
         "from levanter.commands.shell.entry import run_entry_point\n"
         "from levanter.commands.train.train_lm import TrainLmConfig, main\n"
-        "put, write = store_write.ArrayWriter._put, store_write.write_file\n"
-        "store_write.ArrayWriter._put = lambda *args: (time.sleep(0.4), put(*args))\n"
+        "put, write = store_write.GrowingArray._put, store_write.write_file\n"
+        "store_write.GrowingArray._put = lambda *args: (time.sleep(0.4), put(*args))\n"
         "store_write.write_file = lambda *args: (time.sleep(0.4), write(*args))\n"
         "sys.exit(run_entry_point(TrainLmConfig, main))\n"
     )

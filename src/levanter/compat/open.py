@@ -20,7 +20,7 @@ from levanter.compat.hf.locate import Located, locate, locate_first
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary, load_from_repository
-from levanter.models.config_json import Finding
+from levanter.models.config_json import FieldFinding
 from levanter.models.registry import LmConfig
 
 CONFIG = "config.json"
@@ -61,7 +61,7 @@ class PretrainedCheckpoint:
         return self.config.vocab_size
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[FieldFinding, ...]:
         """Fields of the config that were not understood, to be shown to the user."""
         return self.bridged.findings
 

@@ -7,7 +7,7 @@ run that resumes at step 300,000 asks for exactly the rows that it would have re
   to the other; what falls outside `[0, n)` goes through again until it does not (*cycle walking*; at most 4 times on
   average, since the domain is less than `4n`).
 - `Affine`: `a·i + b mod n` with `a` prime to `n`. Cheap, and as regular as it looks.
-- `Windows`: consecutive windows, each permuted on its own (upstream's `shuffle: 10000`: *eras*).
+- `ShuffledWindows`: consecutive windows, each permuted on its own (upstream's `shuffle: 10000`: *eras*).
 - `Blocks`: blocks of consecutive things are put into a random order, then things are permuted within windows of so many
   blocks. What is read at about the same time lies in few blocks, which is what a store on a far disk wants.
 """
@@ -138,7 +138,7 @@ def permutation(kind: str | None, size: int, key: int) -> Permutation:
 
 
 @dataclass(frozen=True)
-class Windows:
+class ShuffledWindows:
     """Consecutive windows of `window` things, each permuted on its own."""
 
     size: int

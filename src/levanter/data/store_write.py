@@ -50,9 +50,9 @@ class ShardWriter:
         self.folder = folder
         self.sums = Sums()
         context = tensorstore_context()
-        self._ids = ArrayWriter(join(folder, "ids"), "int32", context)
-        self._weights = ArrayWriter(join(folder, "weights"), "float32", context) if weighted else None
-        self._offsets = ArrayWriter(join(folder, "offsets"), "int64", context)
+        self._ids = GrowingArray(join(folder, "ids"), "int32", context)
+        self._weights = GrowingArray(join(folder, "weights"), "float32", context) if weighted else None
+        self._offsets = GrowingArray(join(folder, "offsets"), "int64", context)
 
     def add(self, encoded: Sequence[Encoded], *, chars: int, skipped: int) -> None:
         """Appends documents; those without a token are left out.
@@ -95,7 +95,7 @@ class ShardWriter:
         return mark
 
 
-class ArrayWriter:
+class GrowingArray:
     """Appends to a one-axis array: whole files at a time, so that none is written twice."""
 
     def __init__(self, path: str, dtype: str, context: "ts.Context"):

@@ -21,7 +21,7 @@ from levanter.data.config import BlockShuffleConfig
 from levanter.data.errors import DataError
 from levanter.data.mixture import Mixture
 from levanter.data.rows import Rows, TrainRows, take_mixed
-from levanter.data.shuffle import Blocks, Identity, Permutation, Windows, permutation, subkey
+from levanter.data.shuffle import Blocks, Identity, Permutation, ShuffledWindows, permutation, subkey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class SetRows:
             return Identity(self.used)
         if shuffle is True:
             return permutation(self.kind, self.used, key)
-        return Windows(self.used, key, shuffle, self.kind)
+        return ShuffledWindows(self.used, key, shuffle, self.kind)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from levanter.hardware import Accelerator
 from levanter.mesh import MeshConfig, ModelAxes
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.preflight import Question, preflight
-from levanter.plan.search import Candidate, SearchResult, Subject, search
+from levanter.plan.search import Candidate, SearchResult, SearchSubject, search
 from levanter.plan.verdict import ProgramVerdict
 from levanter.run import RunPlan, Searchable, Target
 
@@ -54,7 +54,7 @@ def _with(config: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
 
 
-def subject_of(plan: RunPlan[Any]) -> Subject:
+def subject_of(plan: RunPlan[Any]) -> SearchSubject:
     """What a plan lays out.
 
     Raises:
@@ -64,7 +64,7 @@ def subject_of(plan: RunPlan[Any]) -> Subject:
     if isinstance(found, str):
         raise NothingToSearch(f"{plan.entry_point}: {found}")
     load = plan.workloads[0]
-    return Subject(
+    return SearchSubject(
         training=found.training,
         parameters=found.parameters,
         statistics=found.statistics,

@@ -1,8 +1,8 @@
 """What a model family must know to cross between config.json and our config: a `ConfigJson`.
 
 A *field* is a key of config.json. Each is read through `Fields`, which remembers what was asked for; what nobody asked
-for, is not known to be harmless and is not null, is a `Finding` at the end. So a new field that changes the numbers is
-never passed over in silence.
+for, is not known to be harmless and is not null, is a `FieldFinding` at the end. So a new field that changes the numbers
+is never passed over in silence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ HARMLESS = frozenset(
 
 
 @dataclass(frozen=True)
-class Finding:
+class FieldFinding:
     """A field that was not understood, or is understood and left out: to be shown to the user."""
 
     field: str
@@ -52,7 +52,7 @@ class Fields:
     document: Mapping[str, Any]
     seen: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FieldFinding] = field(default_factory=list)
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any = None, *, required: bool = False) -> Any:
         """The value of a field, or `default` where it is absent or null; a wrong type is a problem."""
@@ -102,7 +102,7 @@ class Fields:
         self.seen.add(name)
         value = self.document.get(name)
         if value is not None and value not in harmless:
-            self.findings.append(Finding(name, value, message))
+            self.findings.append(FieldFinding(name, value, message))
 
     def leftovers(self, harmless: frozenset[str]) -> None:
         """Turns every field that nobody asked for, and that could matter, into a finding."""
@@ -110,7 +110,7 @@ class Fields:
             if name in self.seen or name in harmless or name.startswith("_") or value is None:
                 continue
             self.findings.append(
-                Finding(name, value, "not understood; it is ignored, and the numbers differ if it matters")
+                FieldFinding(name, value, "not understood; it is ignored, and the numbers differ if it matters")
             )
 
 

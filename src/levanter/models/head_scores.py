@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from haliax_ext.by_shard import Opened
+from haliax_ext.by_shard import OpenedAxes
 from haliax_ext.mapping import shard_like_parameter
 from levanter.layers.attention.reference import HIDDEN, soft_capped
 from levanter.layers.linear import Dense, Linear
@@ -190,7 +190,7 @@ def _dense_gradients(
     What is added up are each shard's own sums, over its own rows: the devices add theirs up once, behind the loop, each
     for the shard of the head that it stores.
     """
-    rows = Opened.of(axis for axis in targets.axes if axis != Chunks)
+    rows = OpenedAxes.of(axis for axis in targets.axes if axis != Chunks)
 
     def step(
         total: NamedArray, x: NamedArray, target: NamedArray, given: tuple[NamedArray, ...]

@@ -252,7 +252,9 @@ def run_worker(
         raise WorkerBadInput(last["kind"], last["message"])
     if status != 0 or last.get("event") != "done":
         compiling = [e["program"] for e in events if e["event"] == "compiling"]
-        raise CompileCrash(request["target"], compiling[-1] if compiling else None, _how(status), _tail(errors_file))
+        raise CompileCrash(
+            request["target"], compiling[-1] if compiling else None, _how_it_ended(status), _tail(errors_file)
+        )
     return events
 
 
@@ -283,7 +285,7 @@ def _ended(worker: subprocess.Popen[bytes], *, lock_was_there: bool) -> Iterator
             LOCK_FILE.unlink(missing_ok=True)
 
 
-def _how(status: int) -> str:
+def _how_it_ended(status: int) -> str:
     if status >= 0:
         return f"failed with exit code {status}"
     name = signal.Signals(-status).name

@@ -28,7 +28,7 @@ AXES, ROWS = "trainer.mesh.axes", "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class LayoutChange:
     """One line of YAML: `section` (keys joined by dots) and its entries."""
 
     section: str
@@ -49,7 +49,7 @@ class Layout:
     mesh: MeshSpec
     mappings: Mappings
     rows: float = 1.0
-    changes: tuple[Change, ...] = ()
+    changes: tuple[LayoutChange, ...] = ()
 
     @property
     def distance(self) -> tuple[int, int]:

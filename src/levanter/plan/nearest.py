@@ -21,7 +21,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, show_axes
 from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, declared_by_groups, distribute
 from levanter.models.activations import RESIDUAL
-from levanter.plan.layouts import AXES, ROWS, Change, Figures, Layout, Subject, activations_of, figures_of
+from levanter.plan.layouts import AXES, ROWS, Figures, Layout, LayoutChange, Subject, activations_of, figures_of
 
 MOST_CHANGES = 3
 BEAM = 4
@@ -56,7 +56,7 @@ def nearest_that_fits(subject: Subject) -> Nearest | None:
     """
     base = figures_of(subject, subject.now)
     beam = [(subject.now, base)]
-    seen: set[frozenset[Change]] = set()
+    seen: set[frozenset[LayoutChange]] = set()
     for _ in range(MOST_CHANGES):
         tried: list[tuple[Layout, Figures]] = []
         fitting: list[tuple[Layout, Figures]] = []
@@ -153,7 +153,7 @@ def _with_rules(
             compute=mappings.compute.merged(rules) if shared else mappings.compute,
             declared=(*mappings.declared, *(d for d in declared if d not in mappings.declared)),
         ),
-        changes=(*layout.changes, Change(section=section, entries=((name, show_axes(written or ())),))),
+        changes=(*layout.changes, LayoutChange(section=section, entries=((name, show_axes(written or ())),))),
     )
 
 
@@ -170,7 +170,10 @@ def _cut_residual(subject: Subject, layout: Layout) -> Iterator[Layout]:
             yield replace(
                 layout,
                 mappings=replace(layout.mappings, residual=layout.mappings.residual.merged({name: over})),
-                changes=(*layout.changes, Change(section="trainer.mesh.residual_mapping", entries=((name, over),))),
+                changes=(
+                    *layout.changes,
+                    LayoutChange(section="trainer.mesh.residual_mapping", entries=((name, over),)),
+                ),
             )
 
 
@@ -178,7 +181,7 @@ def _fewer_rows(subject: Subject, layout: Layout) -> Iterator[Layout]:
     per_device = subject.rows * layout.rows / subject.ways(subject.now)
     key = "per_device_parallelism" if subject.training else "per_device_eval_parallelism"
     if per_device == int(per_device) and per_device % 2 == 0:
-        change = Change(section=ROWS, entries=((key, str(int(per_device) // 2)),))
+        change = LayoutChange(section=ROWS, entries=((key, str(int(per_device) // 2)),))
         yield replace(layout, rows=layout.rows / 2, changes=(*layout.changes, change))
 
 
@@ -196,5 +199,5 @@ def _other_sizes(layout: Layout) -> Iterator[Layout]:
                 yield replace(
                     layout,
                     mesh=replace(mesh, axes=tuple((axis, sizes[axis]) for axis in mesh.names)),
-                    changes=(*layout.changes, Change(section=AXES, entries=entries)),
+                    changes=(*layout.changes, LayoutChange(section=AXES, entries=entries)),
                 )

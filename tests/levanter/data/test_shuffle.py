@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from levanter.data.shuffle import Affine, Blocks, Feistel, Identity, Windows, subkey
+from levanter.data.shuffle import Affine, Blocks, Feistel, Identity, ShuffledWindows, subkey
 
 sizes = st.integers(1, 700)
 keys = st.integers(0, 2**64 - 1)
@@ -18,7 +18,7 @@ def test_every_shuffle_is_a_bijection(size, key, block, window, kind):
         Identity(size),
         Feistel(size, key),
         Affine(size, key),
-        Windows(size, key, block, kind),
+        ShuffledWindows(size, key, block, kind),
         Blocks(size, key, block, window, kind),
     ):
         found = shuffle(np.arange(size))
@@ -36,7 +36,7 @@ def test_blocks_keep_windows_of_blocks_together(size, key, block, window):
     blocks = -(-size // block)
     place, seen = 0, []
     while place < size:
-        # Windows end where a multiple of `window` blocks is complete.
+        # ShuffledWindows end where a multiple of `window` blocks is complete.
         taken = min(window, blocks - len(seen))
         for stop in range(place + 1, size + 1):
             inside = sorted(set((order[place:stop] // block).tolist()))
@@ -51,7 +51,7 @@ def test_blocks_keep_windows_of_blocks_together(size, key, block, window):
 
 
 def test_windows_stay_in_place():
-    order = Windows(1000, 3, 128)(np.arange(1000))
+    order = ShuffledWindows(1000, 3, 128)(np.arange(1000))
     assert (order // 128 == np.arange(1000) // 128).all()
     assert (order != np.arange(1000)).mean() > 0.9
 

@@ -18,7 +18,7 @@ from haliax_ext.sources import TensorInfo
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, UnknownModelError, raise_if
 from levanter.compat.hf.expected_tensors import ExpectedTensor, expected_tensors
 from levanter.layers.activation import ACTIVATIONS
-from levanter.models.config_json import HARMLESS, ConfigJson, Fields, Finding, Spelling
+from levanter.models.config_json import HARMLESS, ConfigJson, FieldFinding, Fields, Spelling
 from levanter.models.decoder.pattern import PatternedConfig, expand_pattern
 from levanter.models.family import Family
 from levanter.models.registry import LmConfig, broken_families, families_of_config_json, family_names, family_of
@@ -40,7 +40,7 @@ class BridgedConfig:
     config: LmConfig
     family: Family[Any]
     kind: ConfigJson[Any]
-    findings: tuple[Finding, ...]
+    findings: tuple[FieldFinding, ...]
 
 
 def _kind_of(document: Mapping[str, Any], *, where: object) -> tuple[Family[Any], ConfigJson[Any]]:

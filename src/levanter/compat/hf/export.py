@@ -23,7 +23,7 @@ from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.saving import OutTensor, Readable, plan_saving, tensors_of
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
-from levanter.compat.hf.export_place import CONFIG, Place, place_of
+from levanter.compat.hf.export_place import CONFIG, ExportPlace, place_of
 from levanter.compat.hf.export_place import INCOMPLETE as INCOMPLETE
 from levanter.compat.hf.export_place import ExportPathError as ExportPathError
 from levanter.compat.hf.header import DTYPES
@@ -244,7 +244,7 @@ def write_export(
     return folder
 
 
-def _write_shard(place: Place | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:
+def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:
     """Writes one file, where this process does; yields bytes as they are written."""
     if place is None:
         for tensor, _ in tensors_of(shard.tensors, arrays, jit=jit_together):
@@ -257,7 +257,7 @@ def _write_shard(place: Place | None, shard: Shard, arrays: Mapping[str, Any]) -
             yield tensor.nbytes
 
 
-def _write_beside(place: Place, plan: ExportPlan, beside: Beside) -> Mapping[str, Any]:
+def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mapping[str, Any]:
     """Writes what lies beside the weights, but for config.json, which it returns."""
     dtypes = sorted({tensor.dtype.name for tensor in plan.tensors})
     document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=beside.spelling)
@@ -285,12 +285,12 @@ def _write_beside(place: Place, plan: ExportPlan, beside: Beside) -> Mapping[str
     return config
 
 
-def _write_json(place: Place, file: str, document: Mapping[str, Any]) -> None:
+def _write_json(place: ExportPlace, file: str, document: Mapping[str, Any]) -> None:
     with place.open(file) as opened:
         opened.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _check(place: Place, plan: Iterable[OutTensor]) -> None:
+def _check(place: ExportPlace, plan: Iterable[OutTensor]) -> None:
     """Reads the headers again.
 
     Raises:

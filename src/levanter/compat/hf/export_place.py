@@ -30,7 +30,7 @@ class ExportPathError(CheckpointError):
     """The place of an export is taken."""
 
 
-class Place(Protocol):
+class ExportPlace(Protocol):
     """Where one export is written."""
 
     @property
@@ -67,7 +67,7 @@ class Place(Protocol):
         ...
 
 
-def place_of(folder: str | Path) -> Place:
+def place_of(folder: str | Path) -> ExportPlace:
     """The place that a path or URL names."""
     if is_remote(str(folder)):
         return RemotePlace(str(folder).rstrip("/"))

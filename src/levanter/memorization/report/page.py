@@ -89,7 +89,7 @@ def _section(runs: Sequence[Measurement], names: Sequence[str], *, heading: str,
     blocks += [
         ("Distribution", _charts(runs, names)),
         ("Top passages", _passages(runs, names, count=passages, with_text=has_text)),
-        ("How it was measured", _how(runs, names)),
+        ("How it was measured", _how_it_was_measured(runs, names)),
     ]
     data = as_script(book_payload(runs, names, with_text=has_text))
     return (
@@ -140,7 +140,7 @@ def _charts(runs: Sequence[Measurement], names: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _how(runs: Sequence[Measurement], names: Sequence[str]) -> str:
+def _how_it_was_measured(runs: Sequence[Measurement], names: Sequence[str]) -> str:
     parts = []
     published = published_table(runs[0]) if len(runs) == 1 else ""
     if published:

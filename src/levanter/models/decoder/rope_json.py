@@ -20,7 +20,7 @@ from levanter.layers.rotary import (
     RotaryConfig,
     YarnRotaryConfig,
 )
-from levanter.models.config_json import Fields, Finding, Spelling
+from levanter.models.config_json import FieldFinding, Fields, Spelling
 
 DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"
@@ -177,7 +177,7 @@ def _build(fields: Fields, kind: str, theta: float, numbers: Mapping[str, Any], 
                         f"is not max_position_embeddings / {_ORIGINAL} = {context / original:g}, which transformers 4 "
                         "computes instead; the factor is used, as transformers 5 does"
                     )
-                    fields.findings.append(Finding("rope.factor", numbers["factor"], message))
+                    fields.findings.append(FieldFinding("rope.factor", numbers["factor"], message))
                 return YarnRotaryConfig(theta=theta, **{_ORIGINAL: context, **numbers})
             case "longrope":
                 # The stretch that the amplitude follows from is a ratio of contexts where it is not written.

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from haliax import Axis
 
-from haliax_ext.rules import Part, WeightRule, WeightRules
+from haliax_ext.rules import FusedPart, WeightRule, WeightRules
 from levanter.layers.layer import LayerSpec, NormPlace
 from levanter.layers.norm import NormSpec
 from levanter.models.decoder.config import DecoderConfig
@@ -50,7 +50,7 @@ class BlockTensor:
     target: str
     source: str | None = None
     axes: tuple[tuple[str, ...], ...]
-    part: Part | None = None
+    part: FusedPart | None = None
 
 
 def projections(

@@ -2,7 +2,7 @@
 
 from haliax import Axis
 
-from haliax_ext.rules import Part, WeightRule, WeightRules
+from haliax_ext.rules import FusedPart, WeightRule, WeightRules
 from levanter.models.decoder.weights import EMBED, KV_HEADS, MLP, Q_HEADS, BlockTensor, Names, decoder_rules, norms
 from levanter.models.gpt2.config import Gpt2Config
 
@@ -22,8 +22,8 @@ def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
     def projection(
         target: str, source: str, In: tuple[str, ...], Out: tuple[str, ...], third: int | None = None
     ) -> None:
-        def part(axis: int) -> Part | None:
-            return None if third is None else Part(axis=axis, start=third * width, size=width, of=3 * width)
+        def part(axis: int) -> FusedPart | None:
+            return None if third is None else FusedPart(axis=axis, start=third * width, size=width, of=3 * width)
 
         tensor = BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(In, Out), part=part(1))
         block.append(tensor)

@@ -2,7 +2,7 @@
 
 from haliax import Axis
 
-from haliax_ext.rules import Part, WeightRules
+from haliax_ext.rules import FusedPart, WeightRules
 from levanter.models.decoder.weights import (
     EMBED,
     KV_HEADS,
@@ -31,14 +31,20 @@ def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
     block = []
 
     def linear(
-        target: str, source: str, Out: tuple[str, ...], In: tuple[str, ...], *, bias: bool, part: Part | None = None
+        target: str,
+        source: str,
+        Out: tuple[str, ...],
+        In: tuple[str, ...],
+        *,
+        bias: bool,
+        part: FusedPart | None = None,
     ) -> None:
         block.append(BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(Out, In), part=part))
         if bias:
             block.append(BlockTensor(target=f"{target}.bias", source=f"{source}.bias", axes=(Out,), part=part))
 
     for third, (name, axes) in enumerate({"q_proj": Q_HEADS, "k_proj": KV_HEADS, "v_proj": KV_HEADS}.items()):
-        part = Part(axis=0, start=third * head, size=head, of=3 * head, each=axes[:-1])
+        part = FusedPart(axis=0, start=third * head, size=head, of=3 * head, each=axes[:-1])
         linear(f"self_attn.{name}", "attention.query_key_value", axes, EMBED, bias=config.attention_bias, part=part)
     linear("self_attn.o_proj", "attention.dense", EMBED, Q_HEADS, bias=config.attention_bias)
     linear("mlp.up_proj", "mlp.dense_h_to_4h", MLP, EMBED, bias=True)

@@ -2,7 +2,7 @@
 
 from haliax import Axis
 
-from haliax_ext.rules import Part, WeightRules
+from haliax_ext.rules import FusedPart, WeightRules
 from levanter.models.decoder.weights import (
     EMBED,
     KV_HEADS,
@@ -27,7 +27,7 @@ def rules(config: Phi3Config, Vocab: Axis | None = None) -> WeightRules:
     q, kv = config.num_heads * head, config.num_kv_heads * head
 
     def part_of(source: str, target: str, axes: tuple[str, ...], start: int, size: int, of: int) -> BlockTensor:
-        part = Part(axis=0, start=start, size=size, of=of)
+        part = FusedPart(axis=0, start=start, size=size, of=of)
         return BlockTensor(target=f"{target}.weight", source=f"{source}.weight", axes=(axes, EMBED), part=part)
 
     block = [

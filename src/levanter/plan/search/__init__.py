@@ -7,7 +7,7 @@ best of them and says of the winner's neighbours why they lost. The answer is a 
 from levanter.plan.search.candidates import Candidate as Candidate
 from levanter.plan.search.candidates import candidates as candidates
 from levanter.plan.search.estimate import Estimate as Estimate
-from levanter.plan.search.estimate import Subject as Subject
+from levanter.plan.search.estimate import SearchSubject as SearchSubject
 from levanter.plan.search.estimate import estimate as estimate
 from levanter.plan.search.render import render as render
 from levanter.plan.search.render import values as values

@@ -41,7 +41,7 @@ KEPT_WITHOUT_REMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class SearchSubject:
     """What is laid out.
 
     Attributes:
@@ -134,7 +134,7 @@ class Estimate:
         return max(parts, key=lambda name: parts[name])
 
 
-def estimate(candidate: Candidate, subject: Subject, pod: Accelerator) -> Estimate:
+def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> Estimate:
     """Prices a candidate on a pod; what cannot run has a `problem`."""
     try:
         resolved = resolve(
@@ -187,7 +187,7 @@ class _Passes:
     compute: float
 
 
-def _passes(candidate: Candidate, subject: Subject) -> _Passes:
+def _passes(candidate: Candidate, subject: SearchSubject) -> _Passes:
     if not subject.training:
         return _Passes(forward=1, tensor=1, compute=1.0)
     if candidate.remat is False:
@@ -196,7 +196,7 @@ def _passes(candidate: Candidate, subject: Subject) -> _Passes:
     return _Passes(forward=2, tensor=3, compute=4 / 3)
 
 
-def _gathered(subject: Subject, mappings: Mappings, mesh: MeshSpec) -> dict[tuple[str, ...], int]:
+def _gathered(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> dict[tuple[str, ...], int]:
     """Elements of all parameters on a device after gathering, by the mesh axes that they are gathered over."""
     found: dict[tuple[str, ...], int] = {}
     for leaf in subject.parameters:
@@ -214,7 +214,7 @@ def _seconds(network: Network, kind: str, elements: Mapping[tuple[str, ...], int
     return sum(t or 0.0 for t in times)
 
 
-def _gradient_seconds(subject: Subject, mappings: Mappings, mesh: MeshSpec, network: Network) -> float:
+def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, network: Network) -> float:
     """Gradients are summed over the mesh axes that cut the batch, and end where their parameters are."""
     batch = [axis for axis in mappings.compute.mesh_axes(subject.batch_axis) if mesh.shape.get(axis, 1) > 1]
     total = 0.0
@@ -231,7 +231,7 @@ def _gradient_seconds(subject: Subject, mappings: Mappings, mesh: MeshSpec, netw
     return total
 
 
-def _alive(candidate: Candidate, subject: Subject, mappings: Mappings, mesh: MeshSpec, rows: int) -> int:
+def _alive(candidate: Candidate, subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, rows: int) -> int:
     """Bytes beside the arguments: activations of a layer, two gathered layers, and for training what is kept."""
     on_device = _activation_bytes(subject.activations, subject, mappings, mesh, rows)
     of_layer = sum(size for name, size in on_device.items() if not name.startswith("logits"))
@@ -247,7 +247,7 @@ def _alive(candidate: Candidate, subject: Subject, mappings: Mappings, mesh: Mes
 
 
 def _activation_bytes(
-    activations: Iterable[Leaf], subject: Subject, mappings: Mappings, mesh: MeshSpec, rows: int
+    activations: Iterable[Leaf], subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, rows: int
 ) -> dict[str, int]:
     found = {}
     for leaf in activations:

@@ -9,7 +9,7 @@ import yaml
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.plan.search.candidates import Candidate, candidates
-from levanter.plan.search.estimate import Estimate, Subject, estimate
+from levanter.plan.search.estimate import Estimate, SearchSubject, estimate
 from levanter.plan.verdict import ProgramVerdict
 
 COMPILED = 3
@@ -79,7 +79,7 @@ class SearchResult:
 
 
 def search(
-    subject: Subject,
+    subject: SearchSubject,
     pod: Accelerator,
     *,
     compile_candidate: Callable[[Candidate], ProgramVerdict],

@@ -19,7 +19,7 @@ from levanter.models.activations import transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import StepTime
-from levanter.plan.search import Candidate, Subject, candidates, estimate, search
+from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, search
 from levanter.plan.verdict import ProgramVerdict
 from levanter.run import Workload
 
@@ -34,7 +34,9 @@ VOCAB = 128256
 TENSOR_AXES = LLAMA_8B.tensor_axes
 
 
-def subject_of(config: LlamaConfig, *, positions: int, global_batch: int | None = None, dtype=jnp.bfloat16) -> Subject:
+def subject_of(
+    config: LlamaConfig, *, positions: int, global_batch: int | None = None, dtype=jnp.bfloat16
+) -> SearchSubject:
     Vocab = hax.Axis("vocab", VOCAB)
     parameters = tuple(leaves(cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), np.dtype(dtype))))
     training = global_batch is not None
@@ -42,7 +44,7 @@ def subject_of(config: LlamaConfig, *, positions: int, global_batch: int | None 
         config, batch=("batch", 1), positions=positions, vocab=VOCAB, chunk=128, dtype=np.dtype(jnp.bfloat16)
     )
     sizes = {axis.name: axis.size for axis in config.axes.values()}
-    return Subject(
+    return SearchSubject(
         training=training,
         parameters=parameters,
         statistics=tuple(
