@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from haliax_ext.abstract import with_arrays
-from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe, on_devices
+from haliax_ext.batches import results
+from levanter.commands.evaluate.eval_lm import EvalLmConfig, describe
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.shell.devices import local_target
 from levanter.compat.open import open_checkpoint
@@ -116,18 +117,11 @@ def test_every_log_probability_equals_torch(axes, tokens, expected, devices):
     mesh = plan.mesh.build(used)
     model = with_arrays(plan.work.pretrained.abstract, load_pretrained(plan.work.pretrained, mesh, show=False).arrays)
     program = plan.program("score")
-    score = program.jit(mesh)
     batch_rows = program.inputs[1].value.axes[0].size
-    found = []
-    for start in range(0, ROWS, batch_rows):
-        batch = _Batch(tokens[start : start + batch_rows])
-        found.append(np.asarray(score(model, *on_devices(program, batch, mesh)).array))
+    batches = [tokens[start : start + batch_rows] for start in range(0, ROWS, batch_rows)]
+    given = ((None, (rows, next_tokens(rows), np.zeros_like(rows))) for rows in batches)
+    found = [logprobs.array for _, logprobs in results(program, mesh, model, given, behind=1)]
     np.testing.assert_allclose(np.concatenate(found)[:, :-1], expected, atol=2e-4, rtol=0)
-
-
-class _Batch:
-    def __init__(self, tokens):
-        self.tokens, self.targets, self.segment_ids = tokens, next_tokens(tokens), np.zeros_like(tokens)
 
 
 def test_the_default_mapping_is_refused_with_the_fragment(devices):

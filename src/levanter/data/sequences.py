@@ -91,6 +91,11 @@ class EvalRows:
     scored_tokens: np.ndarray
     scored_bytes: np.ndarray
 
+    @property
+    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a Program that scores them takes beside the model: tokens, targets, segments."""
+        return self.tokens, self.targets, self.segment_ids
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalSequences:

@@ -17,12 +17,12 @@ import haliax as hax
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
-from haliax_ext.abstract import leaf_of
+from haliax_ext.batches import results
 from haliax_ext.mapping import AxisMapping, Mappings
-from haliax_ext.program import Input, Placement, Program, spec_of
+from haliax_ext.program import Input, Placement, Program
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import Scheme, Scores
 from levanter.models.base import LmHeadModel
@@ -154,48 +154,35 @@ def score_batches(
         fetch_behind: batches in flight before the first result is fetched.
     """
     assert first % shape.rows == 0, f"window {first} does not begin a batch of {shape.rows}"
-    run = jit_together(program, mesh)
-    waiting: deque[tuple[int, SuffixScores]] = deque()
-    for begin in range(first, len(source), shape.rows):
-        real = min(shape.rows, len(source) - begin)
-        rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
-        tokens = source.take(rows)
-        inputs = [tokens, tokens[:, -shape.suffix :]]
-        if shape.padded:
-            padding = source.left_padding(rows)
-            inputs.append(np.zeros(len(rows), np.int32) if padding is None else padding)
-        found = run(model, *_on_devices(program, inputs, mesh))
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        waiting.append((real, found))
-        if len(waiting) > fetch_behind:
-            yield _fetch(*waiting.popleft(), laws)
-    while waiting:
-        yield _fetch(*waiting.popleft(), laws)
+    batches = (_batch(source, begin, shape) for begin in range(first, len(source), shape.rows))
+    for real, found in results(program, mesh, model, batches, behind=fetch_behind, jit=jit_together):
+        yield _scores(real, found, laws)
 
 
-def _fetch(real: int, found: SuffixScores, laws: Sequence[Scheme]) -> Scores:
-    def local(named: hax.NamedArray) -> np.ndarray:
-        return np.asarray(named.array.addressable_data(0))[:real]
+def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, list[np.ndarray]]:
+    """How many of a batch's rows are windows of their own, and what the Program takes beside the model."""
+    rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
+    tokens = source.take(rows)
+    inputs = [tokens, tokens[:, -shape.suffix :]]
+    if shape.padded:
+        padding = source.left_padding(rows)
+        inputs.append(np.zeros(len(rows), np.int32) if padding is None else padding)
+    return min(shape.rows, len(source) - begin), inputs
 
-    top, *others = (local(x) for x in found.normalizers)
+
+def _scores(real: int, found: SuffixScores, laws: Sequence[Scheme]) -> Scores:
+    """The first rows of what a batch gave, on the host."""
+
+    def host(named: hax.NamedArray) -> np.ndarray:
+        return np.asarray(named.array)[:real]
+
+    top, *others = (host(named) for named in found.normalizers)
     return Scores(
-        logprobs=local(found.logprobs),
-        ranks=local(found.ranks),
+        logprobs=host(found.logprobs),
+        ranks=host(found.ranks),
         top_lse=top,
         normalizers={law.name: array for law, array in zip(laws, others, strict=True)},
     )
-
-
-def _on_devices(program: Program, arrays: Sequence[np.ndarray], mesh: Mesh) -> list[hax.NamedArray]:
-    """A batch as global arrays; every process gives its devices their part."""
-    placed = []
-    for declared, data in zip(program.inputs[1:], arrays, strict=True):
-        assert declared.placement is not None
-        sharding = NamedSharding(mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
-        array = jax.make_array_from_callback(data.shape, sharding, lambda index, data=data: data[index])
-        placed.append(hax.NamedArray(array, declared.value.axes))
-    return placed
 
 
 def score_and_store(

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Generator
 from contextlib import closing
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from haliax_ext.abstract import Leaf, leaves, map_arrays
-from haliax_ext.program import Input, spec_of
-from haliax_ext.pytree import Array
+from haliax_ext.batches import place, shardings
+from haliax_ext.program import Input
 from levanter.data import TrainingData, TrainRows, batches, next_tokens
 from levanter.trainer.loss import LmBatch
 
@@ -21,11 +19,9 @@ def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
         declared: the step's input, abstract.
         mesh: the devices.
     """
-    leaf = next(each for each in leaves(declared.value) if each.path == "tokens")
-    assert declared.placement is not None
-    sharding = NamedSharding(mesh, spec_of(leaf, declared.placement))
-    size = leaf.shape[0]
-    held = sharding.addressable_devices_indices_map(leaf.shape).values()
+    shape = declared.value.tokens.array.shape
+    size = shape[0]
+    held = shardings(declared, mesh)["tokens"].addressable_devices_indices_map(shape).values()
     spans = [index[0].indices(size)[:2] for index in held if index is not None]
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
@@ -45,24 +41,11 @@ def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> LmBatch:
         whole = TrainRows.empty(stop - first, Pos.size)
         whole.put(np.arange(rows.tokens.shape[0]), rows)
         rows = whole
-    placement = declared.placement
-    assert placement is not None and rows.tokens.shape == (stop - first, Pos.size), (rows.tokens.shape, Batch, Pos)
-
+    assert rows.tokens.shape == (stop - first, Pos.size), (rows.tokens.shape, Batch, Pos)
     # Where the step knows of no segments, each row is one sequence.
     targets = next_tokens(rows.tokens, None if abstract.segment_ids is None else rows.segment_ids)
-
-    def placed(leaf: Leaf, _: Array) -> jax.Array:
-        values: np.ndarray = targets if leaf.path == "targets" else getattr(rows, leaf.path)
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            begin, end, _ = index[0].indices(Batch.size)
-            return values[begin - first : end - first, *index[1:]]
-
-        sharding = NamedSharding(mesh, spec_of(leaf, placement))
-        return jax.make_array_from_callback(leaf.shape, sharding, part)
-
-    return map_arrays(placed, abstract)
+    paths = shardings(declared, mesh).keys() - {"targets"}
+    return place(declared, {"targets": targets, **{path: getattr(rows, path) for path in paths}}, mesh, first_row=first)
 
 
 def placed_batches(

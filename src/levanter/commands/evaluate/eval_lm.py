@@ -11,7 +11,6 @@ scored. Whatever is wrong with the input is said before a weight is read.
 import logging
 import platform
 import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from typing import Any
 import haliax as hax
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from haliax_ext.abstract import leaf_of, with_arrays
+from haliax_ext.abstract import with_arrays
+from haliax_ext.batches import results
 from haliax_ext.load_progress import LoadReport
 from haliax_ext.mapping import AxisMapping
-from haliax_ext.program import Input, Program, spec_of
+from haliax_ext.program import Input, Program
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
@@ -37,7 +37,6 @@ from levanter.data import (
     AbsentTextError,
     DataError,
     EvalBatches,
-    EvalRows,
     EvalSequences,
     EvaluationData,
     LmDataConfig,
@@ -319,23 +318,17 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     batches = _batches(work, sequences)
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
-    program = plan.program("score")
-    score = jit_together(program, mesh)
     scores = RowScores(sequences.row_count)
     began = time.perf_counter()
     first = done = 0.0
-    waiting: deque[tuple[EvalRows, hax.NamedArray]] = deque()
+    program = plan.program("score")
     with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
-        for step in range(len(batches) + FETCH_BEHIND):
-            if step < len(batches):
-                batch = batches[step]
-                waiting.append((batch, score(model, *on_devices(program, batch, mesh))))
-            if step >= FETCH_BEHIND and waiting:
-                batch, logprobs = waiting.popleft()
-                scores.add(batch, np.asarray(logprobs.array.addressable_data(0)))
-                first = first or time.perf_counter() - began
-                done += batch.scored_tokens.sum()
-                progress.advance_to(done)
+        given = ((batch, batch.inputs) for batch in batches)
+        for batch, logprobs in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
+            scores.add(batch, logprobs.array)
+            first = first or time.perf_counter() - began
+            done += batch.scored_tokens.sum()
+            progress.advance_to(done)
     return Evaluation(
         result=summarize(sequences, scores, max_rows_per_set=batches.max_rows_per_set),
         loading=loaded.report,
@@ -375,18 +368,6 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
             vocab_size=work.pretrained.Vocab.size,
             on_progress=progress.advance_to,
         )
-
-
-def on_devices(program: Program, batch: Any, mesh: Mesh) -> list[hax.NamedArray]:
-    """The batch's ids, targets and segments as global arrays; every process gives its devices their part."""
-    placed = []
-    for declared, data in zip(program.inputs[1:], (batch.tokens, batch.targets, batch.segment_ids), strict=True):
-        axes = declared.value.axes
-        assert declared.placement is not None
-        sharding = NamedSharding(mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
-        array = jax.make_array_from_callback(data.shape, sharding, lambda index, data=data: data[index])
-        placed.append(hax.NamedArray(array, axes))
-    return placed
 
 
 def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:

@@ -9,12 +9,12 @@ described like an evaluation (`eval_lm`), with the same Program: one row of text
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-import haliax as hax
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
+from haliax_ext.batches import results
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.eval_lm import EvalLmConfig, EvalWork
 from levanter.commands.model.pretrained import load_pretrained
@@ -133,17 +133,14 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
     require_same_text(sequences)
     chosen = chosen_rows(sequences, count=config.num_docs, seed=config.data_seed)
     model = with_arrays(work.pretrained.abstract, load_pretrained(work.pretrained, mesh, show=show).arrays)
-    program = plan.program("score")
-    score = jit_together(program, mesh)
+    parts = [chosen[first : first + work.batch_rows] for first in range(0, len(chosen), work.batch_rows)]
+    batches = [sequences.take(np.pad(part, (0, work.batch_rows - len(part)), constant_values=-1)) for part in parts]
+    given = (((part, batch), batch.inputs) for part, batch in zip(parts, batches, strict=True))
     found: list[ScoredText] = []
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
-        for first in range(0, len(chosen), work.batch_rows):
-            rows = np.full(work.batch_rows, -1, np.int64)
-            part = chosen[first : first + work.batch_rows]
-            rows[: len(part)] = part
-            batch = sequences.take(rows)
-            logprobs: hax.NamedArray = score(model, *eval_lm.on_devices(program, batch, mesh))
-            values = np.where(batch.loss_mask, np.asarray(logprobs.array.addressable_data(0)), np.nan)
+        scored = results(plan.program("score"), mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
+        for (part, batch), logprobs in scored:
+            values = np.where(batch.loss_mask, logprobs.array, np.nan)
             for n, row in enumerate(part.tolist()):
                 found.append(_scored(sequences, row, batch.tokens[n], batch.segment_ids[n], values[n]))
             progress.advance(len(part))

@@ -5,24 +5,22 @@ A configuration with validation sets has one Program more, `evaluate`; one witho
 """
 
 import logging
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import haliax as hax
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from haliax_ext.abstract import leaf_of
+from haliax_ext.batches import results
 from haliax_ext.mapping import AxisMapping
-from haliax_ext.program import Input, Program, spec_of
+from haliax_ext.program import Input, Program
 from levanter.data import (
     AbsentTextError,
     DataError,
     DatasetComponent,
     EvalBatches,
-    EvalRows,
     EvalSequences,
     EvaluationData,
     LmDataConfig,
@@ -186,33 +184,17 @@ class Evaluate:
             batch_size=Batch.size,
             max_rows_per_set=None if self.max_batches is None else self.max_batches * Batch.size,
         )
-        score = jit_together(self.program, self.mesh)
         scores = RowScores(self.sequences.row_count)
-        waiting: deque[tuple[EvalRows, hax.NamedArray]] = deque()
+        given = ((batch, batch.inputs) for batch in batches)
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
-            for n in range(len(batches) + FETCH_BEHIND):
-                if n < len(batches):
-                    batch = batches[n]
-                    placed = [
-                        self._placed(declared, values)
-                        for declared, values in zip(
-                            self.program.inputs[1:], (batch.tokens, batch.targets, batch.segment_ids), strict=True
-                        )
-                    ]
-                    waiting.append((batch, score(state.model, *placed)))
-                if n >= FETCH_BEHIND:
-                    batch, logprobs = waiting.popleft()
-                    scores.add(batch, np.asarray(logprobs.array.addressable_data(0)))
-                    progress.advance(1)
+            for batch, logprobs in results(
+                self.program, self.mesh, state.model, given, behind=FETCH_BEHIND, jit=jit_together
+            ):
+                scores.add(batch, logprobs.array)
+                progress.advance(1)
         self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)
         self.tracker.log(self.result.metrics(), step=taken - 1)
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
         told = "" if np.isnan(bits) else f", {bits:.4f} bits a byte"
         logger.info("step %d: validation loss %.4f nats a token%s", taken, overall.loss, told)
-
-    def _placed(self, declared: Input, values: np.ndarray) -> hax.NamedArray:
-        assert declared.placement is not None
-        sharding = NamedSharding(self.mesh, spec_of(leaf_of(declared.name, declared.value), declared.placement))
-        array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-        return hax.NamedArray(array, declared.value.axes)

@@ -1,0 +1,103 @@
+"""Batches of host arrays through a Program: onto the devices, and what comes of them back, a few batches later.
+
+`place` makes global arrays of host arrays, as an `Input` declares them. `results` is the loop: batches are dispatched
+in order and their results fetched while later ones compute, so that the devices never wait for the host.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from haliax_ext.abstract import Leaf, leaves, map_arrays
+from haliax_ext.program import Input, Jit, Program, spec_of
+from haliax_ext.pytree import Array, PyTree
+
+K = TypeVar("K")
+
+
+def shardings(declared: Input, mesh: Mesh) -> dict[str, NamedSharding]:
+    """How the arrays of an input lie on a mesh, by path (the empty one where the input is one array).
+
+    Args:
+        declared: the input; something must place it.
+        mesh: the devices.
+    """
+    placement = declared.placement
+    assert placement is not None, f"nothing says where {declared.name} goes"
+    return {leaf.path: NamedSharding(mesh, spec_of(leaf, placement)) for leaf in leaves(declared.value)}
+
+
+def place(declared: Input, values: np.ndarray | Mapping[str, np.ndarray], mesh: Mesh, *, first_row: int = 0) -> PyTree:
+    """Host arrays as an input of a Program; every process gives its own devices their part.
+
+    Args:
+        declared: the input, abstract.
+        values: its arrays by path, or the one that it is.
+        mesh: the devices.
+        first_row: the index, along every array's first axis, of what `values` begin with: a process needs the rows
+            that its own devices hold, and no others.
+
+    Returns:
+        The input's value with global arrays.
+    """
+    where = shardings(declared, mesh)
+
+    def placed(leaf: Leaf, _: Array) -> jax.Array:
+        here = values[leaf.path] if isinstance(values, Mapping) else values
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            begin, end, _ = index[0].indices(leaf.shape[0])
+            return here[begin - first_row : end - first_row, *index[1:]]
+
+        return jax.make_array_from_callback(leaf.shape, where[leaf.path], part)
+
+    return map_arrays(placed, declared.value)
+
+
+def results(
+    program: Program,
+    mesh: Mesh,
+    first: PyTree,
+    batches: Iterable[tuple[K, Sequence[np.ndarray]]],
+    *,
+    behind: int,
+    jit: Jit = Program.jit,
+) -> Iterator[tuple[K, Any]]:
+    """Runs a Program for each batch, in order, and gives what comes of them.
+
+    Args:
+        program: its outputs are whole on every device.
+        mesh: the devices.
+        first: its first input, the same for all batches, on the devices.
+        batches: for each what it is called, and the other inputs, an array each.
+        behind: batches in flight before the first result is fetched.
+        jit: makes the Program callable.
+
+    Returns:
+        For each batch what it is called, and what the Program returns, with NumPy arrays.
+    """
+    run = jit(program, mesh)
+    waiting: deque[tuple[K, PyTree]] = deque()
+    for name, arrays in batches:
+        given = [place(declared, array, mesh) for declared, array in zip(program.inputs[1:], arrays, strict=True)]
+        found = run(first, *given)
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        waiting.append((name, found))
+        if len(waiting) > behind:
+            yield _fetched(*waiting.popleft())
+    while waiting:
+        yield _fetched(*waiting.popleft())
+
+
+def _fetched(name: K, found: PyTree) -> tuple[K, Any]:
+    def local(array: jax.Array) -> np.ndarray:
+        return np.asarray(array.addressable_data(0))
+
+    return name, cast("Callable[..., Any]", jax.tree.map)(local, found)
