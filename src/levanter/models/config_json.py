@@ -1,8 +1,8 @@
 """What a model family must know to cross between config.json and our config: a `ConfigJson`.
 
 A *field* is a key of config.json. Each is read through `Fields`, which remembers what was asked for; what nobody asked
-for, is not known to be harmless and is not null, is a `FieldFinding` at the end. So a new field that changes the numbers
-is never passed over in silence.
+for, is not known to be harmless and is not null, is a `FieldFinding` at the end. So a new field that changes numbers is
+never passed over in silence.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,7 @@
 """Rotary embeddings in config.json, both spellings, against the frequencies that transformers computes from them."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -157,5 +158,5 @@ def test_a_yarn_factor_that_transformers_4_would_replace_is_reported():
 
 def test_a_default_factor_is_exported_as_linear():
     config = read_config(document()).config
-    config = type(config)(**{**vars(config), "rope": DefaultRotaryConfig(theta=1e4, factor=4.0)})
+    config = dataclasses.replace(config, rope=DefaultRotaryConfig(theta=1e4, factor=4.0))
     assert write_config(config)["rope_parameters"] == {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
