@@ -19,7 +19,6 @@ from levanter.config import Written
 from levanter.data import Tokenizer
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import BatchShape, WindowSource, laws_of, score_program
-from levanter.models.flops import flops_per_token
 from levanter.models.registry import LmConfig, family_of
 from levanter.run import Check, RunPlan, Target, Workload
 
@@ -244,9 +243,7 @@ def _workload(
     weights = shape.rows * (shape.positions * body + shape.suffix * head)
 
     def attention(pairs: Literal["causal", "full"]) -> float:
-        each = flops_per_token(
-            model.config, vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs
-        )
+        each = model.config.flops(vocab_size=model.Vocab.size, context_length=shape.positions, attention=pairs)
         return each.attention * shape.rows * shape.positions
 
     mine = [job for job, _, of in jobs if of == name]

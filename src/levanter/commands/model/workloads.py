@@ -11,7 +11,6 @@ from haliax_ext.program import Program
 from levanter.commands.model.pretrained import PretrainedModel
 from levanter.data import EvaluationSet, FileDocuments
 from levanter.io import file_size, is_remote
-from levanter.models.flops import flops_per_token
 from levanter.models.registry import LmConfig
 from levanter.run import RunPlan, Workload
 from levanter.trainer.batch_plan import BatchStage
@@ -48,9 +47,7 @@ def scoring_workload(
     """
 
     def flops(attention: Literal["causal", "full"]) -> float:
-        each = flops_per_token(
-            pretrained.config, vocab_size=pretrained.Vocab.size, context_length=positions, attention=attention
-        )
+        each = pretrained.config.flops(vocab_size=pretrained.Vocab.size, context_length=positions, attention=attention)
         return rows * positions * each.scoring
 
     return Workload(
@@ -84,10 +81,7 @@ def training_workloads(
         tokens = own.plan.placed_rows * positions
 
         def flops(attention: Literal["causal", "full"], tokens: int = tokens) -> float:
-            return (
-                tokens
-                * flops_per_token(model, vocab_size=vocab, context_length=positions, attention=attention).training
-            )
+            return tokens * model.flops(vocab_size=vocab, context_length=positions, attention=attention).training
 
         yield Workload(
             program=program_name(own),

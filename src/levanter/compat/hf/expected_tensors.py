@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import haliax as hax
+import jax
 
+from haliax_ext.abstract import abstract, leaves
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.registry import LmConfig
 
@@ -33,7 +35,23 @@ class ExpectedTensor:
 
 def expected_tensors(config: LmConfig) -> tuple[ExpectedTensor, ...]:
     """The shapes that a config implies, from its weight rules."""
-    assert isinstance(config, DecoderConfig)
+    return of_decoder(config) if isinstance(config, DecoderConfig) else of_any_model(config)
+
+
+def of_any_model(config: LmConfig) -> tuple[ExpectedTensor, ...]:
+    """The shapes of the tensors that a model's leaves come from, one by one."""
+    assert config.vocab_size is not None
+    Vocab = hax.Axis("vocab", config.vocab_size)
+    rules = config.weight_rules(Vocab)
+    module = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
+    return tuple(
+        ExpectedTensor(tuple(rules.spellings(name)), tuple(shape), "the model's own sizes")
+        for name, (shape, _) in rules.sources(leaves(module)).items()
+    )
+
+
+def of_decoder(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
+    """The shapes of a decoder's tensors, with a reason in config.json's words; alike ones of all layers together."""
     head = config.HeadSize.size
     words = {
         ("embed",): f"hidden_size {config.hidden_dim}",

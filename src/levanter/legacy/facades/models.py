@@ -22,7 +22,6 @@ from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.layers.attention import AttentionMask
 from levanter.layers.linear import Dense
-from levanter.models import flops
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import next_tokens, token_logprobs
@@ -183,7 +182,7 @@ def flops_per_token(config: LmConfig) -> Callable[..., float]:
 
     def of_sizes(vocab_size: int, context_length: int | None = None) -> float:
         length = config.max_seq_len if context_length is None else context_length
-        return flops.flops_per_token(config, vocab_size=vocab_size, context_length=length, attention="full").scoring
+        return config.flops(vocab_size=vocab_size, context_length=length, attention="full").scoring
 
     return of_sizes
 
