@@ -12,6 +12,7 @@ from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.cost import kernel_flops
 
 PROGRAMS = Path(__file__).parent / "llama_programs.py"
+ATTENTION = Path(__file__).parent / "attention_programs.py"
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.timeout(900),
@@ -64,6 +65,18 @@ def test_kernels_run_on_each_devices_heads_and_rows(target, tmp_path):
     }
     named = sum(cycles for module, cycles in figures.cycles_by_module(1).items() if module != "(unnamed)")
     assert named > 0.95 * figures.total_cycles
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_positions_that_are_arrays(window, tmp_path):
+    """Unequal lengths, the keys in any order, each device with its own rows and queries: marks and tables are data."""
+    payload = {"queries": 2048, "keys": 3000, "window": window}
+    (outcome,) = compile_programs(f"{ATTENTION}:at_positions", payload, target="v6e-8", keep_text=tmp_path)
+    assert isinstance(outcome, Compiled) and outcome.figures is not None
+    kinds = [kernel.name.split("_")[2] for kernel in outcome.figures.kernels]
+    assert sorted(kinds) == ["dkv", "dq", "fwd"]
+    text = (tmp_path / "attention.hlo.txt").read_text()
+    assert "3000,2048" not in text and "2048,3000" not in text and "1024,3072" not in text
 
 
 def test_gradients_are_scattered_and_not_reduced_whole(tmp_path):

@@ -22,7 +22,14 @@ from levanter.layers.attention.blockwise import blockwise_attention
 from levanter.layers.attention.jax_native import jax_native_attention
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.splash import LANES, SplashBlocks, splash_attention, splash_blocks, splash_obstacle
+from levanter.layers.attention.splash import (
+    LANES,
+    SplashBlocks,
+    splash_attention,
+    splash_blocks,
+    splash_mask_obstacle,
+    splash_obstacle,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +207,9 @@ def attend(
 ) -> NamedArray:
     """Runs the chosen backend; see `reference_attention` for axes and meaning."""
     name = choice.name
-    if name == "splash" and mask.explicit is not None:
+    if name == "splash" and (obstacle := splash_mask_obstacle(mask, keys=k.axis_size("key_position"))):
         name = "blockwise"
-        logger.warning("attention: blockwise and not splash, whose masks are rules: this one is an array")
+        logger.warning("attention: blockwise and not splash: %s", obstacle)
     run = None
     if name == "reference":
         run = reference_attention

@@ -41,13 +41,13 @@ def blockwise_attention(
             return None
         return hax.pad(x, {KeyPos: (0, padding)}).unflatten_axis(KeyPos.name, (Blocks, Block))
 
-    segments = None if mask.segment_ids is None else mask.segment_ids.rename({Pos.name: KeyPos.name})
-    blocks = (cut(hax.arange(KeyPos)), cut(hax.ones(KeyPos, dtype=bool)), cut(k), cut(v), cut(segments))
-    queries = hax.arange(Pos)
+    positions, segments = mask.positions_of_keys(KeyPos), mask.segments_of_keys(Pos, KeyPos)
+    blocks = (cut(positions), cut(hax.ones(KeyPos, dtype=bool)), cut(k), cut(v), cut(segments))
+    queries = mask.positions_of_queries(Pos)
 
-    def step(carry, index, exists, k_block, v_block, segment_block, explicit_block):
+    def step(carry, keys, exists, k_block, v_block, segment_block, explicit_block):
         top, total, mixed = carry
-        visible = mask.visible(queries, index, key_segments=segment_block, explicit=explicit_block)
+        visible = mask.visible(queries, keys, key_segments=segment_block, explicit=explicit_block)
         if padding:
             visible = exists if visible is None else hax.logical_and(visible, exists)
         scores = hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32) * softmax_scale

@@ -35,7 +35,8 @@ def jax_native_attention(
 
     queries = plain(q, Pos, KVHead, Group, HeadSize)
     queries = queries.reshape(*queries.shape[:2], KVHead.size * Group.size, HeadSize.size)
-    simple = mask.segment_ids is None and mask.explicit is None and (mask.is_causal or mask.sliding_window is None)
+    by_index = mask.is_by_index(Pos, KeyPos) and mask.query_segments is None and mask.explicit is None
+    simple = by_index and (mask.is_causal or mask.sliding_window is None)
     visible = None if simple else mask.materialize(Pos, KeyPos)
     if visible is not None:
         visible = visible.broadcast_to((*leading, Pos, KeyPos)).rearrange((*leading, Pos, KeyPos))

@@ -4,7 +4,7 @@ The kernel holds a block of scores at a time on the chip, and visits only the bl
 shows some of. The compiler cannot cut it, so every device is handed its own heads and rows by `jax.shard_map`: the
 mapping in scope says which mesh axes cut the batch, `kv_head` and `q_heads_per_group`, and `position`, which cuts the
 queries only (keys and values are whole there). What the kernel asks for is arranged here: sequences of whole blocks
-(padded, the padding hidden), the scale on the queries, and masks as rules.
+(padded, the padding hidden), the scale on the queries, and masks as rules (`splash_tables`).
 
 Words. *block*: queries × keys that are computed in one visit. *part*: the queries of a sequence that one device has.
 """
@@ -21,14 +21,24 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as pallas
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as pallas_info
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from haliax_ext.errors import IndivisibleError, named_shape
 from haliax_ext.mapping import compute_mapping_in_scope
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.reference import HIDDEN
+from levanter.layers.attention.splash_tables import (
+    MOST_MARKED_KEYS,
+    Rule,
+    Settings,
+    SplashBlocks,
+    every_part_sees,
+    marks_of,
+    rule_by_marks,
+    static_kernel,
+    tables_at,
+)
 
 LANES = 128
 """What a TPU's vector registers are wide: every block is a multiple of it."""
@@ -40,23 +50,6 @@ VISIT = 300**2
 """What a visit costs beyond its arithmetic, in pairs (head size 128): 0.35 µs at half of v4's peak."""
 
 PADDING_SEGMENT = np.iinfo(np.int32).min
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplashBlocks:
-    """How a sequence is cut for the kernel.
-
-    Attributes:
-        block: queries, and keys, in a block.
-        compute: keys of it whose scores exist at a time.
-        dq: queries, and keys, in a block of the kernel for the queries' gradient, which takes all its keys at once.
-        padded: positions of a part, in whole blocks.
-    """
-
-    block: int
-    compute: int
-    dq: int
-    padded: int
 
 
 def splash_blocks(
@@ -111,13 +104,14 @@ def splash_attention(
 ) -> NamedArray:
     """As `reference_attention`, by the kernel; scores and softmax are float32.
 
-    Queries are scaled before they meet the keys, which rounds 16-bit ones once more than the reference does.
+    Queries are scaled before they meet the keys, which rounds 16-bit ones once more than the reference does. Keys whose
+    positions are an array are laid out in order of position first.
 
     Args:
         q: see `reference_attention`.
-        k: see `reference_attention`; as many keys as queries.
+        k: see `reference_attention`.
         v: see `reference_attention`.
-        mask: a rule; not an explicit array.
+        mask: a rule that `splash_mask_obstacle` has nothing against.
         softmax_scale: multiplies the scores.
         block_size: positions in a block, if not by length.
         soft_cap: see `reference_attention`.
@@ -125,66 +119,198 @@ def splash_attention(
         interpret: emulate the kernel, for machines without a TPU.
 
     Raises:
-        ValueError: the mask is an array.
+        ValueError: the kernel cannot have the mask.
         IndivisibleError: an axis does not divide into what it is mapped to.
     """
-    if mask.explicit is not None:
-        raise ValueError(
-            "splash attention takes masks that are rules (causal, window, segments), not arrays; "
-            "set model.attn_backend: blockwise"
-        )
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
+    if obstacle := splash_mask_obstacle(mask, keys=KeyPos.size):
+        raise ValueError(f"splash attention: {obstacle}; set model.attn_backend: blockwise")
     KVHead, Group, Size = (q.resolve_axis(name) for name in ("kv_head", "q_heads_per_group", "head_size"))
-    assert Pos.size == KeyPos.size, f"{Pos.size} queries, {KeyPos.size} keys: splash is for self-attention"
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
     mesh = jax.sharding.get_abstract_mesh()
     cut = _Cut(compute_mapping_in_scope(), {} if mesh.empty else dict(mesh.shape))
     parts = cut.ways(Pos)
-    blocks = splash_blocks(-(-Pos.size // parts), block_size, head_size=Size.size, dtype=q.dtype)
-    Padded, PaddedKeys = Pos.resize(blocks.padded * parts), KeyPos.resize(blocks.padded * parts)
-    if Padded.size > Pos.size and not mask.is_causal and mask.segment_ids is None:
-        # Nothing else hides the padding from the queries before it.
-        mask = mask.with_segment_ids(hax.zeros(Pos, dtype=jnp.int32))
+    part = -(-Pos.size // parts)
+    blocks = splash_blocks(min(part, KeyPos.size), block_size, head_size=Size.size, dtype=q.dtype)
+    Padded = Pos.resize(-(-part // blocks.block) * blocks.block * parts)
+    by_index = mask.is_by_index(Pos, KeyPos)
+    PaddedKeys = KeyPos.resize(Padded.size if by_index else -(-KeyPos.size // blocks.block) * blocks.block)
+    if PaddedKeys.size > KeyPos.size and not (mask.is_causal and by_index) and mask.query_segments is None:
+        # Nothing else hides the padding from the queries.
+        own, theirs = hax.zeros(Pos, dtype=jnp.int32), hax.zeros(KeyPos, dtype=jnp.int32)
+        mask = mask.with_segment_ids(own, None if by_index else theirs)
+    if sinks is None and not by_index:
+        # A query that sees no key has this one, whose value is zero; beside any other key it weighs nothing.
+        sinks = hax.full((KVHead, Group), HIDDEN, dtype=jnp.float32)
 
     def padded(x: NamedArray, Short: Axis, Long: Axis, value: int = 0) -> NamedArray:
         return x if Short == Long else hax.pad(x, {Short: (0, Long.size - Short.size)}, constant_values=value)
 
+    def of_rows(x: NamedArray, Along: Axis) -> NamedArray:
+        return x.astype(jnp.int32).broadcast_to((*leading, Along)).rearrange((*leading, Along))
+
     scaled = (q.astype(jnp.float32) * softmax_scale).astype(q.dtype)
-    named = [
-        padded(scaled, Pos, Padded).rearrange((*leading, KVHead, Group, Padded, Size)),
-        padded(k, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),
-        padded(v, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),
-    ]
-    if mask.segment_ids is not None:
-        own = mask.segment_ids.astype(jnp.int32).broadcast_to((*leading, Pos)).rearrange((*leading, Pos))
-        named.append(padded(own, Pos, Padded, PADDING_SEGMENT))
-        named.append(named[-1].rename({Pos.name: KeyPos.name}))
-    kernel = _kernel(_Rule(mask.is_causal, mask.sliding_window), Padded.size, parts, blocks, interpret, soft_cap)
-    heads = () if sinks is None else (sinks.rearrange((KVHead, Group)),)
-    attend: Callable[..., jax.Array] = functools.partial(_attend_row, with_sinks=bool(heads))
-    for _ in leading:
-        attend = jax.vmap(attend, in_axes=(None, *[None] * len(heads), *[0] * len(named)))
-    if not mesh.empty:
-        queries = cut.spec((Padded,))
+    named = {
+        "q": padded(scaled, Pos, Padded).rearrange((*leading, KVHead, Group, Padded, Size)),
+        "k": padded(k, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),
+        "v": padded(v, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),
+    }
+    if mask.query_segments is not None:
+        segments = padded(of_rows(mask.query_segments, Pos), Pos, Padded, PADDING_SEGMENT)
+        named["query_segments"] = segments
+        named["key_segments"] = segments.rename({Pos.name: KeyPos.name})
+        if not by_index:
+            theirs = mask.segments_of_keys(Pos, KeyPos)
+            assert theirs is not None
+            named["key_segments"] = padded(of_rows(theirs, KeyPos), KeyPos, PaddedKeys, PADDING_SEGMENT)
+    if sinks is not None:
+        named["sinks"] = sinks.rearrange((KVHead, Group))
+    rule = Rule(mask.is_causal, mask.sliding_window)
+    settings = Settings(blocks=blocks, soft_cap=soft_cap, interpret=interpret)
+    static = dict(queries=Padded.size, keys=PaddedKeys.size, offset=mask.offset, parts=parts)
+    static_positions = not rule.compares or (mask.query_positions is None and mask.key_positions is None)
+    if static_positions and every_part_sees(rule, **static):
+        kernel = static_kernel(rule, **static, settings=settings)
         # Each part of the queries has its own share of the kernel's table of blocks.
-        of_kernel = kernel.manual_sharding_spec(jax.NamedSharding(mesh, PartitionSpec(None, *queries)))
-        specs = [cut.spec(x.axes) for x in (*heads, *named)]
-        of_queries = specs[len(heads)]
-        attend = jax.shard_map(attend, in_specs=(of_kernel, *specs), out_specs=of_queries, check_vma=False)
-    out = hax.named(attend(kernel, *(x.array for x in (*heads, *named))), named[0].axes)
-    return (out if Padded == Pos else out[Pos.name, 0 : Pos.size]).rearrange(q.axes)
+        kernel_spec = None
+        if not mesh.empty:
+            queries = cut.spec((Padded,))
+            kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, PartitionSpec(None, *queries)))
+        out = _on_every_device(_at_indices, (kernel,), (kernel_spec,), named, cut, mesh, rows=len(leading))
+    else:
+        named |= _positions(mask, Pos, KeyPos, Padded, PaddedKeys, of_rows)
+        attend = functools.partial(_at_positions, rule=rule, settings=settings)
+        out = _on_every_device(attend, (), (), named, cut, mesh, rows=len(leading))
+    found = hax.named(out, named["q"].axes)
+    return (found if Padded == Pos else found[Pos.name, 0 : Pos.size]).rearrange(q.axes)
 
 
-def _attend_row(kernel: pallas.SplashAttentionKernel, *arrays: jax.Array, with_sinks: bool) -> jax.Array:
+def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
+    """Why the kernel cannot have a mask, if it cannot.
+
+    Args:
+        mask: the mask.
+        keys: in a sequence.
+    """
+    if mask.explicit is not None:
+        return "the kernel takes masks that are rules (causal, window, segments), not arrays"
+    # A mark in the kernel is 32 bits wide, and each of two limits takes half of it.
+    given = mask.key_positions is not None and "key_position" in [axis.name for axis in mask.key_positions.axes]
+    if given and mask.is_causal and mask.sliding_window is not None and keys > MOST_MARKED_KEYS:
+        return f"with a window and an array of positions the kernel takes {MOST_MARKED_KEYS} keys at most, not {keys}"
+    return None
+
+
+def _positions(
+    mask: AttentionMask,
+    Pos: Axis,
+    KeyPos: Axis,
+    Padded: Axis,
+    PaddedKeys: Axis,
+    of_rows: Callable[[NamedArray, Axis], NamedArray],
+) -> dict[str, NamedArray]:
+    """Positions of queries and keys for every row, in whole blocks; of keys none where they are consecutive."""
+    queries, keys = mask.positions_of_queries(Pos), mask.key_positions
+    *others, _ = of_rows(queries, Pos).axes
+    if keys is not None and KeyPos.name not in [axis.name for axis in keys.axes]:
+        queries, keys = of_rows(queries, Pos) - of_rows(keys, Pos), None
+
+    def widths(Short: Axis, Long: Axis) -> list[tuple[int, int]]:
+        return [*((0, 0) for _ in others), (0, Long.size - Short.size)]
+
+    # Queries behind the end are where the last one is, so that they need no blocks of their own; keys are behind all.
+    array = jnp.pad(of_rows(queries, Pos).array, widths(Pos, Padded), mode="edge")
+    found = {"query_positions": hax.named(array, (*others, Padded))}
+    if keys is not None:
+        last = np.iinfo(np.int32).max
+        array = jnp.pad(of_rows(keys, KeyPos).array, widths(KeyPos, PaddedKeys), constant_values=last)
+        found["key_positions"] = hax.named(array, (*others, PaddedKeys))
+    return found
+
+
+def _on_every_device(
+    attend: Callable[..., jax.Array],
+    before: tuple[pallas.SplashAttentionKernel, ...],
+    before_specs: tuple[object, ...],
+    named: dict[str, NamedArray],
+    cut: "_Cut",
+    mesh: AbstractMesh,
+    *,
+    rows: int,
+) -> jax.Array:
+    """Calls `attend(*before, arrays, rows=rows)` with each device's own part of the arrays."""
+
+    def local(*given: jax.Array | pallas.SplashAttentionKernel) -> jax.Array:
+        arrays = dict(zip(named, given[len(before) :], strict=True))
+        return attend(*given[: len(before)], arrays, rows=rows)
+
+    if not mesh.empty:
+        specs = {name: cut.spec(x.axes) for name, x in named.items()}
+        in_specs = (*before_specs, *specs.values())
+        local = jax.shard_map(local, in_specs=in_specs, out_specs=specs["q"], check_vma=False)
+    return local(*before, *(x.array for x in named.values()))
+
+
+def _over_rows(function: Callable[..., jax.Array], arrays: dict[str, jax.Array], *, rows: int) -> jax.Array:
+    """`function` of the arrays of one sequence, for all sequences along the first axes; sinks are everyone's."""
+    mapped = function
+    for _ in range(rows):
+        mapped = jax.vmap(mapped, in_axes=({name: None if name == "sinks" else 0 for name in arrays},))
+    return mapped(arrays)
+
+
+def _at_indices(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Array], *, rows: int) -> jax.Array:
+    """Attends where positions are indices."""
+    return _over_rows(functools.partial(_attend_row, kernel), arrays, rows=rows)
+
+
+def _at_positions(arrays: dict[str, jax.Array], *, rule: Rule, settings: Settings, rows: int) -> jax.Array:
+    """Attends where positions are arrays: the keys in order, the marks of the queries, and tables for all rows."""
+    leading = arrays["q"].shape[:rows]
+    flat = {name: x if name == "sinks" else x.reshape(-1, *x.shape[rows:]) for name, x in arrays.items()}
+    queries, keys = flat.pop("query_positions"), flat.pop("key_positions", None)
+    by_marks = rule_by_marks(rule, reordered=keys is not None)
+    marks, order = jax.vmap(functools.partial(marks_of, rule))(queries, keys)
+    if order is not None:
+        flat |= {name: _ordered(flat[name], order, axis) for name, axis in (("k", -2), ("v", -2))}
+        if "key_segments" in flat:
+            flat["key_segments"] = _ordered(flat["key_segments"], order, -1)
+    tables = tables_at(by_marks, marks, flat["k"].shape[-2], settings.blocks)
+
+    def of_row(row: dict[str, jax.Array]) -> jax.Array:
+        own = row.pop("marks")
+        forward, of_queries, of_keys = (table._replace(q_sequence=own) for table in tables)
+        kernel = settings.kernel((forward, of_queries, of_keys), by_marks)
+        return _attend_row(kernel, row)
+
+    out = _over_rows(of_row, {**flat, "marks": marks}, rows=1)
+    return out.reshape(*leading, *out.shape[1:])
+
+
+def _ordered(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    """`x [rows, …]` with each row's entries along an axis in the row's `order [rows, key_position]`."""
+    shape = [1] * x.ndim
+    shape[0], shape[axis] = order.shape
+    return jnp.take_along_axis(x, order.reshape(shape), axis=axis)
+
+
+def _attend_row(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Array]) -> jax.Array:
     """One sequence: `q [kv_head, q_heads_per_group, position, head_size]`, `k` and `v [kv_head, position, head_size]`.
 
-    Before them come the sinks, if there are any, and behind them segments. The kernel has one axis of query heads and
-    finds the key/value head of each by division, as they are flattened here.
+    Beside them are sinks and segments, if there are any. The kernel has one axis of query heads and finds the key/value
+    head of each by division, as they are flattened here.
     """
-    sinks = arrays[0].reshape(-1) if with_sinks else None
-    q, k, v, *segments = arrays[1:] if with_sinks else arrays
-    flat = q.reshape(-1, *q.shape[2:])
-    out = kernel(flat, k, v, segment_ids=pallas.SegmentIds(*segments) if segments else None, sinks=sinks)
+    q, sinks = arrays["q"], arrays.get("sinks")
+    segments = None
+    if "query_segments" in arrays:
+        segments = pallas.SegmentIds(arrays["query_segments"], arrays["key_segments"])
+    out = kernel(
+        q.reshape(-1, *q.shape[2:]),
+        arrays["k"],
+        arrays["v"],
+        segment_ids=segments,
+        sinks=None if sinks is None else sinks.reshape(-1),
+    )
     return cast(jax.Array, out).reshape(q.shape)
 
 
@@ -213,95 +339,3 @@ class _Cut:
                     suggestion="change the mapping, or set model.attn_backend: blockwise",
                 )
         return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))
-
-
-Numbers = np.ndarray | jax.Array
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A mask by the distance from a key to the query that looks at it, on arrays of any kind."""
-
-    is_causal: bool
-    window: int | None
-
-    def __call__(self, queries: Numbers, keys: Numbers | int) -> Numbers:
-        distance = queries - keys
-        if self.window is None:
-            return distance >= 0 if self.is_causal else distance == distance
-        near = distance < self.window
-        return near & (distance >= 0) if self.is_causal else near
-
-
-class _RuleMask(Mask):
-    """A rule as the kernel's mask: asked for a block, it gives one entry for each distance in it.
-
-    The kernel's own masks give every entry, of which only whether any and whether all are set is of interest; for 64k
-    positions that takes ten seconds.
-    """
-
-    def __init__(self, rule: _Rule, length: int):
-        self.rule = rule
-        self.length = length
-        if rule != _Rule(is_causal=False, window=None):
-            # Their presence is what tells the kernel to compute the mask and not to read it.
-            self.q_sequence = np.arange(length, dtype=np.int32)
-            self.mask_function = rule
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.length, self.length)
-
-    def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        queries, keys = block
-        smallest, largest = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
-        return np.asarray(self.rule(np.arange(smallest, largest + 1), 0))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _RuleMask) and (self.rule, self.length) == (other.rule, other.length)
-
-    def __hash__(self) -> int:
-        return hash((self.rule, self.length))
-
-
-@functools.lru_cache(maxsize=64)
-def _kernel(
-    rule: _Rule,
-    length: int,
-    parts: int,
-    blocks: SplashBlocks,
-    interpret: bool,
-    soft_cap: float | None = None,
-) -> pallas.SplashAttentionKernel:
-    """The kernel with its table of blocks, as NumPy arrays: made once, and outside of any trace.
-
-    One head's mask serves all heads.
-    """
-    mask = MultiHeadMask([_RuleMask(rule, length)])
-    shape = (blocks.block, blocks.block)
-    by_queries, function = pallas_info.process_mask(mask, shape, q_seq_shards=parts)
-    by_queries_dq, _ = pallas_info.process_mask(mask, (blocks.dq, blocks.dq), q_seq_shards=parts)
-    by_keys, _ = pallas_info.process_mask_dkv(mask, shape, q_seq_shards=parts)
-    sizes = pallas.BlockSizes(
-        block_q=blocks.block,
-        block_kv=blocks.block,
-        block_kv_compute=blocks.compute,
-        block_q_dkv=blocks.block,
-        block_kv_dkv=blocks.block,
-        block_kv_dkv_compute=blocks.compute,
-        block_q_dq=blocks.dq,
-        block_kv_dq=blocks.dq,
-    )
-    return pallas.SplashAttentionKernel(
-        by_queries,
-        by_queries_dq,
-        by_keys,
-        block_sizes=sizes,
-        is_mqa=False,
-        save_residuals=False,
-        mask_value=pallas.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name="attention",  # in `AttentionSpec.saved`: its output, and its log-sum-exp
-        mask_function=function,
-        interpret=interpret,
-    )

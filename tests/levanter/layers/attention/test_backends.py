@@ -42,7 +42,7 @@ def mask_of(rule: str, segments, explicit) -> AttentionMask:
         "explicit": AttentionMask.of_array(explicit),
         "everything": AttentionMask.of_array(explicit)
         & AttentionMask.causal(sliding_window=9)
-        & AttentionMask(segment_ids=segments),
+        & AttentionMask(query_segments=segments),
     }[rule]
 
 
@@ -128,7 +128,7 @@ def test_blockwise_holds_no_score_matrix():
 
 
 def test_two_segmentations_are_our_bug():
-    rule = AttentionMask(segment_ids=hax.zeros(Pos, dtype=jnp.int32))
+    rule = AttentionMask(query_segments=hax.zeros(Pos, dtype=jnp.int32))
     with pytest.raises(AssertionError, match="segments"):
         rule & rule
     with pytest.raises(ValueError, match="at least one key"):

@@ -17,15 +17,8 @@ from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends
-from levanter.layers.attention.splash import (
-    BLOCKS,
-    SplashBlocks,
-    _kernel,
-    _Rule,
-    splash_attention,
-    splash_blocks,
-    splash_obstacle,
-)
+from levanter.layers.attention.splash import BLOCKS, splash_attention, splash_blocks, splash_obstacle
+from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
 from levanter.models.scoring import mean_loss, next_tokens
 
 LENGTH = 200  # no multiple of any block
@@ -205,23 +198,27 @@ def test_lowers_for_a_tpu_on_an_abstract_mesh():
     assert "tpu_custom_call" in text and "tensor<1x1x256x16xbf16>" in text
 
 
-@pytest.mark.parametrize("length", [512, 768, 1024])
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset"),
+    [(512, 512, 0), (768, 768, 0), (1024, 1024, 0), (512, 1024, 512), (512, 768, 77), (1024, 512, 0)],
+)
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_the_table_of_blocks_is_that_of_the_whole_mask(length, window, parts):
+def test_the_table_of_blocks_is_that_of_the_whole_mask(queries, keys, offset, window, parts):
     """JAX's own masks look at every entry; ours at one for each distance."""
-    shape = (length, length)
-    whole = splash_attention_mask.CausalMask(shape, shard_count=parts)
+    whole = splash_attention_mask.CausalMask((queries, keys), offset, shard_count=parts)
     if window is not None:
-        whole = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0, shard_count=parts)
+        whole = splash_attention_mask.LocalMask((queries, keys), (window - 1, 0), offset, shard_count=parts)
     many = splash_attention_mask.MultiHeadMask([whole])
-    blocks = SplashBlocks(block=128, compute=128, dq=128, padded=length // parts)
-    kernel = _kernel(_Rule(is_causal=True, window=window), length, parts, blocks, False)
+    blocks = SplashBlocks(block=128, compute=128, dq=128, padded=queries // parts)
+    rule, settings = Rule(is_causal=True, window=window), Settings(blocks=blocks)
+    kernel = static_kernel(rule, queries=queries, keys=keys, offset=offset, parts=parts, settings=settings)
     for made, theirs in (
         (kernel.fwd_mask_info, splash_attention_mask_info.process_mask(many, (128, 128), q_seq_shards=parts)),
         (kernel.dkv_mask_info, splash_attention_mask_info.process_mask_dkv(many, (128, 128), q_seq_shards=parts)),
     ):
-        for mine, expected in zip(made, theirs[0], strict=True):
+        # JAX's masks add the offset inside of the kernel, ours before it.
+        for mine, expected in zip(made._replace(q_sequence=made.q_sequence - offset), theirs[0], strict=True):
             np.testing.assert_array_equal(mine, expected)
 
 
