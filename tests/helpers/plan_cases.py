@@ -15,7 +15,7 @@ from haliax_ext.plan_report import summarize
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.train import train_lm
-from levanter.config import load
+from levanter.config import load_written
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
@@ -73,9 +73,8 @@ class Case:
     def describe(self, target: Target) -> RunPlan:
         """The run on a target."""
         config_class, describe = ENTRY_POINTS[self.entry_point]
-        return describe(
-            load(config_class, ["--config_path", str(CONFIGS / f"{self.config}.yaml"), *self.overrides]), target
-        )
+        loaded = load_written(config_class, ["--config_path", str(CONFIGS / f"{self.config}.yaml"), *self.overrides])
+        return describe(loaded.config, target, written=loaded.written)
 
     def verdict(self, *, compiled: bool) -> Verdict:
         """Preflight's answer."""

@@ -51,6 +51,7 @@ def tiny_plan(**changes: Any) -> RunPlan:
         "activations": plan_sharding([], mappings, MESH),
         "load": None,
         "programs": (),
+        "work": None,
         "notes": ("mesh: nothing was said of `data`, so it takes what is left",),
     }
     return RunPlan(**(values | changes))
