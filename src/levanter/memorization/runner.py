@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import haliax as hax
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
@@ -27,12 +26,13 @@ from levanter.memorization.parts import PartStore
 from levanter.memorization.results import Scheme, Scores
 from levanter.models.base import LmHeadModel
 from levanter.models.suffix_scores import TOP_40, Law, SuffixScores, suffix_scores
-from levanter.processes.barrier import agreed as said_by_process_0
-from levanter.processes.barrier import current_peers
+from levanter.processes.meeting import meeting
 from levanter.processes.together import jit_together
 
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""
+AGREED_SECONDS = 3600.0
+"""How long processes wait for the first to look at what is there; where it is gone they are told within seconds."""
 WINDOWS_A_PART = 8192
 """Windows after which a part is written, however little time has passed."""
 
@@ -235,12 +235,8 @@ def score_and_store(
 
 def agreed(value: ArrayLike) -> np.ndarray:
     """What process 0 has, in every process; all of them call it. Folders change, so one process looks at them."""
-    if jax.process_count() == 1:
-        return np.asarray(value)
-    if current_peers() is None:
-        # A program that has joined its processes itself.
-        return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(value)))
-    return np.asarray(json.loads(said_by_process_0("what is there already", json.dumps(np.asarray(value).tolist()))))
+    texts = json.dumps(np.asarray(value).tolist())
+    return np.asarray(json.loads(meeting().follow("what is there already", lambda: texts, seconds=AGREED_SECONDS)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
