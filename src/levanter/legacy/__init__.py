@@ -1,1 +1,1 @@
-"""Upstream's names: old modules and what became of them, facades, what is absent. Nothing imports this room."""
+"""Upstream's names: old modules and what became of them, facades, what is absent. `levanter/__init__` installs it."""

@@ -84,7 +84,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.eval": {
         "TaggedEvaluator eval_model": _EVAL_LM,
         "cb_tagged_evaluate cb_tagged_lm_evaluate": _EVALUATES,
-        "BatchedTagArray DomainTaggedDataset EvalResult LabeledEvalResult LabeledEvaluator LabeledLossFnOutput "
+        "BatchedTagArray DomainTaggedDataset LabeledEvalResult LabeledEvaluator LabeledLossFnOutput "
         "LmEvalExample LossFnOutput TagArray construct_labeled_log_dict construct_log_dict "
         "eval_labeled_model": _EVAL_LM,
     },
@@ -113,7 +113,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.tracker.tracker": {"DictTracker": "levanter.tracker.Tracker is a protocol of five methods"},
     "levanter.tracker.tracker_fns": {"jit_log defer_tracker_for_jit LoggableValue": _STEP},
     "levanter.tracker.wandb": {"WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"},
-    "levanter.tracker.trackio": {"TrackioRun": "levanter.tracker.TrackioConfig"},
     "levanter.data": {
         "DataLoader": "levanter.data.batches reads rows ahead of the devices",
         "ListAsyncDataset": "levanter.data.DirectDatasetComponent holds texts in place",

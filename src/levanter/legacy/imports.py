@@ -1,6 +1,6 @@
 """Names that scripts of earlier generations import, and where each is now: the hook that reads the table of them.
 
-Nothing in the project uses this module. `levanter/__init__.py` asks it for what it does not find, so scripts need no
+Nothing in the project uses this module. `levanter.legacy.install` asks it for what it does not find, so scripts need no
 change; of each name they use this way its new place is told once, as a `DeprecationWarning`. What is not carried over
 is an error that says what there is instead. The tables are in `levanter.legacy.names`.
 """
@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from levanter.legacy.absent import ABSENT
 from levanter.legacy.gone import GONE, GONE_IN, GONE_MODULES
 from levanter.legacy.names import NAMES
 
@@ -68,8 +69,15 @@ def warn_once(old: str, message: str, stacklevel: int) -> None:
         warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
+_DOORS = "levanter.main."
+"""What the module of an entry point is called, before its own name."""
+
+
 def find_spec(name: str) -> ModuleSpec | None:
     """A module of an earlier generation that is made of the tables; None where they have none."""
+    if name.removeprefix(_DOORS) in ABSENT and name.startswith(_DOORS):
+        # runpy makes the origin the program's name.
+        return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
     if (why := gone_module(name)) is not None:
         return ModuleSpec(name, _Refused(why), is_package=True)  # pyright: ignore[reportArgumentType]
     made = {key for key in (*NAMES, *GONE_IN) if ":" not in key}
@@ -115,6 +123,16 @@ class _OfTable:
 
     def get_code(self, name: str) -> types.CodeType:
         """`python -m` of an old name runs the module that is there now."""
-        targets = {"levanter.eval_harness": "levanter.main.eval_harness"}
+        targets = {"levanter.eval_harness": f"{_DOORS}eval_harness"}
         now = targets.get(name) or next(iter(NAMES[name].values())).partition(":")[0]
         return compile(f"import runpy; runpy.run_module({now!r}, run_name='__main__', alter_sys=True)", name, "exec")
+
+
+class _Absent(_OfTable):
+    """Makes the module of an entry point that is not here yet."""
+
+    def get_code(self, name: str) -> types.CodeType:
+        """`python -m` of it reads its document, then refuses it."""
+        entry_point = name.removeprefix(_DOORS)
+        source = f"import sys\nfrom levanter.legacy.refusing import run_absent\nsys.exit(run_absent({entry_point!r}))"
+        return compile(source, name, "exec")

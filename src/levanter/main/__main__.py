@@ -8,12 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
 
+from levanter.legacy.absent import ABSENT
+
 WIDTH = 120
-ABSENT = "; not here yet"
 
 
 def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
-    """Every command by name, with the first line of its module. The modules are read, not imported."""
+    """Every command that is here, with the first line of its module. The modules are read, not imported."""
     found = {}
     for path in sorted(folder.glob("[!_]*.py")):
         text = path.read_text(encoding="utf-8")
@@ -24,12 +25,11 @@ def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
 
 def listed() -> str:
     """The list of commands, those that are refused today by name alone."""
-    found = commands()
-    here = {name: what for name, what in found.items() if ABSENT not in what}
+    here = commands()
     width = max(map(len, here))
     lines = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]", ""]
     lines += [f"  {name:<{width}}  {shorten(what, WIDTH - width - 4, placeholder=' …')}" for name, what in here.items()]
-    lines += ["", f"not here yet: {', '.join(name for name in found if name not in here)}"]
+    lines += ["", f"not here yet: {', '.join(sorted(ABSENT))}"]
     lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` says which levanter this is.",
               "Runs on pods are launched by `python -m levanter.infra.launch`."]  # fmt: skip
     return "\n".join(lines)
@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"levanter {import_module('levanter.io.version').version()}")
         return 0
     name = words[0].replace("-", "_")
-    if name not in commands():
-        near = import_module("levanter.config.errors").did_you_mean(name, commands())
+    known = commands().keys() | ABSENT.keys()
+    if name not in known:
+        near = import_module("levanter.config.errors").did_you_mean(name, sorted(known))
         print(f"error: unknown command {words[0]!r}{near}\n\n{listed()}", file=sys.stderr)
         return 2
     sys.stdout.flush()

@@ -11,7 +11,8 @@ from helpers.legacy_documents import FOLDER
 
 from levanter.commands.shell.entry import shell
 from levanter.config import HelpRequested
-from levanter.legacy.absent import ABSENT, run_absent
+from levanter.legacy.absent import ABSENT
+from levanter.legacy.refusing import run_absent
 
 OLD = str(FOLDER / "14_llama2_7b.yaml")
 PROGRAMS = {

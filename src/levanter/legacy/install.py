@@ -1,0 +1,166 @@
+"""Puts the names of earlier generations where scripts look for them: `levanter/__init__.py` calls `install`, once.
+
+The project's modules do not know the names such scripts use; where a name is not here, and only then,
+`levanter.legacy.imports` is asked for it, which looks it up in a table and tells of each, once, where it is now. This
+file is what `import levanter` costs, so it imports the standard library alone: two finders among Python's own, and
+the attributes of `levanter` itself.
+"""
+
+import sys
+from functools import wraps
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+EARLIER_NAMES: dict[str, tuple[str, ...]] = {
+    "levanter.checkpoint": (),
+    "levanter.checkpoint.checkpointer": ("Checkpointer",),
+    "levanter.compat.hf.converter": ("HFCheckpointConverter",),
+    "levanter.compat.hf.tokenizer": ("FastTokenizer",),
+    "levanter.config": (),
+    "levanter.data": (),
+    "levanter.data.config": ("LmDataConfig",),
+    "levanter.data.loader": (),
+    "levanter.data.mixture": (),
+    "levanter.data.packing": (),
+    "levanter.eval": (),
+    "levanter.layers": (),
+    "levanter.layers.attention": (),
+    "levanter.layers.rotary": (),
+    "levanter.mesh.config": ("MeshConfig",),
+    "levanter.models.base": ("LmHeadModel",),
+    "levanter.models.gemma": (),
+    "levanter.models.gpt2": (),
+    "levanter.models.llama": (),
+    "levanter.models.mistral": (),
+    "levanter.models.mixtral": (),
+    "levanter.models.olmo": (),
+    "levanter.models.precision": ("PolicyText",),
+    "levanter.models.qwen": (),
+    "levanter.models.registry": ("LmConfig",),
+    "levanter.optim": (),
+    "levanter.optim.config": ("OptimizerConfig",),
+    "levanter.optim.muon": (),
+    "levanter.tracker": (),
+    "levanter.tracker.trackio": (),
+    "levanter.tracker.wandb": (),
+    "levanter.trainer": (),
+    "levanter.trainer.config": ("TrainerConfig",),
+    "levanter.trainer.parts": ("CheckpointerConfig",),
+}
+"""Modules that are here and had other names in them, and their classes that had other members."""
+
+
+EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "levanter.models.registry": {"LmConfig": ("from_hf_config",)}
+}
+"""Of those classes, members that are asked of the class itself."""
+
+
+EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
+    "levanter.models.gemma.config": ("GemmaConfig", "Gemma2Config", "Gemma3Config"),
+    "levanter.models.gpt2.config": ("Gpt2Config",),
+    "levanter.models.llama.config": ("LlamaConfig",),
+    "levanter.models.mistral.config": ("MistralConfig",),
+    "levanter.models.mixtral.config": ("MixtralConfig", "Qwen3MoeConfig"),
+    "levanter.models.olmo.config": ("Olmo2Config", "Olmo3Config"),
+    "levanter.models.qwen.config": ("QwenConfig", "Qwen3Config"),
+    "levanter.trainer.config": ("TrainerConfig",),
+}
+"""Modules with configuration classes that were made with other keywords."""
+
+
+class _EarlierModules:
+    """Finds modules of earlier generations, where there is no module of that name."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        if not name.startswith("levanter."):
+            return None
+        return import_module("levanter.legacy.imports").find_spec(name)
+
+
+class _EarlierNamesIn(SourceFileLoader):
+    """Loads a module as ever; what it lacks afterwards is looked up among the names it had."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        name = module.__name__
+        vars(module).setdefault("__getattr__", lambda attribute: _earlier(name, attribute))
+        for cls in EARLIER_NAMES.get(name, ()):
+            at = f"{name}:{cls}"
+            vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
+        for cls, members in EARLIER_CLASS_MEMBERS.get(name, {}).items():
+            for member in members:
+                setattr(vars(module)[cls], member, _OfClass(f"{name}:{cls}", member))
+        for cls in EARLIER_KEYWORDS.get(name, ()):
+            _accept_earlier_keywords(vars(module)[cls])
+
+
+class _OfClass:
+    """A member that a class had, such as `LlamaConfig.from_hf_config`."""
+
+    def __init__(self, at: str, name: str):
+        self.at, self.name = at, name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return _earlier(self.at, self.name, owner)
+
+
+class _ModulesWithEarlierNames:
+    """Finds the modules of the two tables for `_EarlierNamesIn`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in EARLIER_NAMES and name not in EARLIER_KEYWORDS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _EarlierNamesIn(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _earlier(at: str, name: str, *instance: Any) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"{at} has no attribute {name!r}")
+    return import_module("levanter.legacy.imports").look_up(at, name, *instance)
+
+
+def _accept_earlier_keywords(cls: type) -> None:
+    """Makes a configuration class take the keywords it had: `LlamaConfig(seq_len=…)`."""
+    init = cls.__init__
+    known = set(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **keys: Any) -> None:
+        if not keys.keys() <= known:
+            keys = import_module("levanter.legacy.facades.keywords").of_today(type(self), keys)
+        init(self, *args, **keys)
+
+    cls.__init__ = __init__
+
+
+def _part(name: str) -> Any:
+    """`levanter.trainer` after `import levanter` alone, as scripts of earlier generations have it."""
+    if name == "__version__":
+        return import_module("levanter.io.version").version()
+    if name.startswith("_"):
+        raise AttributeError(f"module 'levanter' has no attribute {name!r}")
+    try:
+        return import_module(f"levanter.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"levanter.{name}":
+            raise
+    return _earlier("levanter", name)
+
+
+def install() -> None:
+    """Puts the two finders among Python's own, and lets `levanter` find its parts. A second call adds no finders."""
+    # Unseen by type checkers, so that misspelt names are still errors to them.
+    vars(sys.modules["levanter"])["__getattr__"] = _part
+    if _EarlierModules in sys.meta_path:
+        return
+    sys.meta_path.insert(0, _ModulesWithEarlierNames)  # pyright: ignore[reportArgumentType]
+    sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]

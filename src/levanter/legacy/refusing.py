@@ -1,0 +1,32 @@
+"""Runs an entry point of upstream's that is not here yet: its document is read and checked, then it is refused."""
+
+import sys
+from collections.abc import Sequence
+
+from levanter.commands.shell.entry import shell
+from levanter.config import load
+from levanter.io import setup_logging
+from levanter.legacy.absent import ABSENT
+
+
+class AbsentEntryPointError(ValueError):
+    """What was asked for is not here yet."""
+
+
+def run_absent(name: str, argv: Sequence[str] | None = None) -> int:
+    """Reads the configuration of an absent entry point, then refuses to run it.
+
+    Returns:
+        The exit code: 0 for `--help`, else 2.
+    """
+    row = ABSENT[name]
+
+    def refuse() -> int:
+        setup_logging()
+        load(row.config, sys.argv[1:] if argv is None else argv, program=f"python -m levanter.main.{name}")
+        raise AbsentEntryPointError(
+            f"levanter.main.{name} is not here yet ({row.what}); the configuration was read and is sound\n"
+            f"today: {row.instead}"
+        )
+
+    return shell(refuse)

@@ -1,8 +1,0 @@
-"""Writes a Hugging Face checkpoint as one of ours; not here yet: read, then refused (see `levanter.legacy.absent`)."""
-
-import sys
-
-from levanter.legacy.absent import run_absent
-
-if __name__ == "__main__":
-    sys.exit(run_absent("export_hf_to_lm"))

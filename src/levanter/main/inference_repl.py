@@ -1,8 +1,0 @@
-"""Talks with a model on a terminal; not here yet: read, then refused (see `levanter.legacy.absent`)."""
-
-import sys
-
-from levanter.legacy.absent import run_absent
-
-if __name__ == "__main__":
-    sys.exit(run_absent("inference_repl"))

@@ -1,8 +1,0 @@
-"""Compares two models on the same bytes; not here yet: read, then refused (see `levanter.legacy.absent`)."""
-
-import sys
-
-from levanter.legacy.absent import run_absent
-
-if __name__ == "__main__":
-    sys.exit(run_absent("perplexity_gap"))
