@@ -87,7 +87,7 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
     mesh = plan.mesh.build(jax.devices())
     state = plan.program("init_state").jit(mesh)(jax.random.PRNGKey(0))
     program = plan.program("train_step")
-    step, batch = program.jit(mesh), program.inputs[1].value
+    step, batch = program.jit(mesh), program.input("batch").value
     shape = batch.tokens.array.shape
     tokens = np.random.default_rng(0).integers(0, 258, shape).astype(np.int32)
     values = {
@@ -111,7 +111,7 @@ def measure(asked: argparse.Namespace, folder: str, scratch: Path) -> None:
             nonlocal state, number
             ends, computed, complete, began, cpu = [], [], 0.0, time.perf_counter(), time.process_time()
             for n in range(asked.steps):
-                state, metrics = step(state, rows)
+                state, metrics = step(state, None, rows)
                 jax.block_until_ready(metrics)
                 ends.append(time.perf_counter() - began)
                 computed.append(computing_seconds())

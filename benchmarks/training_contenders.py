@@ -118,7 +118,7 @@ def ours(shape: Shape, data: Any, _: int) -> Run:
     for leaf, x in zip(leaves(work.state.model), jax.tree.leaves(state.model), strict=True):
         model[leaf.path] = jax.device_put(data[OUR_PATHS[leaf.path]].reshape(x.shape), x.sharding)
     state = dataclasses.replace(state, model=with_arrays(state.model, model))
-    declared = program.inputs[1].value
+    declared = program.input("batch").value
     axes = declared.tokens.axes
     ways = work.resolved.mappings.compute.mesh_axes("batch")
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(ways))
@@ -134,7 +134,7 @@ def ours(shape: Shape, data: Any, _: int) -> Run:
     step = program.jit(mesh)
 
     def once(state: Any, n: int) -> tuple[Any, Any]:
-        state, metrics = step(state, batches[n % len(batches)])
+        state, metrics = step(state, None, batches[n % len(batches)])
         return state, metrics.loss
 
     return _loop(once, state)

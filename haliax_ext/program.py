@@ -85,6 +85,10 @@ class Program:
         assert len(set(names)) == len(names), f"program {self.name} has two inputs of one name: {names}"
         assert set(self.donate) <= set(names), f"program {self.name} donates unknown inputs: {self.donate}"
 
+    def input(self, name: str) -> Input:
+        """The input of a name."""
+        return next(each for each in self.inputs if each.name == name)
+
     def lower(self, mesh: AnyMesh, *, platform: str = "cpu") -> jax.stages.Lowered:
         """Lowers the program for `mesh`; `.compile()` on the result gives the executable.
 

@@ -25,8 +25,8 @@ def training(payload: dict[str, Any], target: Target) -> RunPlan:
         function=score,
         inputs=(
             Input(name="model", value=state.value.model, placement=plan.work.state_plan.parameters),
-            Input(name="tokens", value=step.inputs[1].value.tokens, placement=step.mappings.compute),
-            Input(name="targets", value=step.inputs[1].value.targets, placement=step.mappings.compute),
+            Input(name="tokens", value=step.input("batch").value.tokens, placement=step.mappings.compute),
+            Input(name="targets", value=step.input("batch").value.targets, placement=step.mappings.compute),
         ),
         mappings=step.mappings,
         out_placement=AxisMapping(),

@@ -20,8 +20,9 @@ from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer.batch_plan import plan_batch
 from levanter.trainer.loss import LmBatch, LmObjective
 from levanter.trainer.objective import Objective
-from levanter.trainer.state import abstract_state, init_program, plan_state
+from levanter.trainer.state import abstract_frozen, abstract_state, init_program, plan_state
 from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.trainable import Partition
 
 CONFIG = tiny_config(num_kv_heads=8)
 ROWS, POSITIONS = 16, 32
@@ -44,14 +45,25 @@ class Setup:
     optimizer: OptimizerConfig = ADAM
     config: LlamaConfig = CONFIG
     objective: Objective[Any, Any] = LmObjective(chunk=12)
+    trainable: tuple[str, ...] | None = None
     more: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def partition(self) -> Partition:
+        """What is trained."""
+        return Partition(patterns=self.trainable)
 
     def programs(self):
         config, precision = self.config, Precision.parse(self.precision)
         Vocab = hax.Axis("vocab", VOCAB)
         optimizer = self.optimizer.build(10)
-        state = abstract_state(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)), optimizer, precision)
-        plan = plan_state(state, self.mappings, self.spec)
+
+        def build():
+            return config.build(Vocab, key=jax.random.PRNGKey(0))
+
+        state = abstract_state(build, optimizer, precision, self.partition)
+        frozen = abstract_frozen(build, precision, self.partition)
+        plan = plan_state(state, self.mappings, self.spec, frozen=frozen)
         plan.whole.check()
         ways = self.spec.ways(self.mappings.compute.mesh_axes("batch"))
         batches = plan_batch(ROWS, per_device=self.per_device, ways=ways, positions=POSITIONS)
@@ -71,11 +83,12 @@ class Setup:
         program = step_program(
             recipe,
             state=state,
+            frozen=frozen,
             plan=plan,
             batch=objective.abstract_batch(hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS)),
             mappings=self.mappings,
         )
-        init = init_program(plan, lambda key: config.build(Vocab, key=key), optimizer, precision)
+        init = init_program(plan, lambda key: config.build(Vocab, key=key), optimizer, precision, self.partition)
         return plan, init, program
 
     def batch(self, n: int, mesh) -> Any:
@@ -99,19 +112,28 @@ class Setup:
         """The state with parameters that are given; every statistic begins at zero."""
         plan, _, program = self.programs()
         values = random_arrays(self.config) if arrays is None else arrays
-        template = program.inputs[0].value
+        template = program.input("state").value
         whole = {leaf.path: np.zeros(leaf.shape, leaf.dtype) for leaf in leaves(template)}
-        whole |= {f"model.{path}": value for path, value in values.items()}
+        whole |= {path: values[path.removeprefix("model.")] for path in whole if path.startswith("model.")}
         placed = {p: jax.device_put(v, plan.whole.sharding(p, mesh)) for p, v in whole.items()}
         return with_arrays(template, placed)
+
+    def frozen(self, mesh, arrays: Mapping[str, np.ndarray] | None = None):
+        """What is not trained of the parameters that are given; None for nothing."""
+        plan, _, program = self.programs()
+        values = random_arrays(self.config) if arrays is None else arrays
+        template = program.input("frozen").value
+        paths = [leaf.path for leaf in leaves(template)]
+        return with_arrays(template, {p: jax.device_put(values[p], plan.parameters.sharding(p, mesh)) for p in paths})
 
     def run(self, devices, *, arrays=None, steps=3):
         """The metrics of each step, and the last state's arrays by path."""
         mesh = self.spec.build(devices[: self.spec.size])
         plan, _, program = self.programs()
-        state, step, history = self.start(mesh, arrays), program.jit(mesh), []
+        state, frozen = self.start(mesh, arrays), self.frozen(mesh, arrays)
+        step, history = program.jit(mesh), []
         for n in range(steps):
-            state, metrics = step(state, self.batch(n, mesh))
+            state, metrics = step(state, frozen, self.batch(n, mesh))
             numbers = {**vars(metrics), **metrics.terms}
             history.append({k: float(v) for k, v in numbers.items() if isinstance(v, jax.Array)})
         for leaf, array in zip(leaves(state), jax.tree.leaves(state), strict=True):

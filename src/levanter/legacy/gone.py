@@ -55,7 +55,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.trainer_state": {
         "TrainerState": "levanter.trainer.state.TrainState holds what a step carries on",
         "InsideJitInfo cast_params_by_trainability init_optimizer_for_trainables make_floating_point_trainable_filter "
-        "saveable_training_mask take_train_step trainables_only": "every parameter is trained; " + _DESCRIBED,
+        "saveable_training_mask take_train_step trainables_only": "trainer.trainable says what is; " + _DESCRIBED,
     },
     "levanter.checkpoint": {
         "load_checkpoint": "restore(latest(base), planned_targets(plan, mesh)) reads into final shards",

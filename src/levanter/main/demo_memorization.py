@@ -158,7 +158,7 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
             # Stretches from anywhere, around the end to the beginning, so that no token is rarer than another.
             starts = random.integers(0, len(ids), size=(config.rows, 1))
             rows = ids[(starts + np.arange(config.positions)) % len(ids)]
-            state, metrics = step(state, _batch(plan, mesh, rows))
+            state, metrics = step(state, None, _batch(plan, mesh, rows))
             progress.advance_to(n + 1)
             if (n + 1) % 20 == 0:
                 # What is left in the end is the first tokens of each stretch, for which nothing says where it begins.
@@ -168,7 +168,7 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
 
 def _batch(plan: RunPlan, mesh: Mesh, rows: np.ndarray) -> LmBatch:
     """Rows of tokens as the train step takes them, every one with the same weight."""
-    declared: LmBatch = plan.program("train_step").inputs[1].value
+    declared: LmBatch = plan.program("train_step").input("batch").value
     sharding = NamedSharding(mesh, plan.sharding.mappings.compute.spec([axis.name for axis in declared.tokens.axes]))
 
     def placed(values: np.ndarray, like: hax.NamedArray | None) -> hax.NamedArray | None:

@@ -10,10 +10,18 @@ from haliax_ext.abstract import Leaf
 EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER = "embedding", "attention", "mlp", "head", "norm", "other weights"
 PARAMETER_GROUPS = (EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER)
 
+FROZEN_GROUPS = tuple(f"frozen {group}" for group in PARAMETER_GROUPS)
+"""The same kinds, where they are not trained: no gradient and no statistic belongs to them."""
+
 _HEADS = ("lm_head", "head", "output_head", "score")
 _EMBEDDINGS = ("embed", "wte", "wpe")
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "feed_forward", "ffn", "moe", "experts", "router")
+
+
+def frozen_group(leaf: Leaf) -> str:
+    """The group of a parameter that is not trained: one of `FROZEN_GROUPS`."""
+    return FROZEN_GROUPS[PARAMETER_GROUPS.index(parameter_group(leaf))]
 
 
 def parameter_group(leaf: Leaf) -> str:

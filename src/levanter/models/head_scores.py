@@ -17,6 +17,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.custom_derivatives import SymbolicZero
 
 from haliax_ext.by_shard import OpenedAxes
 from haliax_ext.mapping import shard_like_parameter
@@ -129,12 +130,37 @@ def _in_chunks(
     return found
 
 
+class _Kept(eqx.Module):
+    """What the backward pass needs.
+
+    Attributes:
+        x, head, targets: the inputs.
+        learns: whether anybody asks for a gradient of the head.
+    """
+
+    x: NamedArray
+    head: Linear
+    targets: NamedArray
+    learns: bool = eqx.field(static=True)
+
+
 def _in_chunks_forward(x, head, targets, Chunks, how):
-    return _in_chunks(x, head, targets, Chunks, how), (x, head, targets)
+    # JAX says of each input whether it is differentiated. Where a head is not, the sum of its gradients would be a
+    # carry of a loop that nobody reads: XLA for CPUs drops it, but not before each chunk's rows are spread for it.
+    learns = any(each.perturbed for each in jax.tree.leaves(head))
+    x, head, targets = jax.tree.map(lambda each: each.value, (x, head, targets))
+    return _in_chunks(x, head, targets, Chunks, how), _Kept(x=x, head=head, targets=targets, learns=learns)
 
 
 def _in_chunks_backward(Chunks, how, kept, cotangent):
-    x, head, targets = kept
+    x, head, targets = kept.x, kept.head, kept.targets
+    cotangent = jax.tree.map(
+        lambda each: jnp.zeros(each.shape, jnp.float32) if isinstance(each, SymbolicZero) else each,
+        cotangent,
+        is_leaf=lambda each: isinstance(each, SymbolicZero),
+    )
+    if not kept.learns:
+        return _activation_gradients(x, head, targets, cotangent, Chunks, how), None, None
     if isinstance(head.operand, Dense) and head.bias is None:
         of_x, of_weight = _dense_gradients(x, head.operand.array, targets, cotangent, Chunks, how)
         structure = jax.tree.structure(head, is_leaf=lambda x: isinstance(x, NamedArray))
@@ -142,7 +168,30 @@ def _in_chunks_backward(Chunks, how, kept, cotangent):
     return *_gradients(x, head, targets, cotangent, Chunks, how), None
 
 
-_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
+_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward, symbolic_zeros=True)
+
+
+def _activation_gradients(
+    x: NamedArray,
+    stored: Linear,
+    targets: NamedArray,
+    cotangent: tuple[NamedArray, ...],
+    Chunks: Axis,
+    how: HeadScoring,
+) -> NamedArray:
+    """What `_in_chunks` gives back to the activations, where the head is frozen."""
+    head = hax.auto_sharded(stored)
+
+    def step(_: None, x: NamedArray, target: NamedArray, given: tuple[NamedArray, ...]) -> tuple[None, NamedArray]:
+        if isinstance(head.operand, Dense) and head.bias is None:
+            weight = head.operand.array
+            of_products = _product_gradients(x, weight, target, given, how)
+            return None, _activation_products(of_products, weight).rearrange(x.axes).astype(x.dtype)
+        (of_x,) = jax.vjp(lambda x: _chunk_scores(x, head, target, how), x)[1](given)
+        return None, of_x
+
+    _, of_x = hax.scan(step, Chunks)(None, x, targets, cotangent)
+    return hax.auto_sharded(of_x.rearrange(x.axes))
 
 
 def _gradients(
@@ -256,7 +305,22 @@ def _chunk_scores(x: NamedArray, head: Linear, target: NamedArray, how: HeadScor
 def _chunk_gradients(
     x: NamedArray, weight: NamedArray, target: NamedArray, given: tuple[NamedArray, ...], how: HeadScoring
 ) -> tuple[NamedArray, NamedArray]:
-    """What `_chunk_scores` gives back for `given`: the gradient of `x` in its dtype, the head's in float32.
+    """What `_chunk_scores` gives back for `given`: the gradient of `x` in its dtype, the head's in float32."""
+    of_products = _product_gradients(x, weight, target, given, how)
+    of_x = _activation_products(of_products, weight)
+    tokens = tuple(axis for axis in target.axes if axis not in weight.axes)
+    of_weight = hax.dot(x, of_products, axis=tokens, preferred_element_type=jnp.float32)
+    return of_x.rearrange(x.axes).astype(x.dtype), of_weight
+
+
+def _activation_products(of_products: NamedArray, weight: NamedArray) -> NamedArray:
+    return hax.dot(of_products, weight, axis="vocab", preferred_element_type=jnp.float32)
+
+
+def _product_gradients(
+    x: NamedArray, weight: NamedArray, target: NamedArray, given: tuple[NamedArray, ...], how: HeadScoring
+) -> NamedArray:
+    """What a chunk's products of activations and head get back for `given`, in the dtype of the activations.
 
     With p the distribution over the vocabulary, ∂ log p[target] / ∂ logits = onehot(target) − p and
     ∂ log-normalizer / ∂ logits = p. By hand, because of how XLA for CPUs compiles JAX's: it subtracts the normalizer
@@ -275,8 +339,4 @@ def _chunk_gradients(
     (of_products,) = through_bounds(
         hax.where(_is_target(target, logits), of_logprob + of_p * p, of_p * p).rearrange(logits.axes)
     )
-    of_products = hax.auto_sharded(of_products.astype(x.dtype))
-    of_x = hax.dot(of_products, weight, axis=Vocab, preferred_element_type=jnp.float32)
-    tokens = tuple(axis for axis in target.axes if axis not in weight.axes)
-    of_weight = hax.dot(x, of_products, axis=tokens, preferred_element_type=jnp.float32)
-    return of_x.rearrange(x.axes).astype(x.dtype), of_weight
+    return hax.auto_sharded(of_products.astype(x.dtype))

@@ -1,8 +1,8 @@
 """Bytes on a chip by what they are for, from arithmetic alone: the plan's leaves and the Programs' inputs.
 
 *Resident*: one array that lies on a chip while a Program runs, because the Program takes it. *Group*: what residents
-are for; `embedding`, `attention`, `mlp`, `head`, `norm` and `other weights` are parameters, `optimizer` its statistics,
-`kv cache`, and `batch` whatever a step is given anew.
+are for; `embedding`, `attention`, `mlp`, `head`, `norm` and `other weights` are parameters, `frozen mlp` and its like
+those that are not trained, `optimizer` the statistics, `kv cache`, and `batch` whatever a step is given anew.
 
 Bytes are those of the shards. They are what the compiler calls the Program's arguments, to the byte on CPUs and GPUs;
 a TPU stores arrays in tiles, which pads small ones. An input that the function never reads is no argument for the
@@ -22,12 +22,12 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, place
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
-from levanter.models.groups import PARAMETER_GROUPS, parameter_group
+from levanter.models.groups import FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.run import RunPlan
-from levanter.trainer.state import GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
+from levanter.trainer.state import FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
 
 STATE_GROUPS = (OPTIMIZER, "kv cache", "batch")
-GROUPS = (*PARAMETER_GROUPS, *STATE_GROUPS)
+GROUPS = (*PARAMETER_GROUPS, *FROZEN_GROUPS, *STATE_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,8 @@ def group_of(argument: Input, leaf: Leaf) -> str:
     parts = (argument.name, *leaf.path.split("."))
     if any("cache" in part for part in parts):
         return "kv cache"
+    if argument.name == FROZEN:
+        return frozen_group(leaf)
     if OPTIMIZER in parts:
         return OPTIMIZER
     if isinstance(argument.placement, ShardingPlan | Mappings) and leaf.axes:

@@ -54,6 +54,8 @@ class TrainerConfig:
         per_device_eval_parallelism: sequences a device takes at once in evaluation; -1 for the training value.
         allow_nondivisible_batch_size: whether a batch that the devices do not divide is padded.
         num_train_steps: steps of the whole run.
+        trainable: which parameters are trained: groups of them (`embedding`, `attention`, `mlp`, `head`, `norm`) and
+            path patterns (`**.self_attn`), of which one must match; the others are frozen. null trains everything.
         steps_per_eval: steps between two evaluations.
         max_eval_batches: batches of one evaluation; null for all.
         checkpointer: where and how often checkpoints are saved.
@@ -92,6 +94,7 @@ class TrainerConfig:
     per_device_eval_parallelism: int = -1
     allow_nondivisible_batch_size: bool = False
     num_train_steps: int = 400_000
+    trainable: tuple[str, ...] | None = None
     steps_per_eval: int = 1_000
     max_eval_batches: int | None = None
 

@@ -3,6 +3,9 @@
 Optimizer state is made of statistics of parameters, under the parameters' own paths and axis names
 (`optimizer.1.mu.transformer.norm.weight`). So one parameter mapping, with its overrides written for the parameters'
 paths, places them all: `plan_state` plans the parameters, then every statistic by the parameter it belongs to.
+
+What is frozen (`trainer.trainable`) is no part of the state. It is planned with the parameters, under its path in the
+model, and made or loaded once.
 """
 
 import math
@@ -24,11 +27,13 @@ from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
 from levanter.models.base import LmHeadModel
-from levanter.models.groups import PARAMETER_GROUPS, parameter_group
+from levanter.models.groups import FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.models.precision import Precision
+from levanter.trainer.trainable import EVERYTHING, Partition, bind
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, FROZEN = "model", "optimizer", "frozen"
 GRADIENT_BYTES = 4
+_KEY = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
 
 
 class TrainState(eqx.Module):
@@ -36,7 +41,7 @@ class TrainState(eqx.Module):
 
     Attributes:
         step: steps taken, int32.
-        model: the parameters, in their storage dtype.
+        model: the parameters that are trained, in their storage dtype; None in the places of frozen ones.
         optimizer: the optimizer's statistics.
         key: random bits of the steps to come, `uint32[2]`.
     """
@@ -58,31 +63,50 @@ def start(model: LmHeadModel, optimizer: optax.GradientTransformation, key: jax.
 
 
 def abstract_state(
-    build: Callable[[], LmHeadModel], optimizer: optax.GradientTransformation, precision: Precision
+    build: Callable[[], LmHeadModel],
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    partition: Partition = EVERYTHING,
 ) -> TrainState:
     """The state without memory; `build` makes the model."""
-    model = cast(abstract(build), precision.params)
-    key = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
-    return abstract(lambda m, k: start(m, optimizer, k), model, key)
+    trained, _ = partition.split(cast(abstract(build), precision.params))
+    return abstract(lambda m, k: start(m, optimizer, k), trained, _KEY)
+
+
+def abstract_frozen(build: Callable[[], LmHeadModel], precision: Precision, partition: Partition) -> LmHeadModel | None:
+    """What is frozen of the model that `build` makes, without memory; None where everything is trained."""
+    return partition.split(cast(abstract(build), precision.params))[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Where a `TrainState` lies.
+    """Where a `TrainState` lies, and what is frozen beside it.
 
     Attributes:
-        parameters: the parameters, by their paths in the model.
-        whole: everything, by paths in the `TrainState`; its findings are those of `parameters`.
+        parameters: the parameters, trained and frozen, by their paths in the model.
+        whole: the `TrainState`, by paths in it; its findings are those of `parameters`.
+        frozen: the paths in the model that are not trained.
     """
 
     parameters: ShardingPlan
     whole: ShardingPlan
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def resident(self) -> ShardingPlan:
+        """Everything that stays on the devices: the state, and under `frozen.` what is not trained."""
+        kept = (plan for plan in self.parameters.leaves if plan.leaf.path in self.frozen)
+        under = (replace(plan, leaf=replace(plan.leaf, path=_joined(FROZEN, plan.leaf.path))) for plan in kept)
+        return replace(self.whole, leaves=(*self.whole.leaves, *under))
 
     @property
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes on a device of what a step holds from beginning to end, by kind; gradients are float32."""
-        groups: dict[str, int] = dict.fromkeys((*PARAMETER_GROUPS, "gradients", OPTIMIZER), 0)
+        groups: dict[str, int] = dict.fromkeys((*PARAMETER_GROUPS, *FROZEN_GROUPS, "gradients", OPTIMIZER), 0)
         for plan in self.parameters.leaves:
+            if plan.leaf.path in self.frozen:
+                groups[frozen_group(plan.leaf)] += plan.bytes_per_device
+                continue
             groups[parameter_group(plan.leaf)] += plan.bytes_per_device
             groups["gradients"] += math.prod(plan.shard_shape) * GRADIENT_BYTES
         for plan in self.whole.leaves:
@@ -91,13 +115,20 @@ class StatePlan:
         return {name: size for name, size in groups.items() if size}
 
 
-def plan_state(state: TrainState, mappings: Mappings, mesh: MeshSpec, *, hbm_bytes: int | None = None) -> StatePlan:
-    """Plans parameters and optimizer state under the parameter mapping.
+def plan_state(
+    state: TrainState,
+    mappings: Mappings,
+    mesh: MeshSpec,
+    *,
+    frozen: LmHeadModel | None = None,
+    hbm_bytes: int | None = None,
+) -> StatePlan:
+    """Plans parameters, frozen ones too, and optimizer state under the parameter mapping.
 
     A rule that a statistic violates its parameter violates too, so findings are those of the parameters. Statistics
     that are large where their parameter is not add theirs.
     """
-    parameters = plan_sharding(leaves(state.model), mappings, mesh, hbm_bytes=hbm_bytes)
+    parameters = plan_sharding(leaves(bind(state.model, frozen)), mappings, mesh, hbm_bytes=hbm_bytes)
     own = {plan.leaf.path for plan in parameters.leaves}
     slots: dict[str, list[Leaf]] = {}
     for leaf in leaves(state):
@@ -115,6 +146,7 @@ def plan_state(state: TrainState, mappings: Mappings, mesh: MeshSpec, *, hbm_byt
             findings += [_of_slot(f, prefix) for f in slot.findings if f.error is not None and f.path not in faulty]
     return StatePlan(
         parameters=parameters,
+        frozen=frozenset(leaf.path for leaf in leaves(frozen)),
         whole=ShardingPlan(
             mesh=mesh,
             mappings=mappings,
@@ -165,26 +197,45 @@ def init_program(
     build: Callable[[jax.Array], LmHeadModel],
     optimizer: optax.GradientTransformation,
     precision: Precision,
+    partition: Partition = EVERYTHING,
 ) -> Program:
     """The Program that makes the first state from a key, every piece in its final shards."""
 
     def initialize(key: jax.Array) -> TrainState:
         for_model, for_steps = jax.random.split(key)
-        return start(precision.cast_to_param(build(for_model)), optimizer, for_steps)
+        trained, _ = partition.split(precision.cast_to_param(build(for_model)))
+        return start(trained, optimizer, for_steps)
 
-    key = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
     return Program(
         name="init_state",
         function=initialize,
-        inputs=(Input(name="key", value=key, placement=Mappings()),),
+        inputs=(Input(name="key", value=_KEY, placement=Mappings()),),
         # Initializers constrain by the mapping in scope; parameters are to be cut by their own.
         mappings=Mappings(compute=plan.parameters.mappings.params),
         out_placement=plan.whole,
     )
 
 
+def init_frozen_program(
+    plan: StatePlan, build: Callable[[jax.Array], LmHeadModel], precision: Precision, partition: Partition
+) -> Program:
+    """The Program that makes what is frozen from the same key as `init_state`: both are parts of one model."""
+
+    def initialize(key: jax.Array) -> LmHeadModel | None:
+        for_model, _ = jax.random.split(key)
+        return partition.split(precision.cast_to_param(build(for_model)))[1]
+
+    return Program(
+        name="init_frozen",
+        function=initialize,
+        inputs=(Input(name="key", value=_KEY, placement=Mappings()),),
+        mappings=Mappings(compute=plan.parameters.mappings.params),
+        out_placement=plan.parameters,
+    )
+
+
 def init_optimizer_program(state: TrainState, plan: StatePlan, optimizer: optax.GradientTransformation) -> Program:
-    """The Program that adds optimizer state to a model that was loaded."""
+    """The Program that adds optimizer state to the trained part of a model that was loaded."""
 
     def initialize(model: LmHeadModel, key: jax.Array) -> TrainState:
         return start(model, optimizer, key)

@@ -7,7 +7,7 @@ normalizer comes first, and each microbatch contributes its sums over it. Gradie
 Microbatches take every n-th row of the batch, so each device finds its rows of every microbatch in its own memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +30,8 @@ from levanter.optim.outliers import SkipStepConfig, is_outlier, recent_of, remem
 from levanter.optim.schedules import Schedule
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS, Objective
-from levanter.trainer.state import StatePlan, TrainState, at_output
+from levanter.trainer.state import FROZEN, StatePlan, TrainState, at_output
+from levanter.trainer.trainable import bind
 from levanter.trainer.watch import Watch, Watched
 
 B = TypeVar("B")
@@ -70,6 +71,7 @@ class StepRecipe(Generic[B]):
 
     Attributes:
         objective: what is minimized.
+        bind: what is trained and what is frozen → the model that the objective is of; see `trainer.trainable`.
         optimizer: from gradients to updates.
         schedule: the learning rate, to report it.
         precision: in which dtype one computes.
@@ -85,6 +87,7 @@ class StepRecipe(Generic[B]):
     schedule: Schedule
     precision: Precision
     accumulation: int = 1
+    bind: Callable[..., LmHeadModel] = bind
     parameters: ShardingPlan | None = None
     skip_nonfinite: bool = False
     outliers: SkipStepConfig | None = None
@@ -104,16 +107,17 @@ class StepRecipe(Generic[B]):
         return (*always, *terms, *(("skipped",) if self.skips else ()), *(f"watched.{path}" for path in watched))
 
 
-def train_step(recipe: StepRecipe[B], state: TrainState, batch: B) -> tuple[TrainState, StepMetrics]:
+def train_step(recipe: StepRecipe[B], state: TrainState, frozen: PyTree, batch: B) -> tuple[TrainState, StepMetrics]:
     """Takes one step.
 
     Args:
         recipe: static.
         state: is consumed where the Program donates it.
+        frozen: what the model is made of beside the state's; None for nothing.
         batch: of the objective.
     """
     weight = recipe.objective.normalizer(batch)
-    sums, grads = sums_and_gradients(recipe, state.model, batch, 1 / jnp.maximum(weight, TINY))
+    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, 1 / jnp.maximum(weight, TINY))
     with jax.named_scope("optimizer"):
         new, metrics = _updated(recipe, state, sums, grads, weight)
         return _kept(recipe, state, new, metrics) if recipe.skips else (new, metrics)
@@ -169,18 +173,22 @@ def _kept(
 
 
 def sums_and_gradients(
-    recipe: StepRecipe[B], model: LmHeadModel, batch: B, scale: jax.Array
+    recipe: StepRecipe[B], trained: LmHeadModel, frozen: PyTree, batch: B, scale: jax.Array
 ) -> tuple[Sums, LmHeadModel]:
-    """`scale` × the sums of the batch, and the gradient of what is minimized in float32, in the parameters' shards."""
+    """`scale` × the sums of the batch, and the gradient of what is minimized in float32, in the parameters' shards.
+
+    There is a gradient of what is trained, and of nothing else.
+    """
     objective = recipe.objective
 
     def of_part(part: B) -> tuple[Sums, LmHeadModel]:
         def minimized(parameters: LmHeadModel) -> tuple[jax.Array, Sums]:
-            usable = in_compute_dtype(parameters, recipe.precision.compute, recipe.parameters)
+            model = recipe.bind(parameters, frozen)
+            usable = in_compute_dtype(model, recipe.precision.compute, recipe.parameters)
             sums = objective.sums(usable, part) * scale
             return objective.minimized(sums), sums
 
-        (_, sums), grads = jax.value_and_grad(minimized, has_aux=True)(model)
+        (_, sums), grads = jax.value_and_grad(minimized, has_aux=True)(trained)
         return sums, _pinned(_wide(grads), recipe.parameters)
 
     if recipe.accumulation == 1:
@@ -194,7 +202,7 @@ def sums_and_gradients(
         total = jax.tree.map(jnp.add, carry[1], grads)
         return carry[0] + sums, _pinned(total, recipe.parameters)
 
-    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), model)
+    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     parts = jax.tree.map(lambda x: x.unflatten_axis(Batch, (Rows, Micro)), batch, is_leaf=_is_named)
     start = (Sums.zeros(term.name for term in objective.terms), _pinned(nothing, recipe.parameters))
     return hax.fold(add, Micro)(start, parts)
@@ -228,26 +236,28 @@ def step_program(
     recipe: StepRecipe[B],
     *,
     state: TrainState,
+    frozen: PyTree = None,
     plan: StatePlan,
     batch: B,
     mappings: Mappings,
     name: str = "train_step",
     compiler_options: Mapping[str, str] | None = None,
 ) -> Program:
-    """The Program of a train step: (state, batch) → (state, metrics).
+    """The Program of a train step: (state, frozen, batch) → (state, metrics).
 
     Args:
         recipe: what the step is made of.
         state: abstract.
-        plan: where the state lies, before and after.
+        frozen: abstract; None where everything is trained.
+        plan: where the state lies, before and after, and what is frozen.
         batch: abstract.
         mappings: in scope while tracing.
         name: how listings call it.
         compiler_options: see `Program`.
     """
 
-    def step(state: TrainState, batch: B) -> tuple[TrainState, StepMetrics]:
-        return train_step(recipe, state, batch)
+    def step(state: TrainState, frozen: PyTree, batch: B) -> tuple[TrainState, StepMetrics]:
+        return train_step(recipe, state, frozen, batch)
 
     metrics = {name: np.dtype(np.float32) for name in recipe.outputs}
     return Program(
@@ -255,6 +265,7 @@ def step_program(
         function=step,
         inputs=(
             Input(name="state", value=state, placement=plan.whole),
+            Input(name=FROZEN, value=frozen, placement=plan.parameters),
             Input(name="batch", value=batch, placement=mappings.compute),
         ),
         mappings=mappings,

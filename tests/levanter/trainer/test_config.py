@@ -49,14 +49,14 @@ UPSTREAM_KEYS = """
 """
 
 
-OUR_KEYS = "skip_nonfinite_steps"
+OUR_KEYS = "skip_nonfinite_steps trainable"
 
 
 def test_the_keys_are_upstream_s():
     found = {f.name for f in fields(TrainerConfig)}
     assert found == {*UPSTREAM_KEYS.split(), *OUR_KEYS.split()}
     # What is ours does nothing where it is not written.
-    assert TrainerConfig().skip_nonfinite_steps == 0
+    assert TrainerConfig().skip_nonfinite_steps == 0 and TrainerConfig().trainable is None
 
 
 def test_defaults():

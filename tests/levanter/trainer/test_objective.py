@@ -192,9 +192,10 @@ def test_the_loop_and_the_trackers_take_it_as_it_is(devices):
     setup = pair_setup(8, 1)
     mesh = setup.spec.build(devices)
     _, _, program = setup.programs()
+    jitted = program.jit(mesh)
     size, told = StepSize(rows=ROWS, tokens=2 * ROWS * POSITIONS, flops=1.0), []
     track = Track(tracker=Tracker(), size_of=lambda _: size, steps=2, tokens=0)  # pyright: ignore
-    loop = Loop(step_of=lambda _: program.jit(mesh), listeners=[track, told.append])
+    loop = Loop(step_of=lambda _: lambda state, batch: jitted(state, None, batch), listeners=[track, told.append])
     state = setup.start(mesh, named_arrays(CONFIG, torchs()[0]))
     ended = loop.run(state, ((n, setup.batch(n, mesh)) for n in range(2)), first=0)
     assert ended.taken == 2 and int(ended.state.step) == 2

@@ -152,7 +152,7 @@ def test_a_fresh_state_and_a_batch_that_counts_nothing(devices):
     batch = setup.batch(0, mesh)
     assert batch.loss_weights is not None
     nothing = dataclasses.replace(batch, loss_weights=batch.loss_weights * 0.0)
-    state, metrics = program.jit(mesh)(state, nothing)
+    state, metrics = program.jit(mesh)(state, None, nothing)
     assert float(metrics.loss) == 0.0 and float(metrics.grad_norm) == 0.0
     for old, new in zip(before, jax.tree.leaves(state.model), strict=True):
         np.testing.assert_array_equal(old, np.asarray(new))

@@ -54,7 +54,7 @@ def run(devices, batches):
     mesh, step = everything(tuple(devices))
     state, history = EVERYTHING.start(mesh), []
     for batch in batches:
-        state, metrics = step(state, batch)
+        state, metrics = step(state, None, batch)
         history.append(jax.device_get(metrics))
     return history, on_host(state)
 

@@ -27,6 +27,7 @@ from levanter.config import ConfigError, parse_text, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_of
 from levanter.run import Check
+from levanter.trainer.frozen import FrozenPart
 from levanter.trainer.state import MODEL
 
 PREFIX = f"{MODEL}."
@@ -105,6 +106,13 @@ def open_saved(path: str) -> SavedModel:
     ref = checkpoint_at(path)
     if not any(name.startswith(PREFIX) for name in ref.leaves):
         raise UnreadableCheckpointError(f"{ref.path}: no parameters of a model (leaves {PREFIX}…) are in it")
+    part = FrozenPart.of(ref)
+    if part is not None:
+        raise UnreadableCheckpointError(
+            f"{ref.path}: only the part of the model that was trained is in it ({', '.join(part.patterns)}); the "
+            f"{len(part.digests)} frozen parameters came from {part.origin}. A Hugging Face export of the run "
+            "(hf_save_path) has all of them"
+        )
     return SavedModel(
         ref=ref,
         config=_architecture(ref),

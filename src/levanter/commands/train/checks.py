@@ -6,8 +6,10 @@ another machine may have (files, folders, checkpoints) is an error where the run
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
+from haliax_ext.abstract import Leaf
 from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
 from levanter.checkpoint.targets import check_leaves, saved_leaf
 from levanter.commands.shell.outputs import output_checks
@@ -16,6 +18,7 @@ from levanter.commands.train.places import Places, find_resume, refuse_taken_exp
 from levanter.data import AbsentTextError, DataError, LmDataConfig, Tokenizer, compare_stores, resolve_training
 from levanter.models.registry import LmConfig
 from levanter.run import BAD_INPUT, Check, RunRefused
+from levanter.trainer.frozen import FrozenPart, check_partition, under_model
 from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
 
 T = TypeVar("T")
@@ -44,7 +47,7 @@ def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size
     ]
 
 
-def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan) -> list[Check]:
+def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> list[Check]:
     """Whether a run may write where it will, and whether the checkpoint that it begins from is of what it trains.
 
     What is in a run's own folder is known where the run has a name (`trainer.id`, `$RUN_ID`).
@@ -53,6 +56,7 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan) -> lis
         config: the run.
         model: its architecture.
         plan: where its state lies.
+        frozen: what of the model is not trained.
     """
     written = config.trainer.checkpointer
     checks = [
@@ -63,12 +67,14 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan) -> lis
         checks += output_checks("trainer.checkpointer.temporary_base_path", written.temporary_base_path)
     if config.hf_save_path is not None:
         checks += output_checks("hf_save_path", config.hf_save_path)
-    for error in _checkpoint_problems(config, model, plan):
+    for error in _checkpoint_problems(config, model, plan, frozen):
         checks.append(Check(name="checkpoint", status="unchecked", message=str(error), error=error))
     return checks
 
 
-def _checkpoint_problems(config: TrainLmConfig, model: LmConfig, plan: StatePlan) -> Iterator[ValueError]:
+def _checkpoint_problems(
+    config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None
+) -> Iterator[ValueError]:
     named = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
     resumed = None
@@ -77,7 +83,7 @@ def _checkpoint_problems(config: TrainLmConfig, model: LmConfig, plan: StatePlan
         resumed = attempted(problems, lambda: find_resume(config, places))
         attempted(problems, lambda: refuse_taken_exports(places, resumed))
     if resumed is not None:
-        attempted(problems, lambda: check_leaves(resumed, _wanted(model, plan)))
+        attempted(problems, lambda: _check_resumed(resumed, model, plan, frozen))
     elif not problems:
         begins = {
             config.initialize_from_checkpoint_path: (MODEL, OPTIMIZER),
@@ -89,21 +95,29 @@ def _checkpoint_problems(config: TrainLmConfig, model: LmConfig, plan: StatePlan
     yield from problems
 
 
+def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> None:
+    """Whether a run can go on behind a checkpoint."""
+    check_partition(ref, frozen)
+    check_leaves(ref, _wanted(model, [each.leaf for each in plan.whole.leaves]))
+
+
 def _check_parts(
     config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, parts: Sequence[str]
 ) -> CheckpointRef:
     """Whether some parts of a checkpoint are those of the run."""
     ref = checkpoint_at(path)
     prefixes = tuple(f"{part}." for part in parts)
-    wanted = {path: leaf for path, leaf in _wanted(model, plan).items() if path.startswith(prefixes)}
+    others = (each.leaf for each in plan.whole.leaves if not each.leaf.path.startswith(f"{MODEL}."))
+    parameters = (replace(each.leaf, path=under_model(each.leaf.path)) for each in plan.parameters.leaves)
+    leaves = _wanted(model, [*parameters, *others])
+    wanted = {path: leaf for path, leaf in leaves.items() if path.startswith(prefixes)}
     if config.trainer.allow_partial_checkpoint:
         wanted = {path: leaf for path, leaf in wanted.items() if path in ref.leaves}
     check_leaves(ref, wanted, within=prefixes)
     return ref
 
 
-def _wanted(model: LmConfig, plan: StatePlan) -> Mapping[str, SavedLeaf]:
-    leaves = [each.leaf for each in plan.whole.leaves]
+def _wanted(model: LmConfig, leaves: Sequence[Leaf]) -> Mapping[str, SavedLeaf]:
     assert model.vocab_size is not None
     used = used_shapes(leaves, {"vocab": model.vocab_size})
     return {leaf.path: saved_leaf(leaf.shape, leaf.dtype, used=used.get(leaf.path)) for leaf in leaves}

@@ -94,6 +94,11 @@ class TrainLmConfig:
         return self.model.reference_checkpoint if named is True else named or None
 
     @property
+    def begun_from_checkpoint(self) -> str | None:
+        """The checkpoint of ours whose parameters the run begins with, at step 0."""
+        return self.initialize_model_from_checkpoint_path or self.initialize_from_checkpoint_path
+
+    @property
     def takes_architecture(self) -> bool:
         """Whether the checkpoint's architecture replaces `model`."""
         return self.use_hf_model_config or self.hf_checkpoint is not None

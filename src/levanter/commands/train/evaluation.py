@@ -40,6 +40,7 @@ from levanter.processes.together import jit_together
 from levanter.run import Check, Recorder
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
 from levanter.trainer.state import StatePlan, TrainState
+from levanter.trainer.trainable import bind
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class Evaluate:
 
     Attributes:
         program: `evaluate`.
+        frozen: what of the model is not in the state; None for nothing.
         mesh: the devices.
         sequences: the rows.
         tracker: where the numbers go.
@@ -163,6 +165,7 @@ class Evaluate:
     """
 
     program: Program
+    frozen: LmHeadModel | None
     mesh: Mesh
     sequences: EvalSequences
     tracker: Recorder
@@ -188,7 +191,7 @@ class Evaluate:
         given = ((batch, batch.inputs) for batch in batches)
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
             for batch, logprobs in results(
-                self.program, self.mesh, state.model, given, behind=FETCH_BEHIND, jit=jit_together
+                self.program, self.mesh, bind(state.model, self.frozen), given, behind=FETCH_BEHIND, jit=jit_together
             ):
                 scores.add(batch, logprobs.array)
                 progress.advance(1)

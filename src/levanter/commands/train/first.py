@@ -20,14 +20,71 @@ from levanter.checkpoint import (
     CheckpointMismatchError,
     CheckpointRef,
     RestoreTarget,
+    SavedLeaf,
     checkpoint_at,
     planned_targets,
     restore,
 )
+from levanter.commands.model.layout import load_weights
 from levanter.commands.train.work import TrainPlan, TrainWork
-from levanter.trainer.state import MODEL, OPTIMIZER, TrainState
+from levanter.models.base import LmHeadModel
+from levanter.processes.together import jit_together
+from levanter.trainer.frozen import DIGEST, FrozenPart, check_digests, check_partition, on_host, under_model
+from levanter.trainer.state import FROZEN, MODEL, OPTIMIZER, TrainState
+from levanter.trainer.trainable import bind
 
 logger = logging.getLogger(__name__)
+
+
+def first_state(
+    plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool
+) -> tuple[TrainState, LmHeadModel | None]:
+    """The state before the run's first step, from its checkpoint, from weights, or made from the seed; what is frozen.
+
+    What is frozen is in no checkpoint of the run: it comes from where it came from at first.
+
+    Raises:
+        CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
+    """
+    work: TrainWork = plan.work
+    config = work.config
+    if resumed is not None:
+        check_partition(resumed, work.frozen_part)
+        if work.frozen is None:
+            return restored(plan, mesh, resumed), None
+    key = jax.random.PRNGKey(config.trainer.seed)
+    if config.reference is not None:
+        assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
+        loaded = load_weights(plan.load, work.state_plan.parameters, work.origin.checkpoint.source, mesh, show=show)
+        frozen = with_arrays(work.frozen, loaded.arrays)
+        if resumed is not None:
+            del loaded
+            return restored(plan, mesh, resumed), frozen
+        trained = with_arrays(work.state.model, loaded.arrays)
+        return jit_together(plan.program("init_optimizer"), mesh)(trained, key), frozen
+    frozen = None if work.frozen is None else jit_together(plan.program("init_frozen"), mesh)(key)
+    if resumed is not None:
+        assert frozen is not None
+        frozen = frozen_begun_from(plan, mesh, frozen)
+        return restored(plan, mesh, resumed), frozen
+    return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key), frozen)
+
+
+def checked_frozen(
+    plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, resumed: CheckpointRef | None
+) -> FrozenPart | None:
+    """How the run's checkpoints name what is frozen; None for nothing.
+
+    Raises:
+        CheckpointMismatchError: the run goes on behind a checkpoint that was trained beside something else.
+    """
+    work: TrainWork = plan.work
+    if frozen is None or work.frozen_part is None:
+        return None
+    part = replace(work.frozen_part, digests=on_host(jit_together(plan.program(DIGEST), mesh)(frozen)))
+    if resumed is not None:
+        check_digests(resumed, part)
+    return part
 
 
 def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
@@ -36,41 +93,70 @@ def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
     Raises:
         CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
     """
-    return with_arrays(plan.work.state, restore(ref, _targets(plan, mesh)))
+    targets = _targets(plan, mesh)
+    wanted = {leaf.path: targets[leaf.path] for leaf in leaves(plan.work.state)}
+    return with_arrays(plan.work.state, restore(ref, wanted))
 
 
-def begun_from(plan: TrainPlan, mesh: Mesh, fresh: TrainState) -> TrainState:
-    """A fresh state with what the configuration takes of a checkpoint.
+def begun_from(
+    plan: TrainPlan, mesh: Mesh, fresh: TrainState, frozen: LmHeadModel | None
+) -> tuple[TrainState, LmHeadModel | None]:
+    """A fresh state, and what is frozen beside it, with what the configuration takes of a checkpoint.
 
     Args:
         plan: the run.
         mesh: its devices.
         fresh: made from the seed.
+        frozen: made from the seed.
 
     Raises:
         CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
     """
-    config = plan.work.config
+    work: TrainWork = plan.work
+    config, whole = work.config, bind(fresh.model, frozen)
     if config.initialize_model_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_model_from_checkpoint_path)
-        return replace(fresh, model=_taken(plan, mesh, ref, fresh.model, MODEL))
+        trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
+        return replace(fresh, model=trained), frozen
     if config.initialize_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_from_checkpoint_path)
         try:
-            model = _taken(plan, mesh, ref, fresh.model, MODEL)
+            trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
             optimizer = _taken(plan, mesh, ref, fresh.optimizer, OPTIMIZER)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}\n  → initialize_model_from_checkpoint_path takes the parameters alone"
             ) from error
-        return replace(fresh, model=model, optimizer=_rewound(optimizer, fresh.optimizer))
-    return fresh
+        return replace(fresh, model=trained, optimizer=_rewound(optimizer, fresh.optimizer)), frozen
+    return fresh, frozen
+
+
+def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHeadModel:
+    """What is frozen as the run began with it: made from the seed, or the checkpoint's that the run began from.
+
+    Args:
+        plan: the run.
+        mesh: its devices.
+        frozen: made from the seed.
+    """
+    begun = plan.work.config.begun_from_checkpoint
+    if begun is None:
+        return frozen
+    ref = checkpoint_at(begun)
+    return _taken(plan, mesh, replace(ref, leaves=_only(ref, frozen)), frozen, MODEL)
+
+
+def _only(ref: CheckpointRef, frozen: LmHeadModel) -> dict[str, SavedLeaf]:
+    """The frozen ones of a checkpoint's arrays."""
+    wanted = {under_model(leaf.path) for leaf in leaves(frozen)}
+    return {path: leaf for path, leaf in ref.leaves.items() if path in wanted}
 
 
 def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
-    """A part of the state as a checkpoint has it."""
+    """A part of the state, or of the whole model, as a checkpoint has it."""
     prefix = f"{part}."
-    wanted = {path: target for path, target in _targets(plan, mesh).items() if path.startswith(prefix)}
+    targets = _targets(plan, mesh)
+    wanted = {path: targets[path] for path in (f"{prefix}{leaf.path}" for leaf in leaves(fresh))}
     if plan.work.config.trainer.allow_partial_checkpoint:
         for path in sorted(wanted.keys() - ref.leaves.keys()):
             logger.warning("%s: %s is not in it and is initialized", ref.path, path)
@@ -93,6 +179,12 @@ def _rewound(optimizer: Any, fresh: Any) -> Any:
 
 
 def _targets(plan: TrainPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
+    """Where every array goes that a checkpoint may have: the state, and the frozen rest of the model."""
     work: TrainWork = plan.work
     assert work.model.vocab_size is not None
-    return planned_targets(plan.sharding, mesh, true_sizes={"vocab": work.model.vocab_size})
+    targets = planned_targets(work.state_plan.resident, mesh, true_sizes={"vocab": work.model.vocab_size})
+    rest = f"{FROZEN}."
+    return {
+        under_model(path.removeprefix(rest)) if path.startswith(rest) else path: target
+        for path, target in targets.items()
+    }

@@ -13,12 +13,15 @@ from levanter.commands.model.workloads import WATCHED, distinct, program_name
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import evaluate_program
 from levanter.mesh import ResolvedMesh
+from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
+from levanter.trainer.frozen import digest_program
 from levanter.trainer.loss import LmBatch, LmObjective
-from levanter.trainer.state import StatePlan, TrainState, init_optimizer_program, init_program
+from levanter.trainer.state import StatePlan, TrainState, init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
+from levanter.trainer.trainable import Partition, bind
 from levanter.trainer.watch import Watch
 
 
@@ -34,6 +37,8 @@ class TrainedRun:
         precision: the dtype policy.
         resolved: mesh and mappings.
         state: what is carried from step to step, without memory.
+        partition: what of the model is trained.
+        frozen: the rest of it, without memory; None where there is none.
         state_plan: where it lies.
         compiler_options: XLA's.
         kind: what is minimized, but for what the configuration says of it.
@@ -46,6 +51,8 @@ class TrainedRun:
     precision: Precision
     resolved: ResolvedMesh
     state: TrainState
+    partition: Partition
+    frozen: LmHeadModel | None
     state_plan: StatePlan
     compiler_options: Mapping[str, str]
     kind: LmObjective = field(default_factory=LmObjective)
@@ -61,13 +68,18 @@ class TrainedRun:
         )
 
 
-def first_program(run: TrainedRun) -> Program:
-    """The Program that makes the first state: all of it, or what weights that are read lack."""
-    if run.config.reference is None:
-        first = init_program(run.state_plan, run.build, run.transformation, run.precision)
+def first_programs(run: TrainedRun) -> list[Program]:
+    """The Programs that make the first state and what is frozen: all of it, or what weights that are read lack."""
+    plan, partition = run.state_plan, run.partition
+    if run.config.reference is not None:
+        first = [init_optimizer_program(run.state, plan, run.transformation)]
     else:
-        first = init_optimizer_program(run.state, run.state_plan, run.transformation)
-    return replace(first, compiler_options=run.compiler_options)
+        first = [init_program(plan, run.build, run.transformation, run.precision, partition)]
+        if run.frozen is not None:
+            first.append(init_frozen_program(plan, run.build, run.precision, partition))
+    if run.frozen is not None:
+        first.append(digest_program(run.frozen, plan))
+    return [replace(program, compiler_options=run.compiler_options) for program in first]
 
 
 def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Program]:
@@ -98,6 +110,7 @@ def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str =
     return step_program(
         _recipe(run, stage.plan, watch),
         state=run.state,
+        frozen=run.frozen,
         plan=run.state_plan,
         batch=run.objective.abstract_batch(
             hax.Axis(run.resolved.batch_axis, stage.plan.placed_rows), hax.Axis("position", run.config.positions)
@@ -118,7 +131,7 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
     per_device = run.config.trainer.per_device_eval_parallelism
     return evaluate_program(
         run.objective,
-        run.state.model,
+        bind(run.state.model, run.frozen),
         run.state_plan,
         rows=run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device),
         positions=run.config.positions,

@@ -16,14 +16,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from haliax_ext.abstract import with_arrays
+from haliax_ext.program import Program
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
-from levanter.commands.model.layout import load_weights
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.model.workloads import stage_program
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import PROGRAM, Evaluate, validation_rows
-from levanter.commands.train.first import begun_from, restored
+from levanter.commands.train.first import checked_frozen, first_state
 from levanter.commands.train.instruments import guard_of, instruments
 from levanter.commands.train.places import (
     Places,
@@ -39,13 +38,17 @@ from levanter.config import plain
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.eval.perplexity import EvalResult
 from levanter.io import Progress
+from levanter.models.base import LmHeadModel
 from levanter.processes.barrier import agreed, agreed_stop, barrier, process_0_first, require_same
 from levanter.processes.together import jit_together
 from levanter.run import Session
 from levanter.trainer.batches import placed_batches
+from levanter.trainer.frozen import FrozenPart
 from levanter.trainer.hooks import Every, SaveCheckpoint, ShowProgress, StepSize, Throughput
 from levanter.trainer.loop import Ended, Loop, Pause, Step, stop_signal
+from levanter.trainer.loss import LmBatch
 from levanter.trainer.state import TrainState
+from levanter.trainer.trainable import bind
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +148,11 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     first, stop = prepared.first, prepared.stop
     # Whoever is told to end twice still saves before it does.
     with _checkpointer(plan, prepared.places) as checkpointer, stop_signal() as stopping:
-        state = first_state(plan, mesh, prepared.resumed, show=session.show)
-        keep = _Keep(plan=plan, session=session, prepared=prepared, checkpointer=checkpointer)
+        state, frozen = first_state(plan, mesh, prepared.resumed, show=session.show)
+        part = checked_frozen(plan, mesh, frozen, prepared.resumed)
+        keep = _Keep(plan=plan, session=session, prepared=prepared, checkpointer=checkpointer, frozen=frozen, part=part)
         keep.make_up_export(state)
-        evaluate = _evaluation(plan, mesh, prepared.data, session, last=stop)
+        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, last=stop)
         observed = instruments(
             plan,
             mesh,
@@ -165,7 +169,7 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
         left = prepared.tokens(max(stop, first)) - prepared.tokens(first)
         with Progress("training", total=left, unit="tokens", show=session.show) as progress:
             loop = Loop(
-                step_of=_steps(plan, mesh, observed.watched),
+                step_of=_steps(plan, mesh, frozen, observed.watched),
                 listeners=[
                     observed.watchdog,
                     observed.track,
@@ -180,7 +184,7 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
             )
             batches = placed_batches(
                 prepared.data,
-                lambda step: stage_program(plan, plan.work.batches, step).inputs[1],
+                lambda step: stage_program(plan, plan.work.batches, step).input("batch"),
                 mesh,
                 first=first,
                 stop=stop,
@@ -236,8 +240,17 @@ def _prepare(plan: TrainPlan, session: Session) -> _Prepared:
 class _Keep:
     """What a run keeps of its states: checkpoints, and exports behind them."""
 
-    def __init__(self, *, plan: TrainPlan, session: Session, prepared: _Prepared, checkpointer: Checkpointer):
-        self._work, self._show = plan.work, session.show
+    def __init__(
+        self,
+        *,
+        plan: TrainPlan,
+        session: Session,
+        prepared: _Prepared,
+        checkpointer: Checkpointer,
+        frozen: LmHeadModel | None,
+        part: FrozenPart | None,
+    ):
+        self._work, self._show, self._frozen = plan.work, session.show, frozen
         self._prepared, self._checkpointer = prepared, checkpointer
         config = plan.work.config
         self._save = SaveCheckpoint(
@@ -248,6 +261,7 @@ class _Keep:
                 "config": plain(config),
                 "jax": jax.__version__,
                 **model_metadata(plan.work.model, tokenizer=config.data.tokenizer),
+                **({} if part is None else part.metadata),
             },
         )
         self._exports = None
@@ -288,7 +302,8 @@ class _Keep:
         self._export(taken, state)
 
     def _export(self, taken: int, state: TrainState) -> str:
-        return _export(self._work, state, self._prepared.places.export(taken), show=self._show)
+        model = bind(state.model, self._frozen)
+        return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
 
 
 def last_step(config: TrainLmConfig, data: TrainingData) -> int:
@@ -299,24 +314,6 @@ def last_step(config: TrainLmConfig, data: TrainingData) -> int:
     if config.epoch:
         limits.append(data.steps_of_epochs(config.epoch))
     return min(limits)
-
-
-def first_state(plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool) -> TrainState:
-    """The state before the run's first step: from its checkpoint, from weights, or made from the seed.
-
-    Raises:
-        CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
-    """
-    work: TrainWork = plan.work
-    config = work.config
-    if resumed is not None:
-        return restored(plan, mesh, resumed)
-    key = jax.random.PRNGKey(config.trainer.seed)
-    if config.reference is not None:
-        assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
-        loaded = load_weights(plan.load, work.state_plan.parameters, work.origin.checkpoint.source, mesh, show=show)
-        return jit_together(plan.program("init_optimizer"), mesh)(with_arrays(work.state.model, loaded.arrays), key)
-    return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key))
 
 
 def _data(work: TrainWork, *, show: bool) -> TrainingData:
@@ -338,7 +335,9 @@ def _data(work: TrainWork, *, show: bool) -> TrainingData:
         )
 
 
-def _evaluation(plan: TrainPlan, mesh: Mesh, data: TrainingData, session: Session, *, last: int) -> Evaluate | None:
+def _evaluation(
+    plan: TrainPlan, mesh: Mesh, data: TrainingData, session: Session, frozen: LmHeadModel | None, *, last: int
+) -> Evaluate | None:
     work: TrainWork = plan.work
     if work.validation is None:
         return None
@@ -346,6 +345,7 @@ def _evaluation(plan: TrainPlan, mesh: Mesh, data: TrainingData, session: Sessio
     trainer = work.config.trainer
     return Evaluate(
         program=plan.program(PROGRAM),
+        frozen=frozen,
         mesh=mesh,
         sequences=validation_rows(
             work.config.data, work.validation, data, work.tokenizer, vocab_size=work.model.vocab_size
@@ -382,7 +382,7 @@ def _checkpointer(plan: TrainPlan, places: Places) -> Checkpointer:
         keep_last_temporary=written.keep_last_temporary_checkpoints,
         temporary_base=places.temporary,
         delete_old_temporary=written.delete_old_temp_checkpoints,
-        used=used_shapes((each.leaf for each in plan.sharding.leaves), {"vocab": vocab}),
+        used=used_shapes((each.leaf for each in work.state_plan.whole.leaves), {"vocab": vocab}),
         watch=checkpoint_watch(written.debug),
     )
 
@@ -396,14 +396,20 @@ def _last(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
     )
 
 
-def _steps(plan: TrainPlan, mesh: Mesh, watched: Callable[[int], bool]) -> Callable[[int], Step]:
-    """The compiled step of every step."""
-    jitted: dict[str, Step] = {}
+def _steps(
+    plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, watched: Callable[[int], bool]
+) -> Callable[[int], Step[LmBatch]]:
+    """The compiled step of every step, with what is frozen."""
+    jitted: dict[str, Step[LmBatch]] = {}
 
-    def step_of(step: int) -> Step:
+    def made(program: Program) -> Step[LmBatch]:
+        step = jit_together(program, mesh)
+        return lambda state, batch: step(state, frozen, batch)
+
+    def step_of(step: int) -> Step[LmBatch]:
         program = stage_program(plan, plan.work.batches, step, watched=watched(step))
         if program.name not in jitted:
-            jitted[program.name] = jit_together(program, mesh)
+            jitted[program.name] = made(program)
         return jitted[program.name]
 
     return step_of
@@ -422,7 +428,7 @@ def _sizes(plan: TrainPlan) -> Callable[[int], StepSize]:
     return size_of
 
 
-def _export(work: TrainWork, state: TrainState, folder: str, *, show: bool) -> str:
+def _export(work: TrainWork, model: LmHeadModel, folder: str, *, show: bool) -> str:
     tokenizer = work.tokenizer if isinstance(work.tokenizer, FastTokenizer) else None
     barrier("exporting")
     with Progress(f"exporting to {folder}", total=None, unit="bytes", show=show) as progress:
@@ -432,7 +438,7 @@ def _export(work: TrainWork, state: TrainState, folder: str, *, show: bool) -> s
             progress.advance_to(done)
 
         export(
-            state.model,
+            model,
             work.model,
             folder,
             beside=Beside(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ())),

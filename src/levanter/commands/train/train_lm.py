@@ -9,13 +9,13 @@ these same Programs for a pod that is not there.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import haliax as hax
 import jax
 import numpy as np
 import optax
 
+from haliax_ext.abstract import abstract
 from haliax_ext.planner import ShardingPlan
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import layer_checks
@@ -27,10 +27,11 @@ from levanter.commands.shell.perform import perform
 from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import find_validation
+from levanter.commands.train.frozen import frozen_part, partition_notes
 from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
 from levanter.commands.train.places import what_is_left
-from levanter.commands.train.programs import TrainedRun, evaluation_program, first_program, step_programs
+from levanter.commands.train.programs import TrainedRun, evaluation_program, first_programs, step_programs
 from levanter.commands.train.run import Trained, execute
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.config import Written
@@ -38,12 +39,14 @@ from levanter.data import EvaluationData, Tokenizer
 from levanter.hardware import compiler_options
 from levanter.mesh import ResolvedMesh, resolve
 from levanter.models.axes import model_axes
+from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import OK, PREEMPTED, Check, EntryPoint, RunPlan, Searchable, Session, Target
 from levanter.trainer.batch_plan import BatchStage, plan_batches
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.state import abstract_state, plan_state
+from levanter.trainer.state import abstract_frozen, abstract_state, plan_state
+from levanter.trainer.trainable import Partition
 
 NAME = "train_lm"
 
@@ -77,11 +80,10 @@ def describe(
         since = f"from step {stage.start}: " if len(batches) > 1 else ""
         checks.append(Check(name="batch", status="ok", message=f"{since}{stage.plan}"))
 
-    def build(key: jax.Array) -> Any:
-        return model.build(Vocab, key=key)
-
-    state = abstract_state(lambda: build(jax.random.PRNGKey(0)), settled.transformation, settled.precision)
-    state_plan = plan_state(state, resolved.mappings, resolved.spec, hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes))
+    run = _trained(settled, model, Vocab, target, objective or LmObjective())
+    state_plan = run.state_plan
+    part = frozen_part(trainer, state_plan, begun_from=config.reference or config.begun_from_checkpoint)
+    checks += partition_notes(state_plan)
     largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
     activations = planned_activations(
         model, resolved, rows=largest.microbatch, positions=positions, Vocab=Vocab, precision=settled.precision
@@ -90,28 +92,16 @@ def describe(
     if origin is not None and not state_plan.parameters.errors:
         load, found = planned_loading(origin, model, Vocab, state_plan.parameters, target)
         checks += found
-    run = TrainedRun(
-        config=config,
-        model=model,
-        build=build,
-        transformation=settled.transformation,
-        precision=settled.precision,
-        resolved=resolved,
-        state=state,
-        state_plan=state_plan,
-        compiler_options=compiler_options(target.platform, target.kind),
-        kind=objective or LmObjective(),
-    )
-    programs = [first_program(run), *step_programs(run, batches)]
+    programs = [*first_programs(run), *step_programs(run, batches)]
     if settled.validation is not None:
         programs.append(evaluation_program(run, largest))
-    checks += place_checks(config, model, state_plan)
+    checks += place_checks(config, model, state_plan, part)
     return RunPlan(
         entry_point=NAME,
         target=target,
         mesh=resolved.spec,
         checks=tuple(checks),
-        sharding=state_plan.whole,
+        sharding=state_plan.resident,
         activations=activations,
         load=load,
         programs=tuple(programs),
@@ -125,13 +115,48 @@ def describe(
             Vocab=Vocab,
             precision=settled.precision,
             resolved=resolved,
-            state=state,
+            state=run.state,
+            partition=run.partition,
+            frozen=run.frozen,
+            frozen_part=part,
             state_plan=state_plan,
             batches=batches,
             origin=origin,
             tokenizer=settled.tokenizer,
             validation=settled.validation,
         ),
+    )
+
+
+def _trained(
+    settled: "_Settled", model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
+) -> TrainedRun:
+    """What is trained and what is frozen, without memory, and where it lies."""
+
+    def build(key: jax.Array) -> LmHeadModel:
+        return model.build(Vocab, key=key)
+
+    def example() -> LmHeadModel:
+        return build(jax.random.PRNGKey(0))
+
+    trainer, resolved = settled.config.trainer, settled.resolved
+    partition = Partition.of(trainer.trainable, abstract(example))
+    state = abstract_state(example, settled.transformation, settled.precision, partition)
+    frozen = abstract_frozen(example, settled.precision, partition)
+    hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
+    return TrainedRun(
+        config=settled.config,
+        model=model,
+        build=build,
+        transformation=settled.transformation,
+        precision=settled.precision,
+        resolved=resolved,
+        state=state,
+        partition=partition,
+        frozen=frozen,
+        state_plan=plan_state(state, resolved.mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
+        compiler_options=compiler_options(target.platform, target.kind),
+        kind=objective,
     )
 
 

@@ -25,7 +25,8 @@ _MAP = Rectangle(0.0, 0.0, 1060.0, 400.0)
 
 
 def group_class(name: str) -> str:
-    """The class that colors a group: `g-kv-cache`."""
+    """The class that colors a group: `g-kv-cache`. What is frozen has the color of its kind."""
+    name = name.removeprefix("frozen ")
     return "g-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

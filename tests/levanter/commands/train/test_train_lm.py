@@ -131,7 +131,7 @@ def test_its_programs_run(tmp_path, devices):
     mesh = plan.mesh.build(devices)
     state = plan.program("init_state").jit(mesh)(jax.random.PRNGKey(0))
     program = plan.program("train_step")
-    batch = program.inputs[1].value
+    batch = program.input("batch").value
     rng = np.random.default_rng(0)
     shape = batch.tokens.array.shape
     # A sequence that repeats itself can be learned.
@@ -144,7 +144,7 @@ def test_its_programs_run(tmp_path, devices):
     }
     step, losses = program.jit(mesh), []
     for _ in range(8):
-        state, metrics = step(state, with_arrays(batch, values))
+        state, metrics = step(state, None, with_arrays(batch, values))
         losses.append(float(metrics.loss))
     # The entry that was added to divide the vocabulary is no part of the distribution.
     assert losses[0] == pytest.approx(np.log(131), rel=0.05)
@@ -190,7 +190,7 @@ def test_validation_text_that_is_not_here_is_planned(tmp_path):
     plan = describe(tiny(tmp_path, *words), LOCAL)
     assert plan.exit_code == 0 and "validation" in [c.name for c in plan.checks if c.status == "unchecked"]
     assert [p.name for p in plan.programs] == ["init_state", "train_step", "evaluate"]
-    assert plan.program("evaluate").inputs[1].value.array.shape == (8, 16)
+    assert plan.program("evaluate").input("tokens").value.array.shape == (8, 16)
     with pytest.raises(RunRefused, match=r"v\.jsonl|s3://"):
         plan.check()
 

@@ -1,0 +1,148 @@
+"""What a checkpoint says of the frozen part of a model, which is not in it.
+
+A run whose model is frozen in part saves what it trains. Its checkpoint names the rest: which parameters are frozen,
+where they came from, and a *digest* of each. Who goes on behind it needs the same partition, which is known before
+anything is read, and the same numbers, which are known once they are on the devices.
+
+A digest does not depend on the mesh: it is a sum, modulo 2³², of every element's bits times an odd number that its
+index gives. Zeros add nothing, so neither does the padding of an axis that a mesh rounds up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haliax_ext.abstract import Leaf, leaf_of
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.program import Input, Program
+from haliax_ext.pytree import PyTree, is_named, path_string
+from levanter.checkpoint import CheckpointMismatchError, CheckpointRef
+from levanter.trainer.state import FROZEN, MODEL, StatePlan
+from levanter.trainer.trainable import KEY
+
+DIGEST = "digest_frozen"
+_GOLDEN = 0x9E3779B1
+"""2³² over the golden ratio, and odd: its multiples spread evenly over the 32-bit numbers."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPart:
+    """The frozen part of a run's model, as its checkpoints name it.
+
+    Attributes:
+        patterns: of what is trained instead (`trainer.trainable`).
+        origin: where the frozen parameters come from, in words.
+        digests: of each frozen parameter, by path, in hexadecimal; empty text where it is not known yet.
+    """
+
+    patterns: tuple[str, ...]
+    origin: str
+    digests: Mapping[str, str] = field(repr=False)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What is saved beside the arrays of a checkpoint."""
+        return {FROZEN: {"trainable": list(self.patterns), "from": self.origin, "digests": dict(self.digests)}}
+
+    @staticmethod
+    def of(ref: CheckpointRef) -> "FrozenPart | None":
+        """What a checkpoint names; None where everything was trained."""
+        said = ref.metadata.get(FROZEN)
+        if said is None:
+            return None
+        return FrozenPart(patterns=tuple(said["trainable"]), origin=said["from"], digests=said["digests"])
+
+
+def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
+    """Refuses a checkpoint of a run that trained other parameters; nothing is read.
+
+    Raises:
+        CheckpointMismatchError: says what each of them trains.
+    """
+    theirs = FrozenPart.of(ref)
+    there, here = (frozenset() if part is None else frozenset(part.digests) for part in (theirs, ours))
+    if there == here:
+        return
+    parts = [
+        f"{len(paths)} {how} ({_some(paths)})"
+        for paths, how in (
+            (sorted(here - there), "are trained there and frozen here"),
+            (sorted(there - here), "are frozen there and trained here"),
+        )
+        if paths
+    ]
+    key = "leave it out" if theirs is None else f"{KEY}: {list(theirs.patterns)}"
+    raise CheckpointMismatchError(
+        f"{ref.path}: this checkpoint is of a run that trained {_trained(theirs)}, and this run trains "
+        f"{_trained(ours)}: of its parameters, {' and '.join(parts)}\n"
+        f"  → {KEY}: {key.removeprefix(f'{KEY}: ')} goes on behind it; a new run can begin with the parameters of a "
+        "checkpoint that has them all (initialize_model_from_checkpoint_path)"
+    )
+
+
+def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
+    """Refuses to go on with other frozen parameters than a checkpoint was trained beside.
+
+    Raises:
+        CheckpointMismatchError: says which differ, and where both come from.
+    """
+    theirs = FrozenPart.of(ref)
+    assert theirs is not None, "check_partition comes first"
+    others = sorted(path for path, digest in ours.digests.items() if theirs.digests[path] != digest)
+    if others:
+        raise CheckpointMismatchError(
+            f"{ref.path}: its run was trained beside other frozen parameters: {len(others)} of {len(ours.digests)} "
+            f"differ ({_some(others)}); they came from {theirs.origin}, those of this run from {ours.origin}\n"
+            "  → go on with what the run began with"
+        )
+
+
+def _trained(part: FrozenPart | None) -> str:
+    return "everything" if part is None else f"{', '.join(part.patterns)} ({KEY})"
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = f", … {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more
+
+
+def digest_program(frozen: PyTree, plan: StatePlan) -> Program:
+    """The Program that makes the digests, uint32 by path."""
+
+    def digests(frozen: PyTree) -> dict[str, jax.Array]:
+        flat = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=is_named)[0]
+        found = ((leaf_of(path_string(keys), x), x.array if is_named(x) else x) for keys, x in flat)
+        return {leaf.path: _digest(leaf, x) for leaf, x in found}
+
+    return Program(
+        name=DIGEST,
+        function=digests,
+        inputs=(Input(name=FROZEN, value=frozen, placement=plan.parameters),),
+        mappings=Mappings(),
+        out_placement=AxisMapping(),
+    )
+
+
+def _digest(leaf: Leaf, x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        x = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+    factor = jnp.ones((), jnp.uint32)
+    for n in range(len(leaf.shape)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, n)
+        factor = factor + index * np.uint32((2 * _GOLDEN * (2 * n + 1)) % 2**32)
+    return jnp.sum(x.astype(jnp.uint32) * factor, dtype=jnp.uint32)
+
+
+def on_host(digests: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Digests as they are saved: eight hexadecimal digits each."""
+    return {path: f"{int(np.asarray(x.addressable_data(0))):08x}" for path, x in digests.items()}
+
+
+def under_model(path: str) -> str:
+    """The path of a parameter in a checkpoint."""
+    return f"{MODEL}.{path}"
