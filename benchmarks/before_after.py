@@ -2,11 +2,11 @@
 
     python benchmarks/before_after.py --before ../before [--after .] [--pairs 12] [--only training]
 
-Both trees run the same documents: the Programs are those that `eval_lm` and `train_lm` describe, and the loader is that of
-`eval_lm`. Each tree is a process of its own that lives for the whole measurement and waits for its turn;
-turns go in pairs, in changing order. Compared are CPU seconds of a turn (all threads), which say more than seconds
-where other work shares the cores; compilation and the first turn are not counted. Given are, of after over before, the
-median of the pairs and the 95 % interval of that median by 10,000 bootstrap samples.
+Both trees run the same documents: the Programs are those that `eval_lm` and `train_lm` describe, and the loader is that
+of `eval_lm`. Each tree is a process of its own that lives for the whole measurement and waits for its turn; turns go in
+pairs, in changing order. Compared are CPU seconds of a turn (all threads), which say more than seconds where other work
+shares the cores; compilation and the first turn are not counted. Given are, of after over before, the median of the
+pairs and the 95 % interval of that median by 10,000 bootstrap samples.
 """
 
 import argparse
