@@ -39,9 +39,9 @@ NEEDS = {
 
 
 def compiling() -> list:
-    """Every case that is compiled, marked for CI or not."""
+    """Every case that is compiled, marked for CI or not, and where its figures are kept."""
     return [
-        pytest.param(name, marks=[pytest.mark.ci] if case.ci else [])
+        pytest.param(name, marks=[pytest.mark.ci] * case.ci + [pytest.mark.golden] * case.figures)
         for name, case in CASES.items()
         if case.compiled is not None
     ]

@@ -38,7 +38,7 @@ def assert_golden_json(name: str, facts: Mapping[str, Json]) -> None:
     """
     if updating():
         _write(name, json_text(facts) + "\n")
-    _assert_same(name, json.loads(_read(name)), facts)
+    _assert_same(name, json.loads(_read(name)), facts, anew="make golden")
 
 
 def assert_golden_compiled(name: str, facts: Mapping[str, Json]) -> None:
@@ -51,7 +51,7 @@ def assert_golden_compiled(name: str, facts: Mapping[str, Json]) -> None:
         _write(name, json_text({"made_with": made_with(), **facts}) + "\n")
     kept = json.loads(_read(name))
     skip_on_another_libtpu(name, kept.pop("made_with"))
-    _assert_same(name, kept, facts)
+    _assert_same(name, kept, facts, anew="make golden-compiled")
 
 
 def made_with() -> dict[str, str]:
@@ -98,11 +98,11 @@ def json_text(value: Json, indent: int = 0, key: str = "") -> str:
     return head + "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
 
 
-def _assert_same(name: str, kept: Json, found: Json) -> None:
+def _assert_same(name: str, kept: Json, found: Json, *, anew: str) -> None:
     # Tuples are lists, and keys are text, in a file.
     differing = list(_differences(kept, json.loads(json.dumps(found))))
     listed = "\n".join(f"  {line}" for line in differing)
-    assert not differing, f"{GOLDEN / name} has other facts (golden → now); `make golden` writes it anew:\n{listed}"
+    assert not differing, f"{GOLDEN / name} has other facts (golden → now); `{anew}` writes it anew:\n{listed}"
 
 
 def _differences(kept: Json, found: Json, at: str = "") -> Iterator[str]:
