@@ -11,12 +11,14 @@ from levanter.config.loader import (
     BAD_CONFIG,
     HelpRequested,
     Loaded,
+    arguments_for,
     load,
     load_written,
     main,
     parse,
     parse_text,
     read,
+    read_text,
 )
 from levanter.config.written import Written
 
@@ -29,6 +31,7 @@ __all__ = [
     "Mark",
     "Problem",
     "Written",
+    "arguments_for",
     "dump",
     "load",
     "load_written",
@@ -37,4 +40,5 @@ __all__ = [
     "parse_text",
     "plain",
     "read",
+    "read_text",
 ]

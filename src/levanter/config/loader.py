@@ -21,6 +21,7 @@ from levanter.config.errors import COMMAND_LINE, ConfigError, Mark, Problem
 from levanter.config.explain import explain
 from levanter.config.files import EXTENDS, read_documents
 from levanter.config.legacy import Change, old_keys, translate
+from levanter.config.legacy.not_carried import NotCarried, rows_of, take_out
 from levanter.config.nodes import Entry, MapNode, Node, compose, from_plain, merged
 from levanter.config.schema import TYPE_KEY, config_fields
 from levanter.config.written import Written
@@ -57,8 +58,13 @@ class Loaded(Generic[C]):
 
 
 def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> C:
-    """Loads the configuration a command line asks for; `load_written` also tells which keys it was made of."""
-    return load_written(config_class, argv, program=program).config
+    """Loads the configuration a command line asks for; `load_written` also tells which keys it was made of.
+
+    Raises:
+        ConfigError: as `load_written`; and where what is asked for is not carried, which `Written` would tell.
+        HelpRequested: with the help text, where `--help` is on the command line.
+    """
+    return _alone(load_written(config_class, argv, program=program))
 
 
 def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> Loaded[C]:
@@ -97,9 +103,9 @@ def parse(
         overrides: dotted keys with values; text is read as on the command line.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with everything that is wrong, what is asked for and not carried included.
     """
-    return read(config_class, paths=paths, overrides=overrides).config
+    return _alone(read(config_class, paths=paths, overrides=overrides))
 
 
 def read(
@@ -119,8 +125,13 @@ def parse_text(config_class: type[C], text: str, *, source: str = "<text>") -> C
     """The configuration of a YAML text that extends and includes nothing, such as a canonical dump.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with everything that is wrong, what is asked for and not carried included.
     """
+    return _alone(read_text(config_class, text, source=source))
+
+
+def read_text(config_class: type[C], text: str, *, source: str = "<text>") -> Loaded[C]:
+    """As `parse_text`, with the changes, the document and what was written."""
     problems: list[Problem] = []
 
     def refuse(name: str, mark: Mark) -> None:
@@ -131,7 +142,26 @@ def parse_text(config_class: type[C], text: str, *, source: str = "<text>") -> C
     if isinstance(document, MapNode) and (entry := document.entry(EXTENDS)) is not None:
         problems.append(Problem(message="is for files, not for text", mark=entry.mark, key=EXTENDS))
         document = document.without(EXTENDS)
-    return _decoded(config_class, document, problems).config
+    return _decoded(config_class, document, problems)
+
+
+def arguments_for(function: Callable[..., Any], loaded: Loaded[C]) -> tuple[C, dict[str, Written]]:
+    """What a function of a configuration is called with: the keyword `written` where it has one.
+
+    Raises:
+        ConfigError: it has none, and what is asked for is not carried.
+    """
+    if "written" in inspect.signature(function).parameters:
+        return loaded.config, {"written": loaded.written}
+    return _alone(loaded), {}
+
+
+def _alone(loaded: Loaded[C]) -> C:
+    """The configuration without what was written: then nobody else tells what it asks for in vain."""
+    refused = [row for row in loaded.written.not_carried if row.refused]
+    if refused:
+        raise ConfigError([Problem(message=row.why, mark=loaded.document.mark, key=row.key) for row in refused])
+    return loaded.config
 
 
 def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
@@ -150,18 +180,21 @@ def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
 
 def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> Loaded[C]:
     changes: tuple[Change, ...] = ()
+    asked: tuple[NotCarried, ...] = ()
+    takes = config_fields(config_class) if is_dataclass(config_class) else ()
     if isinstance(document, MapNode):
-        translation = translate(document, config_fields(config_class) if is_dataclass(config_class) else ())
+        translation = translate(document, takes)
         document, changes = translation.document, translation.changes
         problems += translation.problems
-    decoder = Decoder(config_class, old_keys)
+        document, asked = take_out(document, takes)
+    decoder = Decoder(config_class, lambda path: (*old_keys(path), *rows_of(path, takes)))
     value = decoder.decode(document, config_class)
     problems += decoder.problems
     if problems:
         raise ConfigError(problems)
     assert value is not INVALID and isinstance(document, MapNode)
     return Loaded(
-        config=cast(C, value), changes=changes, document=document, written=Written(frozenset(decoder.written))
+        config=cast(C, value), changes=changes, document=document, written=Written(frozenset(decoder.written), asked)
     )
 
 
@@ -182,17 +215,23 @@ def main(
         config_class = typing.get_type_hints(function)[next(iter(parameters))]
         try:
             loaded = load_written(config_class, args)
+            config, told = arguments_for(function, loaded)
         except HelpRequested as help_text:
-            try:
-                sys.stdout.write(str(help_text))
-                sys.stdout.flush()
-            except BrokenPipeError:
-                # `… --help | head`: nobody reads the rest; Python's own last flush goes nowhere then.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _show(help_text)
             raise SystemExit(0) from None
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(BAD_CONFIG) from None
-        return function(loaded.config, **({"written": loaded.written} if "written" in parameters else {}))
+        return function(config, **told)
 
     return program
+
+
+def _show(text: object) -> None:
+    """Prints a help text."""
+    try:
+        sys.stdout.write(str(text))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `… --help | head`: nobody reads the rest; Python's own last flush goes nowhere then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
+from levanter.config.legacy.not_carried import NotCarried
+
 
 @dataclass(frozen=True)
 class Written:
@@ -15,9 +17,11 @@ class Written:
 
     Attributes:
         keys: `trainer`, `trainer.mesh`, `trainer.mesh.axes`, …
+        not_carried: what was asked for by keys that no configuration has: refused, or without effect.
     """
 
     keys: frozenset[str]
+    not_carried: tuple[NotCarried, ...] = ()
 
     @classmethod
     def in_python(cls, config: object) -> "Written":

@@ -59,6 +59,8 @@ EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
+    "levanter.commands.evaluate.eval_lm": ("EvalLmConfig",),
+    "levanter.commands.train.config": ("TrainLmConfig",),
     "levanter.models.gemma.config": ("GemmaConfig", "Gemma2Config", "Gemma3Config"),
     "levanter.models.gpt2.config": ("Gpt2Config",),
     "levanter.models.llama.config": ("LlamaConfig",),

@@ -20,7 +20,7 @@ import yaml
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.model.defaults import differing
 from levanter.commands.shell.entry import shell
-from levanter.config import ConfigError, parse_text
+from levanter.config import ConfigError, read_text
 from levanter.config.errors import Problem
 from levanter.config.files import read_documents
 from levanter.config.legacy import Change, translate
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         raise MigrateUsageError(f"{asked.output} exists already; name another file")
     done = migrate(asked.document, asked.entry_point)
     if asked.entry_point is not None:
-        parse_text(config_class(asked.entry_point), done.text, source=f"{asked.document}, migrated")
+        read_text(config_class(asked.entry_point), done.text, source=f"{asked.document}, migrated")
     if asked.output is None:
         sys.stdout.write(done.annotated)
         return 0

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from levanter.commands.shell.entry import shell
-from levanter.config import load
+from levanter.config import load_written
 from levanter.io import setup_logging
 from levanter.legacy.absent import ABSENT
 
@@ -23,7 +23,7 @@ def run_absent(name: str, argv: Sequence[str] | None = None) -> int:
 
     def refuse() -> int:
         setup_logging()
-        load(row.config, sys.argv[1:] if argv is None else argv, program=f"python -m levanter.main.{name}")
+        load_written(row.config, sys.argv[1:] if argv is None else argv, program=f"python -m levanter.main.{name}")
         raise AbsentEntryPointError(
             f"levanter.main.{name} is not here yet ({row.what}); the configuration was read and is sound\n"
             f"today: {row.instead}"

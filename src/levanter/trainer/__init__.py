@@ -12,7 +12,6 @@ from levanter.trainer.parts import (
     ModelAveragingConfig,
     ProfileOptionsConfig,
     ProfilerConfig,
-    QuantizationConfig,
     WatchConfig,
 )
 
@@ -27,7 +26,6 @@ __all__ = [
     "ModelAveragingConfig",
     "ProfileOptionsConfig",
     "ProfilerConfig",
-    "QuantizationConfig",
     "TrainerConfig",
     "WatchConfig",
 ]

@@ -18,7 +18,6 @@ from levanter.trainer.parts import (
     CheckpointerConfig,
     ModelAveragingConfig,
     ProfilerConfig,
-    QuantizationConfig,
     WatchConfig,
     refuse,
 )
@@ -33,21 +32,17 @@ class TrainerConfig:
     Attributes:
         seed: the key that model initialization, data order and training are derived from.
         mp: the precision policy: `f32`, `bfloat16`, `p=f32,c=bfloat16`, `params=…,compute=…,output=…`.
-        quantization: reduced-precision matrix multiplication; null for none.
         model_averaging: an average of the parameters beside them; null for none.
         log_dir: where logs, profiles and artifacts go.
         id: the id of the run; null takes `$RUN_ID`, the tracker's id, or a random one that all hosts share.
         tracker: where metrics go: one tracker or a list.
         watch: norms and histograms of gradients and parameters.
         profiler: a profile of some steps.
-        log_jaxprs: whether the traced program of the first step is saved.
-        log_xla_hlo: whether the compiled program of the first step is saved.
         crash_on_nan: whether a loss that is not a number ends the run.
         crash_on_inf: whether an infinite loss ends the run.
         skip_nonfinite_steps: how many steps in a row are left out, instead of ending the run, because their loss or
             gradient is not finite; 0 for none.
         mesh: the device mesh and the mappings of named axes to it.
-        use_explicit_mesh_axes: whether mesh axes are JAX's explicit ones.
         train_batch_size: sequences a step over all devices, or a list of stages {start, value}; -1 derives it from
             per_device_parallelism.
         per_device_parallelism: sequences a device takes at once in training; -1 for all of its share.
@@ -67,12 +62,10 @@ class TrainerConfig:
         jax_compilation_cache_dir: a folder for compiled programs that later runs read.
         distributed: how the processes of the job find each other.
         require_accelerator: whether a run without TPU or GPU is refused; null allows it.
-        shutdown_at_exit: whether the machine is shut down after the run, or after so many seconds.
     """
 
     seed: int = 0
     mp: str = "f32"
-    quantization: QuantizationConfig | None = None
     model_averaging: ModelAveragingConfig | None = None
 
     log_dir: Path = Path("logs/")
@@ -80,14 +73,11 @@ class TrainerConfig:
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = field(default_factory=WandbConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    log_jaxprs: bool = True
-    log_xla_hlo: bool = True
     crash_on_nan: bool = True
     crash_on_inf: bool = True
     skip_nonfinite_steps: int = 0
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    use_explicit_mesh_axes: bool = False
 
     train_batch_size: int | tuple[BatchSizeStage, ...] = 512
     per_device_parallelism: int = -1
@@ -108,7 +98,6 @@ class TrainerConfig:
     jax_compilation_cache_dir: str | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     require_accelerator: bool | None = None
-    shutdown_at_exit: bool | float = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mp", PolicyText.of(self.mp))

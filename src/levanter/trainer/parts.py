@@ -176,28 +176,6 @@ class WatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationConfig:
-    """Reduced-precision matrix multiplication in training.
-
-    Attributes:
-        targets: the modules it applies to: a pattern, a list of names, or null for all.
-        amax_history_length: how many steps of maxima the scale of fp8 is taken from.
-        compute_dtype: the type results are computed in.
-        fp8, int8: which of the two.
-    """
-
-    targets: str | list[str] | None = None
-    amax_history_length: int = 1024
-    compute_dtype: str | None = None
-    fp8: bool = False
-    int8: bool = False
-
-    def __post_init__(self) -> None:
-        if self.fp8 and self.int8:
-            raise ValueError("fp8 and int8: only one of them can be on")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelAveragingConfig(draccus.ChoiceRegistry):
     """The base of all ways to average parameters over steps."""
 

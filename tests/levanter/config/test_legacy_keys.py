@@ -7,6 +7,7 @@ import pytest
 from helpers.legacy_documents import june_2026
 
 from levanter.config.legacy import TABLE, old_keys, translate_plain
+from levanter.config.legacy.not_carried import rows_of
 from levanter.config.schema import config_fields, union_members
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
 from levanter.data.sources import DatasetSourceBase
@@ -62,7 +63,6 @@ KEYS_2025 = {
     "allow_nondivisible_batch_size num_train_steps steps_per_eval max_eval_batches checkpointer load_checkpoint "
     "load_checkpoint_path initialize_from allow_partial_checkpoint jax_config jax_compilation_cache_dir distributed "
     "ray require_accelerator shutdown_at_exit",
-    "train_lm.trainer.quantization": "targets amax_history_length compute_dtype fp8 int8",
     "train_lm.trainer.checkpointer": "base_path save_interval keep append_run_id_to_base_path "
     "delete_old_temp_checkpoints",
     "train_lm.trainer.watch": "watch_targets include_norms include_per_parameter_norms include_histograms "
@@ -107,6 +107,7 @@ def here(path: str) -> tuple[type, tuple[str, ...]]:
 def test_every_key_is_known(path: str):
     cls, block = here(path)
     known = {*config_fields(cls), *old_keys(tuple("x" if part == "*" else part for part in block)), "type"}
+    known |= set(rows_of(block, config_fields(cls)))
     if not block:
         known |= {row.name for row in TABLE if row.block == ""} | {"configs", "validation_urls"}
     assert [key for key in BOTH[path] if key not in known] == []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from levanter.config import ConfigError, dump, load, parse_text, plain
+from levanter.config.legacy.not_carried import rows_of
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import Precision
 from levanter.tracker import JsonLoggerConfig, NoopConfig, TensorboardConfig, WandbConfig
@@ -17,7 +18,6 @@ from levanter.trainer import (
     DistributedConfig,
     EmaModelAveragingConfig,
     ProfilerConfig,
-    QuantizationConfig,
     TrainerConfig,
     WatchConfig,
 )
@@ -54,7 +54,9 @@ OUR_KEYS = "skip_nonfinite_steps trainable"
 
 def test_the_keys_are_upstream_s():
     found = {f.name for f in fields(TrainerConfig)}
-    assert found == {*UPSTREAM_KEYS.split(), *OUR_KEYS.split()}
+    not_carried = set(rows_of(("trainer",), found))
+    assert found | not_carried == {*UPSTREAM_KEYS.split(), *OUR_KEYS.split()}
+    assert not found & not_carried
     # What is ours does nothing where it is not written.
     assert TrainerConfig().skip_nonfinite_steps == 0 and TrainerConfig().trainable is None
 
@@ -77,7 +79,6 @@ def test_defaults():
 FULL = """\
 seed: 3
 mp: p=f32,c=bfloat16
-quantization: {fp8: true}
 model_averaging: {type: ema, beta: 0.99}
 log_dir: /tmp/logs
 id: run-1
@@ -96,7 +97,6 @@ checkpointer:
 distributed: {coordinator_address: "h:1", num_processes: 2, process_id: 1}
 load_checkpoint: false
 require_accelerator: true
-shutdown_at_exit: 30
 """
 
 
@@ -124,10 +124,8 @@ def test_a_full_block():
     assert config.train_batch_size == (BatchSizeStage(start=0, value=32), BatchSizeStage(start=1000, value=64))
     assert config.checkpointer.keep == [CheckpointInterval(every=1000, until=10000), CheckpointInterval(every=5000)]
     assert config.model_averaging == EmaModelAveragingConfig(beta=0.99)
-    assert config.quantization == QuantizationConfig(fp8=True)
     assert config.distributed == DistributedConfig(coordinator_address="h:1", num_processes=2, process_id=1)
     assert config.mesh.param_mapping == {"embed": ["replica_dcn", "data"]}
-    assert config.shutdown_at_exit == 30.0
     assert parse_text(TrainerConfig, dump(config)) == config
 
 
@@ -235,7 +233,6 @@ initialize_from: x
             "start_step: must be at least 0, got -1\nnum_steps: must be at least 1, got 0",
         ),
         (lambda: WatchConfig(interval=-1), "interval: must not be negative, got -1"),
-        (lambda: QuantizationConfig(fp8=True, int8=True), "fp8 and int8: only one of them can be on"),
     ],
 )
 def test_validation(build, message: str):

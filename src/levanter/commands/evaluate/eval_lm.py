@@ -76,7 +76,6 @@ class EvalLmConfig:
         output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        log_entropy, log_top2_gap, log_param_stats: extra metrics, not supported yet.
         plan: what planning is told that a run would find out by itself.
     """
 
@@ -91,9 +90,6 @@ class EvalLmConfig:
     output_path: str | None = None
     allow_pickle: bool = False
     load_memory_gib: float | None = None
-    log_entropy: bool = False
-    log_top2_gap: bool = False
-    log_param_stats: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self):
@@ -109,13 +105,6 @@ class EvalLmConfig:
             )
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
-        for name in ("log_entropy", "log_top2_gap", "log_param_stats"):
-            if getattr(self, name):
-                problems.append(f"{name}: not supported yet; set it to false")
-        if self.trainer.quantization is not None:
-            problems.append("trainer.quantization: not supported yet, and it would change the numbers; set it to null")
-        if self.trainer.use_explicit_mesh_axes:
-            problems.append("trainer.use_explicit_mesh_axes: not supported; meshes have JAX's automatic axes")
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -194,7 +183,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
     )
     meant_for = pretrained.config.max_seq_len
     if "max_eval_length" not in written and config.max_eval_length > meant_for:
-        chosen = Written(written.keys | {"max_eval_length"})
+        chosen = replace(written, keys=written.keys | {"max_eval_length"})
         return describe(replace(config, max_eval_length=meant_for), target, written=chosen)
     checks += [*pretrained.checks, *not_carried(config, written)]
     checks += _length_checks(config.max_eval_length, pretrained.config)

@@ -258,10 +258,6 @@ def model_problems(config: Any) -> list[str]:
             "no model to ask: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
             "checkpoint of train_lm)"
         )
-    if config.trainer.quantization is not None:
-        problems.append("trainer.quantization: not supported yet, and it would change the numbers; set it to null")
-    if config.trainer.use_explicit_mesh_axes:
-        problems.append("trainer.use_explicit_mesh_axes: not supported; meshes have JAX's automatic axes")
     return problems
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from levanter.commands.shell.interrupts import interrupts_kept
 from levanter.commands.shell.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
-from levanter.config import HelpRequested, load
+from levanter.config import HelpRequested, arguments_for, load_written
 from levanter.io import output_is_lost, setup_logging
 from levanter.processes.barrier import current_peers
 from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
@@ -22,18 +22,19 @@ OUR_PACKAGES = ("levanter", "haliax_ext")
 NOT_READ = "what it printed was not read"
 
 
-def run_entry_point(config_class: type[C], main: Callable[[C], int | None], argv: Sequence[str] | None = None) -> int:
+def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv: Sequence[str] | None = None) -> int:
     """Parses the command line into `config_class`, runs `main`, and turns what happens into an exit code.
 
     Args:
         config_class: the entry point's config.
-        main: takes the config; may return an exit code.
+        main: takes the config, and the keyword `written` where it has one; may return an exit code.
         argv: the command line without the program's name.
     """
 
     def run() -> int | None:
         setup_logging()
-        return main(load(config_class, list(sys.argv[1:] if argv is None else argv)))
+        config, told = arguments_for(main, load_written(config_class, list(sys.argv[1:] if argv is None else argv)))
+        return main(config, **told)
 
     return shell(run)
 

@@ -20,6 +20,7 @@ from levanter.commands.model.origin import find_tokenizer
 from levanter.commands.shell.lifecycle import join_processes
 from levanter.commands.train.run import DATA_SECONDS
 from levanter.commands.train.train_lm import TrainLmConfig
+from levanter.config import Written
 from levanter.data import BuildProgress, TrainingSet, build_tokens, resolve_training
 from levanter.data.store import StoredTokens
 from levanter.io import Progress
@@ -43,8 +44,9 @@ class CacheDatasetConfig(TrainLmConfig):
     verify: bool = False
 
 
-def main(config: CacheDatasetConfig) -> int:
+def main(config: CacheDatasetConfig, *, written: Written | None = None) -> int:
     """Builds what is missing and prints what there is."""
+    del written  # what a training run would refuse does not matter to its rows
     join_processes(config.trainer.distributed)
     with process_0_first("preparing data", seconds=DATA_SECONDS):
         _build(config, show=is_process_0())

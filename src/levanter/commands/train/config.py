@@ -29,10 +29,9 @@ class TrainLmConfig:
         z_loss_weight: weight of the squared log-normalizer in the loss.
         data_seed: seed of the data's order; default `trainer.seed`.
         epoch: passes over the data; 0 for as many as the steps take.
-        pad_tokenizer_to_match_model: whether a tokenizer with fewer ids than the model is accepted.
-        hf_save_path, hf_save_steps, hf_save_dtype, hf_upload, hf_generation_eos_token_ids: the Hugging Face export.
+        hf_save_path, hf_save_steps, hf_save_dtype, hf_generation_eos_token_ids: the Hugging Face export.
         adapter, peft_save_path, peft_hf_upload, merged_hf_save_path, merged_hf_upload: low-rank adapters.
-        eval_harness, eval_harness_steps, labeled_eval, log_entropy: what is evaluated during training.
+        eval_harness, eval_harness_steps, labeled_eval: what is evaluated during training.
         plan: what planning is told that a run would find out by itself.
     """
 
@@ -49,11 +48,9 @@ class TrainLmConfig:
     z_loss_weight: float = 0.0
     data_seed: int | None = None
     epoch: int = 0
-    pad_tokenizer_to_match_model: bool = False
     hf_save_path: str | None = None
     hf_save_steps: int = 10_000
     hf_save_dtype: str | None = None
-    hf_upload: bool | str | None = None
     hf_generation_eos_token_ids: list[int] | None = None
     adapter: dict[str, Any] | None = None
     peft_save_path: str | None = None
@@ -63,7 +60,6 @@ class TrainLmConfig:
     eval_harness: dict[str, Any] | None = None
     eval_harness_steps: int = 10_000
     labeled_eval: dict[str, Any] | None = None
-    log_entropy: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ class Draft:
 
     def remove(self, path: Keys) -> None:
         """Takes the entry at a path out."""
-        self.document = _removed(self.document, path)
+        self.document = removed(self.document, path)
 
     def set(self, path: Keys, value: object, *, old: str, mark: Mark) -> None:
         """Writes `value` (plain or a node) at a path, for the old key `old` that stands at `mark`."""
@@ -174,13 +174,14 @@ class Draft:
         self.changes.append(change)
 
 
-def _removed(node: MapNode, path: Keys) -> MapNode:
+def removed(node: MapNode, path: Keys) -> MapNode:
+    """A document without the entry at a path."""
     if len(path) == 1:
         return node.without(path[0])
     entry = node.entry(path[0])
     if entry is None or not isinstance(entry.node, MapNode):
         return node
-    return node.with_entry(replace(entry, node=_removed(entry.node, path[1:])))
+    return node.with_entry(replace(entry, node=removed(entry.node, path[1:])))
 
 
 def _with(node: MapNode, path: Keys, value: Node, mark: Mark) -> MapNode:

@@ -15,6 +15,7 @@ import yaml
 
 from levanter.config import ConfigError, parse_text, plain
 from levanter.config.legacy import old_keys, translate_plain
+from levanter.config.legacy.not_carried import asks, rows_of
 from levanter.legacy.imports import warn_once
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
@@ -25,8 +26,12 @@ def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: a value cannot be understood, or contradicts another one.
+        ValueError: what is asked for is not carried, or two keywords say the same.
     """
-    block = "model" if issubclass(cls, LmConfig) else "trainer"
+    block = "model" if issubclass(cls, LmConfig) else "trainer" if issubclass(cls, TrainerConfig) else ""
+    keys = _carried(cls, block, keys)
+    if not block:
+        return dict(keys)
     earlier = {name: value for name, value in keys.items() if name in old_keys((block,)) and name not in _known(cls)}
     if not earlier:
         return dict(keys)  # a misspelt one is the class's own error
@@ -44,6 +49,22 @@ def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
     if both := sorted(set(today) & set(new)):
         raise ValueError(f"{cls.__name__}: {', '.join(both)} and {', '.join(sorted(earlier))} say the same; keep one")
     return {**today, **new}
+
+
+def _carried(cls: type, block: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords without those that no class has any more.
+
+    Raises:
+        ValueError: one of them asks for what is not carried.
+    """
+    known = _known(cls)
+    rows = {name: row for name, row in rows_of((block,) if block else (), known).items() if name in keys}
+    asked = [row for name, row in rows.items() if name not in known and asks(keys[name])]
+    if refused := [row.message for row in asked if row.refused]:
+        raise ValueError("\n".join(f"{cls.__name__}(…): {message}" for message in refused))
+    for row in asked:
+        warn_once(f"{cls.__name__}: {row.key}", f"{cls.__name__}(…): {row.message}", stacklevel=5)
+    return {name: value for name, value in keys.items() if name not in rows or name in known}
 
 
 def _known(cls: type) -> set[str]:

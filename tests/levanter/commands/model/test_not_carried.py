@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ from helpers import hf_folder
 import levanter
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
-from levanter.commands.model.not_carried import REFUSED, WITHOUT_EFFECT, not_carried
+from levanter.commands.model.not_carried import REFUSED, not_carried
 from levanter.commands.train.train_lm import TrainLmConfig, describe
-from levanter.config import load, read
+from levanter.config import ConfigError, load, load_written, parse, parse_text, read
+from levanter.config.legacy.not_carried import NOT_CARRIED
 from levanter.config.schema import config_fields, is_choice, union_members
 from levanter.legacy.migrate import config_class
 from levanter.run import Check, Target
+from levanter.trainer.config import TrainerConfig
 
 MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
 BASE = {"model": MODEL, "data": {"tokenizer": "passthrough", "vocab_size": 64}, "trainer": {"train_batch_size": 8}}
@@ -35,13 +38,17 @@ ASKED = {
     "trainer.shutdown_at_exit": {"trainer": {"shutdown_at_exit": 60.0}},
     "trainer.log_jaxprs": {"trainer": {"log_jaxprs": True}},
     "trainer.log_xla_hlo": {"trainer": {"log_xla_hlo": True}},
-    "trainer.checkpointer.debug.enabled": {"trainer": {"checkpointer": {"debug": {"enabled": True}}}},
 }
 
 
 def told(cls: type, overrides: dict[str, Any]) -> list[Check]:
     loaded = read(cls, overrides=overrides)
     return not_carried(loaded.config, loaded.written)
+
+
+WITHOUT_A_FIELD = {row.key: row for row in NOT_CARRIED}
+OF_EVAL_LM = ("log_entropy", "log_top2_gap", "log_param_stats")
+OF_TRAIN_LM = sorted(WITHOUT_A_FIELD.keys() - {"log_top2_gap", "log_param_stats"})
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -51,10 +58,56 @@ def test_what_is_asked_for_and_not_here_is_refused(key: str):
     assert check.message == f"{key}: {REFUSED[key]}"
 
 
-@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
-def test_what_has_no_effect_is_said(key: str):
-    (check,) = told(TrainLmConfig, {**ASKED.get(key, {key: "x"})})
-    assert check.status == "note" and check.message == f"{key}: no effect; {WITHOUT_EFFECT[key]}"
+@pytest.mark.parametrize(
+    ("cls", "key"),
+    [*((TrainLmConfig, key) for key in OF_TRAIN_LM), *((EvalLmConfig, key) for key in OF_EVAL_LM)],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_what_no_class_has_is_refused_or_said_to_have_no_effect(cls: type, key: str):
+    model = {"hf_checkpoint": "x"}
+    (check,) = told(cls, {**model, **ASKED.get(key, {key: "x"})})
+    row = WITHOUT_A_FIELD[key]
+    assert (check.status, check.message) == ("error" if row.refused else "note", row.message)
+    assert row.message == f"{key}: {row.why}" if row.refused else row.message.startswith(f"{key}: no effect; ")
+    # What asks for nothing is taken out without a word.
+    for nothing in ("false", "null", "none"):
+        assert told(cls, {**model, key: nothing}) == []
+
+
+@pytest.mark.parametrize("key", sorted(row.key for row in NOT_CARRIED if row.refused and row.is_of(("z_loss_weight",))))
+def test_who_takes_the_configuration_alone_is_told_at_once(key: str):
+    """Where nobody asks what was written, nobody could make a check of it."""
+    why = WITHOUT_A_FIELD[key].why
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: {why}")):
+        parse(TrainLmConfig, overrides=ASKED.get(key, {key: "x"}))
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: {why}")):
+        load(TrainLmConfig, [f"--{key}", "x"])
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: {why}")):
+        parse_text(TrainLmConfig, json.dumps(ASKED.get(key, {key: "x"})))
+
+
+def test_keywords_that_no_class_has_any_more():
+    with pytest.raises(ValueError, match=r"TrainerConfig\(…\): trainer.quantization: .*would change the numbers"):
+        TrainerConfig(quantization={"int8": True})
+    with pytest.raises(ValueError, match=r"(?s)TrainLmConfig.*log_entropy: not supported yet.*hf_upload: exports"):
+        TrainLmConfig(log_entropy=True, hf_upload="me/model")
+    with pytest.raises(ValueError, match=r"EvalLmConfig\(…\): log_top2_gap: not supported yet"):
+        EvalLmConfig(hf_checkpoint="x", log_top2_gap=True)
+    assert TrainerConfig(quantization=None, shutdown_at_exit=False, log_jaxprs=False, seed=3) == TrainerConfig(seed=3)
+    assert TrainLmConfig(log_entropy=False) == TrainLmConfig()
+    with pytest.warns(DeprecationWarning, match=r"trainer.log_xla_hlo: no effect; `levanter.main.plan"):
+        assert TrainerConfig(log_xla_hlo=True) == TrainerConfig()
+    with pytest.raises(TypeError, match="log_top2_gap"):
+        TrainLmConfig(log_top2_gap=True)  # never was one of its keys
+    with pytest.raises(TypeError, match="quantisation"):
+        TrainerConfig(quantisation=None)
+
+
+def test_a_key_of_another_entry_point_is_unknown_and_a_misspelt_one_gets_a_hint():
+    with pytest.raises(ConfigError, match="log_top2_gap: unknown key"):
+        parse(TrainLmConfig, overrides={"log_top2_gap": True})
+    with pytest.raises(ConfigError, match=r"quantisation: unknown key; did you mean .?quantization"):
+        parse(TrainLmConfig, overrides={"trainer": {"quantisation": {"int8": True}}})
 
 
 def test_defaults_ask_for_nothing():
@@ -66,9 +119,9 @@ def test_defaults_ask_for_nothing():
 def test_a_run_is_refused_and_names_all_of_them(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("trainer: {shutdown_at_exit: true}\npeft_save_path: out\n")
-    config = load(TrainLmConfig, ["--config_path", str(path), *(f"--{k}={v}" for k, v in flat(BASE))])
+    loaded = load_written(TrainLmConfig, ["--config_path", str(path), *(f"--{k}={v}" for k, v in flat(BASE))])
     with pytest.raises(ValueError, match=r"(?s)peft_save_path.*shutdown_at_exit"):
-        describe(config, CPU).check()
+        describe(loaded.config, CPU, written=loaded.written).check()
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +167,7 @@ def test_every_entry_point_refuses_what_it_does_not_carry(name: str, folder):
     assert said() == ""
     asked = {"quantization": {"int8": True}, "use_explicit_mesh_axes": True, "shutdown_at_exit": True}
     for key, value in asked.items():
-        assert f"trainer.{key}: {REFUSED[f'trainer.{key}']}" in said(**{key: value})
+        assert WITHOUT_A_FIELD[f"trainer.{key}"].message in said(**{key: value})
 
 
 def flat(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -126,7 +179,7 @@ def flat(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 # Keys below a block that is refused as a whole, and those that only entry points use which are not here.
-BELOW = ("trainer.quantization.", "trainer.model_averaging.", "trainer.checkpointer.debug.", "eval_harness_steps")
+BELOW = ("trainer.model_averaging.", "eval_harness_steps")
 ELSEWHERE = ("chosen_field", "rejected_field", "slice_strategy")
 CHAT = {"type": "chat", "chat_template": "{{ messages[0]['content'] }}", "mask_user_turns": False, "single_turn": True}
 WITHOUT_MEANING_HERE = ("use_cpu", "comparison_is_hf")
@@ -163,7 +216,6 @@ def test_every_key_is_read_somewhere_or_listed():
     mentioned = set(re.findall(r"\.([a-zA-Z_]\w*)\b", code)) | set(re.findall(r"\"([a-zA-Z_]\w*)\"", code))
     listed = {
         *REFUSED,
-        *WITHOUT_EFFECT,
         *NOT_UPSTREAM_EITHER,
         *WITHOUT_MEANING_HERE,
         *(key.partition(".")[0] for key in REFUSED),
