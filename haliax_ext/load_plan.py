@@ -5,8 +5,8 @@ each byte is read by one host, and the devices exchange (`exchange`). `load_stra
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -84,6 +84,12 @@ class LeafLoad:
     def path(self) -> str:
         """The leaf's path."""
         return self.leaf.path
+
+    @property
+    def exchanged_alike(self) -> Hashable:
+        """What decides its exchange: all but the leaf's path."""
+        assert self.exchange is not None
+        return replace(self.exchange, leaf=replace(self.leaf, path="")), self.spec
 
     @property
     def results(self) -> tuple[tuple[Leaf, PartitionSpec], ...]:
@@ -271,24 +277,30 @@ class LoadPlan:
     @cached_property
     def _step_programs(self) -> tuple[tuple[Program, ...], ...]:
         made: dict[str, Program] = {}
+        # Exchanges that differ in nothing but their leaves' paths are one Program, which has the paths of the first.
+        first: dict[Hashable, LoadStep] = {}
         found: list[tuple[Program, ...]] = []
-        for number, step in enumerate(self.steps):
+        for step in self.steps:
             programs: list[Program] = []
             exchange, derived = step.loads[0].exchange, step.loads[0].derived
             if exchange is not None and derived is not None:
                 programs += self._derive_programs(step, exchange, derived, made)
-            elif exchange is not None and step.piece is None:
-                name = f"load.exchange.{number}"
-                exchanges = [load.exchange for load in step.loads if load.exchange is not None]
-                programs.append(whole_program(name, exchanges, self.sharding))
-            elif exchange is not None and step.piece is not None:
-                path, length = step.loads[0].path, step.piece[1] - step.piece[0]
-                begin, put = f"load.begin.{path}", f"load.exchange.{path}.{length}"
-                if begin not in made:
-                    made[begin] = begin_program(begin, exchange, self.sharding)
-                if put not in made:
-                    made[put] = piece_program(put, exchange, step.piece, self.sharding)
-                programs += [made[begin], made[put]]
+            elif exchange is not None:
+                alike = first.setdefault(tuple(load.exchanged_alike for load in step.loads), step)
+                exchanges = [load.exchange for load in alike.loads if load.exchange is not None]
+                path, piece = exchanges[0].leaf.path, step.piece
+                if piece is None:
+                    name = f"load.exchange.{self.steps.index(alike)}"
+                    if name not in made:
+                        made[name] = whole_program(name, exchanges, self.sharding)
+                    programs.append(made[name])
+                else:
+                    begin, put = f"load.begin.{path}", f"load.exchange.{path}.{piece[1] - piece[0]}"
+                    if begin not in made:
+                        made[begin] = begin_program(begin, exchanges[0], self.sharding)
+                    if put not in made:
+                        made[put] = piece_program(put, exchanges[0], piece, self.sharding)
+                    programs += [made[begin], made[put]]
             found.append(tuple(programs))
         return tuple(found)
 

@@ -267,9 +267,11 @@ class _Job:
             slabs.append(hax.NamedArray(array, exchange.slab_value(piece).axes))
             del shards, array
         programs = self._plan.step_programs(step)
+        is_derived = step.loads[0].derived is not None
         if step.piece is None:
             (whole,) = programs
             found = self._jit(whole, self._mesh)(*slabs)
+            own = {theirs.name: load.path for theirs, load in zip(whole.inputs, step.loads, strict=True)}
         else:
             begin, put = programs
             so_far = self._arriving or self._jit(begin, self._mesh)()
@@ -279,8 +281,11 @@ class _Job:
             found = self._jit(put, self._mesh)(so_far, slabs[0], at)
             if step.piece != step.loads[0].pieces[-1]:
                 self._arriving = found
+            own = dict.fromkeys(found, step.loads[0].path)
+        # A Program that another step's leaves share calls them by those leaves' paths; what is derived has its own.
+        named = found if is_derived else {own[path]: array for path, array in found.items()}
         # One exchange at a time, so that no more than one transient is on the devices.
-        self._arrays |= {path: jax.block_until_ready(named.array) for path, named in found.items()}
+        self._arrays |= {path: jax.block_until_ready(array.array) for path, array in named.items()}
 
     def _tell_now_and_then(self) -> None:
         if time.perf_counter() - self._told >= PROGRESS_SECONDS:

@@ -190,7 +190,8 @@ class RunPlan(Generic[W]):
         sharding: where every parameter goes.
         activations: the named activations, planned under the compute mapping.
         load: which bytes are read by whom; None where weights are made, not read.
-        programs: the functions that run, in order.
+        computing: the Programs of the work itself, in order; those of loading are in `load`.
+        saving: the Programs that bring results to the hosts, behind or between those.
         workloads: how much the Programs do, for those that make up the job's time.
         notes: every decision that the user did not write.
         work: what `execute` needs beside the Programs (batches, outputs), of the entry point's own type.
@@ -205,12 +206,23 @@ class RunPlan(Generic[W]):
     sharding: ShardingPlan
     activations: ShardingPlan
     load: LoadPlan | None
-    programs: tuple[Program, ...]
+    computing: tuple[Program, ...]
+    saving: tuple[Program, ...] = ()
     workloads: tuple[Workload, ...] = ()
     notes: tuple[str, ...] = ()
     work: W = field(repr=False)
     resident_bytes: Mapping[str, int] | None = None
     searchable: Searchable | str = "nothing in this run takes time, so there is nothing to search"
+
+    @property
+    def loading(self) -> tuple[Program, ...]:
+        """The Programs that bring weights to where they belong."""
+        return () if self.load is None else self.load.programs
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every function that runs, in order: of loading, of the work, of saving."""
+        return (*self.loading, *self.computing, *self.saving)
 
     def program(self, name: str) -> Program:
         """The Program called `name`."""
@@ -247,7 +259,10 @@ class RunPlan(Generic[W]):
         lines += ["", summarize(self.sharding)]
         if self.load is not None:
             lines += ["", self.load.summary]
-        lines += ["", "runs: " + " → ".join(program.name for program in self.programs)]
+        lines += ["", "runs: " + " → ".join(program.name for program in self.computing)]
+        for when, programs in (("before", self.loading), ("for export", self.saving)):
+            if programs:
+                lines.append(f"  {when}: {', '.join(program.name for program in programs)}")
         return "\n".join(lines)
 
 

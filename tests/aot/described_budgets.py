@@ -31,4 +31,4 @@ def training(payload: dict[str, Any], target: Target) -> RunPlan:
         mappings=step.mappings,
         out_placement=AxisMapping(),
     )
-    return replace(plan, programs=(step, scoring))
+    return replace(plan, computing=(step, scoring))

@@ -12,4 +12,4 @@ def exchanges(payload: dict[str, Any], target: Target) -> RunPlan:
     """The plan of a case, with those of its loading Programs that are asked for."""
     plan = CASES[payload["case"]].describe(target)
     assert plan.load is not None
-    return replace(plan, programs=tuple(p for p in plan.load.programs if p.name in payload["programs"]))
+    return replace(plan, computing=tuple(p for p in plan.load.programs if p.name in payload["programs"]), load=None)

@@ -150,6 +150,23 @@ def test_programs_are_the_steps_of_the_plan():
         assert program.lower(abstract).as_text()
 
 
+def test_exchanges_that_differ_in_their_paths_alone_are_one_program():
+    axes = (("embed", 64), ("mlp", 32))
+    leaves = [Leaf(path, axes, np.dtype(np.float32)) for path in ("a", "b", "c")]
+    leaves.append(Leaf("turned", axes[::-1], np.dtype(np.float32)))
+    rules = WeightRules(
+        rules=tuple(
+            WeightRule(target=leaf.path, source=leaf.path, axes=tuple((n,) for n in leaf.names)) for leaf in leaves
+        )
+    )
+    source = MemorySource({leaf.path: np.zeros(leaf.shape, np.float32) for leaf in leaves})
+    plan = planned({}, HOSTS["one device each"], source, leaves=leaves, rules=rules, transient_limit=9000)
+    exchanges = [name for name in (program.name for program in plan.programs) if name.startswith("load.exchange")]
+    assert [name.split(".")[2] for name in exchanges] == ["a", "turned"]
+    by_leaf = {path: {plan.step_programs(s) for s in plan.steps if s.loads[0].path == path} for path in "abc"}
+    assert by_leaf["a"] == by_leaf["b"] == by_leaf["c"] and len(by_leaf["a"]) == 1
+
+
 def test_the_plan_prints_itself():
     source = MemorySource(tiny_tensors())
     text = str(planned({"mlp": "data", "embed": "model"}, HOSTS["columns of the mesh"], source))

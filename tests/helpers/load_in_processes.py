@@ -24,6 +24,7 @@ def main() -> None:
     number = jax.process_index()
 
     from helpers import integer_llama
+    from helpers.compilations import compilations
     from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules
     from safetensors.numpy import load_file
 
@@ -42,6 +43,13 @@ def main() -> None:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = jax.sharding.Mesh(np.asarray(devices)[given["order"]].reshape(list(given["mesh"].values())), spec.names)
     leaves, rules, wanted = tiny_leaves(np.dtype(given["dtype"])), tiny_rules(), assembled(tensors)
+    if given["twin"]:
+        gate, up = (f"transformer.layers.stacked.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        (leaf,) = [leaf for leaf in leaves if leaf.path == gate]
+        (rule,) = [rule for rule in rules.rules if rule.target == gate]
+        twin = replace(rule, target=up, source=rule.source.replace("gate", "up"))
+        leaves, rules = [*leaves, replace(leaf, path=up)], replace(rules, rules=(*rules.rules, twin))
+        wanted[up] = np.stack([tensors[f"model.layers.{n}.mlp.up_proj.weight"] for n in range(3)])
     if given["integers"]:
         made = Leaf("made", (("layers", 3), ("mlp", 32)), np.dtype(np.float32))
         rule = InitialRule(target="made", values=Normal(2.0), seed=5)
@@ -50,7 +58,8 @@ def main() -> None:
     sharding = plan_sharding(leaves, Mappings(params=AxisMapping(given["mapping"])), spec)
     plan = plan_loading(sharding, rules, source, hosts=hosts_of(mesh), transient_limit=given["limit"])
     seen = []
-    found = load(plan, sharding, source, mesh, progress=seen.append)
+    with compilations() as compiled:
+        found = load(plan, sharding, source, mesh, progress=seen.append)
     assert set(found) == set(wanted)
     for path, array in found.items():
         assert array.sharding.is_equivalent_to(sharding.sharding(path, mesh), array.ndim), path
@@ -63,6 +72,8 @@ def main() -> None:
         "planned": plan.bytes_by_host[number],
         "total": sum(each.nbytes for each in tensors.values()),
         "strategies": {each.path: each.strategy for each in plan.loads},
+        "programs": [program.name for program in plan.programs],
+        "compiled": [each.name for each in compiled],
         "pieces": {each.path: len(each.pieces) for each in plan.loads},
         "seconds_by_host": found.report.seconds_by_host,
         "progress": [seen[-1].bytes_done, seen[-1].bytes_total, seen[-1].job_bytes],

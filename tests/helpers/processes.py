@@ -87,7 +87,7 @@ class Run:
                             **os.environ,
                             "JAX_PLATFORMS": "cpu",
                             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK}",
-                            "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+                            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, TESTS.parent / "src"))),
                             "LEVANTER_COORDINATOR": f"localhost:{self._port}",
                             "LEVANTER_NUM_PROCESSES": str(count if told is None else told),
                             "LEVANTER_PROCESS_ID": str(number),

@@ -26,8 +26,12 @@ def together(folder: Path, count: int = 2, **given) -> list[dict]:
         "dtype": "float32",
         "limit": 1 << 30,
         "integers": False,
+        "twin": False,
     } | given
-    save_file(tiny_tensors(), folder / "model.safetensors")
+    tensors = tiny_tensors()
+    if given["twin"]:
+        tensors |= {name.replace("gate", "up"): 2 * each for name, each in tensors.items() if "gate_proj" in name}
+    save_file(tensors, folder / "model.safetensors")
     run_together(folder, count, [load_in_processes.__file__, str(folder), json.dumps(given)], devices=8 // count)
     return [json.loads((folder / f"found.{number}.json").read_text()) for number in range(count)]
 
@@ -48,6 +52,19 @@ def test_replicated_row_and_column_sharded_leaves(tmp_path):
     check_bytes(found)
     strategies = {path.split(".")[-2]: strategy for path, strategy in found[0]["strategies"].items()}
     assert strategies["gate_proj"] == "exchange" and strategies["down_proj"] == "direct"
+
+
+def test_exchanges_of_one_shape_compile_once(tmp_path):
+    """Of gate_proj and up_proj, which differ in nothing but their names, each piece by piece."""
+    mapping = {"embed": "model", "mlp": "data", "vocab": None}
+    found = together(tmp_path, order=ACROSS, mapping=mapping, limit=1500, twin=True)
+    check_bytes(found)
+    pieces = {path.split(".")[-2]: count for path, count in found[0]["pieces"].items()}
+    assert pieces["gate_proj"] == pieces["up_proj"] > 1
+    for each in found:
+        assert each["compiled"] == each["programs"]
+        assert sum("gate_proj" in name for name in each["compiled"]) == 2, "room is made, a piece is put into it"
+        assert not any("up_proj" in name for name in each["compiled"])
 
 
 @pytest.mark.parametrize("limit", [pytest.param(1 << 30, marks=pytest.mark.slow), 6000])

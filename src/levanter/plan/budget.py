@@ -88,7 +88,7 @@ class Budget:
 
 def budget_of(plan: RunPlan) -> Budget:
     """The budget of a plan."""
-    residents = {program.name: residents_of(program, plan.mesh) for program in plan.programs}
+    residents = {program.name: residents_of(program, plan.mesh) for program in plan.computing}
     arguments = {name: sum(r.nbytes for r in found) for name, found in residents.items()}
     largest = max(arguments, key=lambda name: arguments[name], default="")
     found = residents.get(largest, ())

@@ -298,6 +298,8 @@ def _cost(
     verdicts = []
     for program in plan.programs:
         outcome = outcomes.get(program.name)
+        if outcome is None and program not in plan.computing:
+            continue
         verdict = ProgramVerdict(name=program.name, outcome=outcome, workload=workloads.get(program.name))
         if isinstance(outcome, Refused):
             verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
@@ -339,10 +341,11 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator) -> Prog
 
 
 def _chosen(plan: RunPlan, *, all_programs: bool) -> tuple[str, ...]:
-    """The Programs that are compiled: those that make up the job's time."""
+    """The Programs that are compiled: those that make up the job's time, or all, those of loading and saving too."""
+    if all_programs:
+        return tuple(program.name for program in plan.programs)
     timed = {workload.program for workload in plan.workloads}
-    names = [program.name for program in plan.programs]
-    return tuple(name for name in names if all_programs or not timed or name in timed)
+    return tuple(program.name for program in plan.computing if not timed or program.name in timed)
 
 
 def _largest(budget: Budget) -> tuple[str, int]:

@@ -236,7 +236,7 @@ def test_how_a_compile_ends(evaluation, function, code, status, message):
     def describe(target):
         # The worker describes what the tests' own provider does: a program of this name.
         plan = asked.describe(target)
-        return replace(plan, programs=(replace(plan.programs[0], name="doomed"),), workloads=())
+        return replace(plan, computing=(replace(plan.computing[0], name="doomed"),), workloads=())
 
     verdict = preflight(replace(asked, describe=describe))
     assert (verdict.exit_code, verdict.stages[3].status) == (code, status)

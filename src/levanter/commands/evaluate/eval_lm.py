@@ -205,7 +205,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
         sharding=pretrained.sharding,
         activations=pretrained.activations,
         load=pretrained.load_plan,
-        programs=(score_program(pretrained, rows=rows, positions=config.max_eval_length),),
+        computing=(score_program(pretrained, rows=rows, positions=config.max_eval_length),),
         workloads=(
             scoring_workload(pretrained, rows=rows, positions=config.max_eval_length, runs=batches, reason=how),
         ),

@@ -167,7 +167,7 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         sharding=nothing,
         activations=nothing,
         load=None,
-        programs=(),
+        computing=(),
         notes=("no device is used: tensors go from file to file",),
         work=ConvertWork(config=config, saved=saved, files=files, tokenizer=tokenizer),
     )

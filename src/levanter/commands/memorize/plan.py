@@ -169,7 +169,7 @@ def describe_jobs(
         sharding=pretrained.sharding,
         activations=pretrained.activations,
         load=pretrained.load_plan,
-        programs=programs,
+        computing=programs,
         workloads=tuple(_workload(shape, name, shaped, pretrained) for shape, name in names.items()),
         notes=pretrained.notes,
         work=MemorizationWork(config=config, pretrained=pretrained, jobs=tuple(shaped), laws=laws),

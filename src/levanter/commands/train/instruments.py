@@ -163,7 +163,7 @@ def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
             "bytes_per_device": dict(plan.resident_bytes or {}),
             "batches": [{"start": stage.start, "plan": str(stage.plan)} for stage in work.batches],
             "parameters": sum(leaf.nbytes // leaf.dtype.itemsize for leaf in parameters),
-            "programs": [program.name for program in plan.programs],
+            "programs": [program.name for program in plan.computing],
             "checks": [f"{check.name}: {check.message}" for check in plan.checks],
         },
         "versions": versions(),

@@ -17,6 +17,8 @@ import optax
 
 from haliax_ext.abstract import abstract
 from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Program
+from haliax_ext.saving import saving_programs
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import planned_activations, planned_loading, vocabulary_axis
@@ -34,6 +36,7 @@ from levanter.commands.train.places import what_is_left
 from levanter.commands.train.programs import TrainedRun, evaluation_program, first_programs, step_programs
 from levanter.commands.train.run import Trained, execute
 from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.compat.hf.export import plan_export
 from levanter.config import Written
 from levanter.data import EvaluationData, Tokenizer
 from levanter.hardware import compiler_options
@@ -104,7 +107,8 @@ def describe(
         sharding=state_plan.resident,
         activations=activations,
         load=load,
-        programs=tuple(programs),
+        computing=tuple(programs),
+        saving=_saving(config, model, Vocab, state_plan.parameters, target),
         workloads=tuple(training_workloads(model, batches, vocab, positions=positions, steps=trainer.num_train_steps)),
         notes=resolved.notes,
         resident_bytes=state_plan.bytes_by_group,
@@ -158,6 +162,16 @@ def _trained(
         compiler_options=compiler_options(target.platform, target.kind),
         kind=objective,
     )
+
+
+def _saving(
+    config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, parameters: ShardingPlan, target: Target
+) -> tuple[Program, ...]:
+    """The Programs of exports."""
+    if config.hf_save_path is None or parameters.errors:
+        return ()
+    files = plan_export([each.leaf for each in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)
+    return saving_programs(files.tensors, parameters, hosts=target.hosts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

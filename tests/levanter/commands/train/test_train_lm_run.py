@@ -122,7 +122,7 @@ def test_evaluation_scores_what_eval_lm_scores(tmp_path, devices):
     data = replace(config.data, components={"numbers": replace(numbers, datasets=split)})
     config = replace(config, data=data, hf_save_path=str(tmp_path / "hf"))
     plan = describe(config, LOCAL).check()
-    assert [program.name for program in plan.programs] == ["init_state", "train_step", "evaluate"]
+    assert [program.name for program in plan.computing] == ["init_state", "train_step", "evaluate"]
     done, tracker = run(config, devices, plan=plan)
     assert [step for step, metrics in tracker.all if "eval/loss" in metrics] == [1, 2]
     assert done.evaluation is not None
