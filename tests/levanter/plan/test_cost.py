@@ -6,7 +6,7 @@ import pytest
 from haliax_ext.hlo import AxisSpan, Collective, CompiledFigures, Kernel, Scope, Shape
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
-from levanter.layers.attention.splash import SplashBlocks, _kernel, _Rule
+from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
 from levanter.plan.comms import Network
 from levanter.plan.cost import (
     CYCLE_SCALE,
@@ -142,7 +142,14 @@ def test_attention_kernels_by_counting_blocks(name, matmuls):
 def test_flops_follow_from_the_tables_that_our_kernels_are_given(block, window, name, matmuls):
     """Against the mask itself, block by block: a block with one visible pair costs as much as a full one."""
     seq, blocks = 8192, SplashBlocks(block=block, compute=512, dq=block, padded=8192)
-    made = _kernel(_Rule(is_causal=True, window=window), seq, 1, blocks, False)
+    made = static_kernel(
+        Rule(is_causal=True, window=window),
+        queries=seq,
+        keys=seq,
+        offset=0,
+        parts=1,
+        settings=Settings(blocks=blocks),
+    )
     info = {"fwd": made.fwd_mask_info, "dq": made.dq_mask_info, "dkv": made.dkv_mask_info}[name]
     table = Shape(info.data_next.dtype.name.replace("int", "s"), info.data_next.shape)
     query, key = Shape("bf16", (3, 8, seq, 64)), Shape("bf16", (3, 2, seq, 64))
