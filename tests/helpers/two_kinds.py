@@ -110,7 +110,7 @@ class Convolution(eqx.Module):
 
     def __call__(self, x: NamedArray, context: MixerContext, state: None = None) -> tuple[NamedArray, None]:
         u = hax.auto_sharded(self.in_proj(x)).rearrange((..., "position", "channel"))
-        ids = context.mask.segment_ids
+        ids = context.mask.query_segments
         segments = None if ids is None else ids.rearrange((..., "position")).array
         convolved = self.kernel["tap", 0] * u
         for tap in range(1, self.kernel.axis_size("tap")):
