@@ -50,7 +50,7 @@ def tiny_plan(**changes: Any) -> RunPlan:
         "sharding": sharding,
         "activations": plan_sharding([], mappings, MESH),
         "load": None,
-        "programs": (),
+        "computing": (),
         "work": None,
         "notes": ("mesh: nothing was said of `data`, so it takes what is left",),
     }
