@@ -219,7 +219,7 @@ def test_relative_paths_hold_in_the_worker_too(tmp_path, bare, monkeypatch):
     from levanter.plan.targets import target_of_pod
 
     described = plan.describe(payload, target_of_pod("v4-16"))
-    assert [p.name for p in described.programs] == ["score"]
+    assert [p.name for p in described.computing] == ["score"]
 
 
 def test_ctrl_c(tmp_path, folder):

@@ -178,6 +178,6 @@ def test_describe_needs_no_device_and_plans_a_pod(tmp_path, folder, texts):
     plan = describe(parse(EvalLmConfig, paths=[config_file(tmp_path, folder, texts)], overrides=axes), target).check()
     assert plan.mesh.size == 128
     assert plan.load.num_hosts == 32
-    assert [program.name for program in plan.programs] == ["score"]
+    assert [program.name for program in plan.computing] == ["score"]
     assert "tensor<" in plan.program("score").lower(plan.mesh.abstract(), platform="tpu").as_text()
     assert np.isfinite(plan.sharding.bytes_per_device)
