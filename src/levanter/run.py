@@ -22,22 +22,19 @@ from haliax_ext.plan_report import summarize
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from levanter.config import Written
+from levanter.config.plan_options import PlanOptions as PlanOptions
+from levanter.io.exit_codes import BAD_INPUT as BAD_INPUT
+from levanter.io.exit_codes import COMPILER_CRASH as COMPILER_CRASH
+from levanter.io.exit_codes import DOES_NOT_FIT as DOES_NOT_FIT
+from levanter.io.exit_codes import INTERNAL_ERROR as INTERNAL_ERROR
+from levanter.io.exit_codes import INTERRUPTED as INTERRUPTED
+from levanter.io.exit_codes import OK as OK
+from levanter.io.exit_codes import PEER_LOST as PEER_LOST
+from levanter.io.exit_codes import PREEMPTED as PREEMPTED
 
 C = TypeVar("C")
 W = TypeVar("W")
 R = TypeVar("R")
-
-OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTED, INTERRUPTED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    75,
-    130,
-)
-"""Exit codes of every entry point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +86,6 @@ class Check:
     status: Literal["ok", "note", "unchecked", "error"]
     message: str
     error: ValueError | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What a config tells planning that a run would find out by itself: the block `plan:`.
-
-    Attributes:
-        assume_tokens: tokens to score where the text is not at hand.
-    """
-
-    assume_tokens: int | None = None
-
-    def __post_init__(self):
-        if self.assume_tokens is not None and self.assume_tokens < 1:
-            raise ValueError(f"plan.assume_tokens must be positive, got {self.assume_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from levanter.run import EntryPoint
+if TYPE_CHECKING:
+    from levanter.run import EntryPoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,53 +17,76 @@ class Listed:
     Attributes:
         name: the module's name in `levanter.main`.
         module: where its `ENTRY_POINT` is.
-        config: the name of its config class there.
+        config: the name of its config class.
+        config_module: where that is, a module that imports no more than configurations need.
         summary: what it does, for `--help`.
     """
 
     name: str
     module: str
     config: str
+    config_module: str
     summary: str
 
-    def load(self) -> EntryPoint[Any, Any, Any]:
+    def load(self) -> "EntryPoint[Any, Any, Any]":
         """The entry point itself."""
         return importlib.import_module(self.module).ENTRY_POINT
+
+    def config_class(self) -> type:
+        """The class of its configuration; imports nothing else of the entry point."""
+        return getattr(importlib.import_module(self.config_module), self.config)
 
 
 ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
     {
-        name: Listed(name=name, module=f"levanter.commands.{module}", config=config, summary=summary)
-        for name, module, config, summary in (
-            ("eval_lm", "evaluate.eval_lm", "EvalLmConfig", "loss, perplexity, bits per byte of a model on text"),
+        name: Listed(
+            name=name,
+            module=f"levanter.commands.{module}",
+            config=config,
+            config_module=f"levanter.commands.{config_module}",
+            summary=summary,
+        )
+        for name, module, config_module, config, summary in (
+            (
+                "eval_lm",
+                "evaluate.eval_lm",
+                "evaluate.config",
+                "EvalLmConfig",
+                "loss, perplexity, bits per byte of a model on text",
+            ),
             (
                 "eval_careless_lm",
                 "memorize.eval_careless_lm",
+                "memorize.config",
                 "EvalCarelessLmConfig",
                 "memorization of books, window by window",
             ),
             (
                 "eval_sliding_total",
                 "memorize.eval_careless_lm",
+                "memorize.config",
                 "EvalCarelessLmConfig",
                 "another name of eval_careless_lm",
             ),
             (
                 "eval_sliding_lm",
                 "memorize.eval_sliding_lm",
+                "memorize.sliding_config",
                 "EvalSlidingLmConfig",
                 "memorization of prepared prompts, row by row",
             ),
-            ("train_lm", "train.train_lm", "TrainLmConfig", "training"),
+            ("train_lm", "train.train_lm", "train.config", "TrainLmConfig", "training"),
             (
                 "export_lm_to_hf",
                 "export.export_lm_to_hf",
+                "export.config",
                 "ConvertLmConfig",
                 "a checkpoint as a Hugging Face folder",
             ),
             (
                 "viz_logprobs",
                 "evaluate.viz_logprobs",
+                "evaluate.config",
                 "VizLmConfig",
                 "a page with every token's log-probability",
             ),

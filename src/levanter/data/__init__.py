@@ -1,48 +1,55 @@
 """Data: configuration, sources, readers; the sequences that evaluation scores; token stores and training rows."""
 
-from levanter.data.config import BlockShuffleConfig as BlockShuffleConfig
-from levanter.data.config import CacheOptions as CacheOptions
-from levanter.data.config import ConcatDatasetComponent as ConcatDatasetComponent
-from levanter.data.config import DatasetComponent as DatasetComponent
-from levanter.data.config import DatasetComponentBase as DatasetComponentBase
-from levanter.data.config import DirectDatasetComponent as DirectDatasetComponent
-from levanter.data.config import LmDataConfig as LmDataConfig
-from levanter.data.documents import FileDocuments as FileDocuments
-from levanter.data.documents import python_docs_text as python_docs_text
-from levanter.data.errors import AbsentTextError as AbsentTextError
-from levanter.data.errors import DataError as DataError
-from levanter.data.errors import ManyDataErrors as ManyDataErrors
-from levanter.data.evaluation import EvaluationData as EvaluationData
-from levanter.data.evaluation import EvaluationSet as EvaluationSet
-from levanter.data.evaluation import resolve_evaluation as resolve_evaluation
-from levanter.data.formats import ChatLmDatasetFormat as ChatLmDatasetFormat
-from levanter.data.formats import LmDatasetFormatBase as LmDatasetFormatBase
-from levanter.data.formats import PrebuiltLmDatasetFormat as PrebuiltLmDatasetFormat
-from levanter.data.formats import SupervisedLmDatasetFormat as SupervisedLmDatasetFormat
-from levanter.data.formats import TextLmDatasetFormat as TextLmDatasetFormat
-from levanter.data.formats import format_name as format_name
-from levanter.data.held_out import held_out_sequences as held_out_sequences
-from levanter.data.held_out import joined as joined
-from levanter.data.loader import batches as batches
-from levanter.data.manifest import StoreError as StoreError
-from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
-from levanter.data.readers import read_records as read_records
-from levanter.data.rows import TrainRows as TrainRows
-from levanter.data.sequences import EvalBatches as EvalBatches
-from levanter.data.sequences import EvalRows as EvalRows
-from levanter.data.sequences import EvalSequences as EvalSequences
-from levanter.data.sequences import build_sequences as build_sequences
-from levanter.data.sources import HfDatasetSource as HfDatasetSource
-from levanter.data.sources import PythonDocsSource as PythonDocsSource
-from levanter.data.sources import UrlDatasetSource as UrlDatasetSource
-from levanter.data.store_build import BuildProgress as BuildProgress
-from levanter.data.targets import NO_TARGET as NO_TARGET
-from levanter.data.targets import next_tokens as next_tokens
-from levanter.data.tokenizer import Tokenizer as Tokenizer
-from levanter.data.training import build_tokens as build_tokens
-from levanter.data.training import build_training as build_training
-from levanter.data.training import compare_stores as compare_stores
-from levanter.data.training_data import TrainingData as TrainingData
-from levanter.data.training_sets import TrainingSet as TrainingSet
-from levanter.data.training_sets import TrainingSets as TrainingSets
-from levanter.data.training_sets import resolve_training as resolve_training
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+
+if TYPE_CHECKING:
+    from levanter.data.config import BlockShuffleConfig as BlockShuffleConfig
+    from levanter.data.config import CacheOptions as CacheOptions
+    from levanter.data.config import ConcatDatasetComponent as ConcatDatasetComponent
+    from levanter.data.config import DatasetComponent as DatasetComponent
+    from levanter.data.config import DatasetComponentBase as DatasetComponentBase
+    from levanter.data.config import DirectDatasetComponent as DirectDatasetComponent
+    from levanter.data.config import LmDataConfig as LmDataConfig
+    from levanter.data.documents import FileDocuments as FileDocuments
+    from levanter.data.documents import python_docs_text as python_docs_text
+    from levanter.data.errors import AbsentTextError as AbsentTextError
+    from levanter.data.errors import DataError as DataError
+    from levanter.data.errors import ManyDataErrors as ManyDataErrors
+    from levanter.data.evaluation import EvaluationData as EvaluationData
+    from levanter.data.evaluation import EvaluationSet as EvaluationSet
+    from levanter.data.evaluation import resolve_evaluation as resolve_evaluation
+    from levanter.data.formats import ChatLmDatasetFormat as ChatLmDatasetFormat
+    from levanter.data.formats import LmDatasetFormatBase as LmDatasetFormatBase
+    from levanter.data.formats import PrebuiltLmDatasetFormat as PrebuiltLmDatasetFormat
+    from levanter.data.formats import SupervisedLmDatasetFormat as SupervisedLmDatasetFormat
+    from levanter.data.formats import TextLmDatasetFormat as TextLmDatasetFormat
+    from levanter.data.formats import format_name as format_name
+    from levanter.data.held_out import held_out_sequences as held_out_sequences
+    from levanter.data.held_out import joined as joined
+    from levanter.data.loader import batches as batches
+    from levanter.data.manifest import StoreError as StoreError
+    from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
+    from levanter.data.readers import read_records as read_records
+    from levanter.data.rows import TrainRows as TrainRows
+    from levanter.data.sequences import EvalBatches as EvalBatches
+    from levanter.data.sequences import EvalRows as EvalRows
+    from levanter.data.sequences import EvalSequences as EvalSequences
+    from levanter.data.sequences import build_sequences as build_sequences
+    from levanter.data.sources import HfDatasetSource as HfDatasetSource
+    from levanter.data.sources import PythonDocsSource as PythonDocsSource
+    from levanter.data.sources import UrlDatasetSource as UrlDatasetSource
+    from levanter.data.store_build import BuildProgress as BuildProgress
+    from levanter.data.targets import NO_TARGET as NO_TARGET
+    from levanter.data.targets import next_tokens as next_tokens
+    from levanter.data.tokenizer import Tokenizer as Tokenizer
+    from levanter.data.training import build_tokens as build_tokens
+    from levanter.data.training import build_training as build_training
+    from levanter.data.training import compare_stores as compare_stores
+    from levanter.data.training_data import TrainingData as TrainingData
+    from levanter.data.training_sets import TrainingSet as TrainingSet
+    from levanter.data.training_sets import TrainingSets as TrainingSets
+    from levanter.data.training_sets import resolve_training as resolve_training
+
+export_on_demand(__name__)

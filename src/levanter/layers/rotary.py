@@ -13,12 +13,13 @@ positions are computed inside it.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import draccus
-import haliax as hax
-import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+
+if TYPE_CHECKING:
+    from haliax import Axis, NamedArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class RotaryConfig(draccus.ChoiceRegistry):
         """What cosines and sines are multiplied by."""
         return 1.0
 
-    def tables(self, HeadSize: Axis, positions: NamedArray, *, length: int) -> tuple[NamedArray, NamedArray]:
+    def tables(self, HeadSize: "Axis", positions: "NamedArray", *, length: int) -> "tuple[NamedArray, NamedArray]":
         """Cosines and sines, float32 `[*positions.axes, head_size (the rotated part)]`.
 
         Args:
@@ -74,6 +75,9 @@ class RotaryConfig(draccus.ChoiceRegistry):
             positions: integer positions, any axes.
             length: positions in the sequence (the largest position + 1 where positions start at 0).
         """
+        import haliax as hax
+        import jax.numpy as jnp
+
         frequency = self.frequencies(HeadSize.size, length)
         Rotated = HeadSize.resize(self.rotated_size(HeadSize.size))
         both_halves = hax.named(jnp.asarray(np.concatenate([frequency, frequency])), Rotated)
@@ -82,7 +86,7 @@ class RotaryConfig(draccus.ChoiceRegistry):
         return hax.cos(angles) * amplitude, hax.sin(angles) * amplitude
 
 
-def apply_rotary(x: NamedArray, cos: NamedArray, sin: NamedArray, HeadSize: Axis) -> NamedArray:
+def apply_rotary(x: "NamedArray", cos: "NamedArray", sin: "NamedArray", HeadSize: "Axis") -> "NamedArray":
     """Rotates the leading features of `x` along `HeadSize`.
 
     The arithmetic is in the dtype of `x`, to which the tables are rounded, as in Hugging Face's implementation.
@@ -93,6 +97,8 @@ def apply_rotary(x: NamedArray, cos: NamedArray, sin: NamedArray, HeadSize: Axis
         sin: the sines that belong to them.
         HeadSize: the axis of a head's features.
     """
+    import haliax as hax
+
     Rotated = cos.resolve_axis(HeadSize.name)
     assert cos.axes == sin.axes and Rotated.size <= HeadSize.size
     rotated, rest = x, None

@@ -7,6 +7,7 @@ the attributes of `levanter` itself.
 """
 
 import sys
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -90,7 +91,7 @@ class _EarlierNamesIn(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         name = module.__name__
-        vars(module).setdefault("__getattr__", lambda attribute: _earlier(name, attribute))
+        vars(module)["__getattr__"] = _first(vars(module).get("__getattr__"), name)
         for cls in EARLIER_NAMES.get(name, ()):
             at = f"{name}:{cls}"
             vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
@@ -122,6 +123,20 @@ class _ModulesWithEarlierNames:
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _EarlierNamesIn(spec.loader.name, spec.loader.path)
         return spec
+
+
+def _first(own: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
+    """What a module is asked for and does not have: what it offers on demand, if it does, then an earlier name."""
+
+    def found(attribute: str) -> Any:
+        if own is None:
+            return _earlier(name, attribute)
+        try:
+            return own(attribute)
+        except AttributeError:
+            return _earlier(name, attribute)
+
+    return found
 
 
 def _earlier(at: str, name: str, *instance: Any) -> Any:

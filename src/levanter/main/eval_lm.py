@@ -1,11 +1,17 @@
 """Evaluates a language model on text: loss, perplexity and bits per byte, per data set and per tag."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from levanter.commands.evaluate.eval_lm import ENTRY_POINT, EvalLmConfig, describe, execute, main
-from levanter.commands.shell.perform import run
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter
+
+if TYPE_CHECKING:
+    from levanter.commands.evaluate.config import EvalLmConfig
+    from levanter.commands.evaluate.eval_lm import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "EvalLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(run(ENTRY_POINT))
+    sys.exit(enter("eval_lm"))

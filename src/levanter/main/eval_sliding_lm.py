@@ -1,11 +1,17 @@
 """Asks a model to continue the prompts of a prepared set, row by row: how likely is exactly what follows?"""
 
 import sys
+from typing import TYPE_CHECKING
 
-from levanter.commands.memorize.eval_sliding_lm import ENTRY_POINT, EvalSlidingLmConfig, describe, execute, main
-from levanter.commands.shell.perform import run
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter
+
+if TYPE_CHECKING:
+    from levanter.commands.memorize.eval_sliding_lm import ENTRY_POINT, describe, execute, main
+    from levanter.commands.memorize.sliding_config import EvalSlidingLmConfig
 
 __all__ = ["ENTRY_POINT", "EvalSlidingLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(run(ENTRY_POINT))
+    sys.exit(enter("eval_sliding_lm"))

@@ -1,11 +1,17 @@
 """Another name of `eval_careless_lm`, for documents with several `books:`: one load of the model serves them all."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from levanter.commands.memorize.eval_careless_lm import ENTRY_POINT, EvalCarelessLmConfig, describe, execute, main
-from levanter.commands.shell.perform import run
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter
+
+if TYPE_CHECKING:
+    from levanter.commands.memorize.config import EvalCarelessLmConfig
+    from levanter.commands.memorize.eval_careless_lm import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "EvalCarelessLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(run(ENTRY_POINT))
+    sys.exit(enter("eval_sliding_total"))

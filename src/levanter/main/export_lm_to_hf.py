@@ -1,11 +1,17 @@
 """Writes a checkpoint of ours as a Hugging Face folder: config, weights, tokenizer, generation config."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from levanter.commands.export.export_lm_to_hf import ENTRY_POINT, ConvertLmConfig, describe, execute, main
-from levanter.commands.shell.perform import run
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter
+
+if TYPE_CHECKING:
+    from levanter.commands.export.config import ConvertLmConfig
+    from levanter.commands.export.export_lm_to_hf import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "ConvertLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(run(ENTRY_POINT))
+    sys.exit(enter("export_lm_to_hf"))

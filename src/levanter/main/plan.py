@@ -26,12 +26,13 @@ from levanter.commands.shell.ticker import ticking
 from levanter.config import HelpRequested, Loaded, load_written
 from levanter.config.errors import did_you_mean
 from levanter.io import atomic_write, setup_logging
-from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, EntryPoint, RunPlan, Target
+from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK
 
 if TYPE_CHECKING:
     from levanter.plan.preflight import Question
     from levanter.plan.search import SearchResult
     from levanter.plan.verdict import Verdict
+    from levanter.run import EntryPoint, RunPlan, Target
 
 LOCAL = "local"
 
@@ -180,7 +181,7 @@ def asked_for(argv: Sequence[str]) -> Asked:
     )
 
 
-def describe(payload: Mapping[str, Any], target: Target) -> RunPlan:
+def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
     """What the compile worker calls: the run of the same words, described once more.
 
     Args:
@@ -229,8 +230,10 @@ def _planned(asked: Asked) -> int:
         say(f"reading the configuration of {asked.entry_point.name}")
         # A misspelt target is said before anything is done for the others.
         targets = _checked(asked.targets)
+        name = asked.entry_point.name
+        program = f"python -m levanter.main.plan {name}"
+        loaded = load_written(asked.entry_point.config_class(), list(asked.argv), program=program)
         entry_point = asked.entry_point.load()
-        loaded = load_written(entry_point.config, list(asked.argv))
         import jax
 
         from levanter.plan.aot import devices_here
@@ -264,7 +267,7 @@ def _planned(asked: Asked) -> int:
 
 def _searched(
     question: "Question",
-    entry_point: EntryPoint[Any, Any, Any],
+    entry_point: "EntryPoint[Any, Any, Any]",
     loaded: Loaded[Any],
     verdict: "Verdict",
     say: Callable[[str], None],

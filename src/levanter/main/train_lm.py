@@ -1,12 +1,17 @@
 """Trains a language model."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from levanter.commands.shell.perform import run
-from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.train_lm import ENTRY_POINT, describe, execute, main
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter
+
+if TYPE_CHECKING:
+    from levanter.commands.train.config import TrainLmConfig
+    from levanter.commands.train.train_lm import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "TrainLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(run(ENTRY_POINT))
+    sys.exit(enter("train_lm"))

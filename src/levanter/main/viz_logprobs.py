@@ -1,11 +1,17 @@
 """Writes a page that shows some validation text token by token, each as dark as the model was surprised by it."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from levanter.commands.evaluate.viz_logprobs import ENTRY_POINT, VizLmConfig, describe, execute, main
-from levanter.commands.shell.perform import run
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter
+
+if TYPE_CHECKING:
+    from levanter.commands.evaluate.config import VizLmConfig
+    from levanter.commands.evaluate.viz_logprobs import ENTRY_POINT, describe, execute, main
 
 __all__ = ["ENTRY_POINT", "VizLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(run(ENTRY_POINT))
+    sys.exit(enter("viz_logprobs"))

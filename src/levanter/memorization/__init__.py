@@ -7,10 +7,17 @@
 - `coverage`: the share of a text inside at least one suffix that is likely enough.
 """
 
-from levanter.memorization.coverage import coverage as coverage
-from levanter.memorization.discoverability import extraction_curve as extraction_curve
-from levanter.memorization.discoverability import required_n as required_n
-from levanter.memorization.results import BookResult as BookResult
-from levanter.memorization.results import Scheme as Scheme
-from levanter.memorization.results import Scores as Scores
-from levanter.memorization.runner import score_windows as score_windows
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+
+if TYPE_CHECKING:
+    from levanter.memorization.coverage import coverage as coverage
+    from levanter.memorization.discoverability import extraction_curve as extraction_curve
+    from levanter.memorization.discoverability import required_n as required_n
+    from levanter.memorization.results import BookResult as BookResult
+    from levanter.memorization.results import Scheme as Scheme
+    from levanter.memorization.results import Scores as Scores
+    from levanter.memorization.runner import score_windows as score_windows
+
+export_on_demand(__name__)

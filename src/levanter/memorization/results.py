@@ -20,13 +20,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from levanter.io import atomic_write, exists, join, open_read
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 STORED_TOP = 40
 """K of the normalizer that every run stores."""
@@ -246,6 +247,8 @@ class BookResult:
 
     def write(self, folder: str) -> None:
         """Writes the folder's files, each atomically; the same result gives the same bytes."""
+        import pyarrow.parquet as pq
+
         if self.text is not None:
             with atomic_write(join(folder, TEXT)) as file:
                 file.write(self.text.encode("utf-8"))
@@ -261,6 +264,9 @@ class BookResult:
         Raises:
             ValueError: a file is missing, or is not what `write` writes.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         with open_read(join(folder, MANIFEST)) as file:
             manifest = json.loads(file.read())
         with open_read(join(folder, WINDOWS)) as file:
@@ -290,7 +296,9 @@ class BookResult:
             normalizers=scores.normalizers,
         )
 
-    def _table(self) -> pa.Table:
+    def _table(self) -> "pa.Table":
+        import pyarrow as pa
+
         columns: dict[str, Any] = {"window": pa.array(np.arange(len(self), dtype=np.int64))}
         for name in _SPANS:
             span = getattr(self, name)
@@ -310,14 +318,16 @@ class BookResult:
         return table.replace_schema_metadata({b"levanter": json.dumps(meta, sort_keys=True).encode()})
 
 
-def score_columns(scores: Scores) -> dict[str, pa.Array]:
+def score_columns(scores: Scores) -> "dict[str, pa.Array]":
     """Parquet columns of scores: one list of k numbers a window."""
+    import pyarrow as pa
+
     k = scores.logprobs.shape[1]
     flat = {name: pa.array(np.ascontiguousarray(array).reshape(-1)) for name, array in scores.arrays.items()}
     return {name: pa.FixedSizeListArray.from_arrays(values, k) for name, values in flat.items()}
 
 
-def scores_of(table: pa.Table, k: int) -> Scores:
+def scores_of(table: "pa.Table", k: int) -> Scores:
     """The scores in the columns that `score_columns` made."""
     names = [*_PER_TOKEN, *(name for name in table.column_names if name.startswith(_NORMALIZER))]
     return Scores.of_arrays({name: _matrix(table, name, k) for name in names})
@@ -328,12 +338,14 @@ def as_json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _span(table: pa.Table, name: str) -> np.ndarray:
+def _span(table: "pa.Table", name: str) -> np.ndarray:
     columns = [table[f"{name[:-1]}_{end}"].to_numpy() for end in ("start", "stop")]
     return np.stack(columns, axis=1).astype(np.int64)
 
 
-def _matrix(table: pa.Table, name: str, k: int) -> np.ndarray:
+def _matrix(table: "pa.Table", name: str, k: int) -> np.ndarray:
+    import pyarrow as pa
+
     flat = table[name].combine_chunks()
     values = flat.values if not isinstance(flat, pa.ChunkedArray) else pa.concat_arrays(flat.chunks).values
     return values.to_numpy(zero_copy_only=False).reshape(-1, k).astype(_PER_TOKEN.get(name, np.float32))

@@ -1,13 +1,20 @@
 """Mesh axes and mappings: configuration, pure arithmetic on sizes, resolution for a model, and devices."""
 
-from levanter.mesh.build import DeviceSet as DeviceSet
-from levanter.mesh.build import describe_devices as describe_devices
-from levanter.mesh.build import local_devices as local_devices
-from levanter.mesh.build import mesh_report as mesh_report
-from levanter.mesh.build import require_accelerator as require_accelerator
-from levanter.mesh.config import MeshConfig as MeshConfig
-from levanter.mesh.legal import model_sizes as model_sizes
-from levanter.mesh.resolve import ModelAxes as ModelAxes
-from levanter.mesh.resolve import ResolvedMesh as ResolvedMesh
-from levanter.mesh.resolve import resolve as resolve
-from levanter.mesh.sizes import resolve_sizes as resolve_sizes
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+
+if TYPE_CHECKING:
+    from levanter.mesh.build import DeviceSet as DeviceSet
+    from levanter.mesh.build import describe_devices as describe_devices
+    from levanter.mesh.build import local_devices as local_devices
+    from levanter.mesh.build import mesh_report as mesh_report
+    from levanter.mesh.build import require_accelerator as require_accelerator
+    from levanter.mesh.config import MeshConfig as MeshConfig
+    from levanter.mesh.legal import model_sizes as model_sizes
+    from levanter.mesh.resolve import ModelAxes as ModelAxes
+    from levanter.mesh.resolve import ResolvedMesh as ResolvedMesh
+    from levanter.mesh.resolve import resolve as resolve
+    from levanter.mesh.sizes import resolve_sizes as resolve_sizes
+
+export_on_demand(__name__)

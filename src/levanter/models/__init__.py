@@ -1,17 +1,21 @@
-"""Models on named axes. Importing this package registers every family."""
+"""Models on named axes. Families are imported when they are asked for, by name or by class (`registry`)."""
 
-from levanter.models.absent import register_absent
-from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
-from levanter.models.gpt2 import Gpt2Config
-from levanter.models.gpt_neox import GptNeoxConfig
-from levanter.models.llama import LlamaConfig
-from levanter.models.mistral import MistralConfig
-from levanter.models.mixtral import MixtralConfig, Qwen3MoeConfig
-from levanter.models.olmo import Olmo2Config, Olmo3Config
-from levanter.models.phi import Phi3Config
-from levanter.models.qwen import Qwen3Config, QwenConfig
-from levanter.models.registry import LmConfig
-from levanter.models.smollm3 import SmolLM3Config
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+
+if TYPE_CHECKING:
+    from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
+    from levanter.models.gpt2 import Gpt2Config
+    from levanter.models.gpt_neox import GptNeoxConfig
+    from levanter.models.llama import LlamaConfig
+    from levanter.models.mistral import MistralConfig
+    from levanter.models.mixtral import MixtralConfig, Qwen3MoeConfig
+    from levanter.models.olmo import Olmo2Config, Olmo3Config
+    from levanter.models.phi import Phi3Config
+    from levanter.models.qwen import Qwen3Config, QwenConfig
+    from levanter.models.registry import LmConfig
+    from levanter.models.smollm3 import SmolLM3Config
 
 __all__ = [
     "Gemma2Config",
@@ -32,4 +36,4 @@ __all__ = [
     "SmolLM3Config",
 ]
 
-register_absent()  # what no family above has taken
+export_on_demand(__name__)

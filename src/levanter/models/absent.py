@@ -2,7 +2,7 @@
 
 A document of upstream's users may name any of upstream's families. Its keys are checked like every other block's (a
 misspelt one gets a suggestion, old spellings are translated), so that `migrate` can write it anew; what cannot be done
-is to build the model. `register_absent` fills the registry's gaps once every family that exists has registered itself.
+is to build the model. Importing this module registers them; `models.registry` does so when names are asked for.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from levanter.config.schema import Annotation
 from levanter.layers.rotary import DefaultRotaryConfig, Llama3RotaryConfig, RotaryConfig
-from levanter.models.registry import LmConfig
+from levanter.models.registry import LmConfig, family_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,9 @@ class AbsentModelConfig(LmConfig):
 def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
     """What every question that a family answers is answered with."""
     own = LmConfig.get_choice_name(type(config))
-    here = [name for name, cls in LmConfig.get_known_choices().items() if not issubclass(cls, AbsentModelConfig)]
+    known = LmConfig.get_known_choices()
+    absent = {name for name, cls in known.items() if issubclass(cls, AbsentModelConfig)}
+    here = [name for name in LmConfig.choice_names() if name not in absent]
     raise AbsentFamilyError(
         f"model.type: {own} is a family of upstream's that this project does not have yet; "
         f"those it has: {', '.join(sorted(here))}"
@@ -137,7 +139,7 @@ _ASKED = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # py
 def register_absent() -> None:
     """Registers a config class for each of upstream's families that nobody has registered."""
     for name, keys in FAMILIES.items():
-        if name not in LmConfig.choice_names():
+        if name not in family_names() and name not in LmConfig.get_known_choices():
             LmConfig.register_subclass(name, _config_class(name, keys))
 
 
@@ -170,3 +172,6 @@ def _annotation(key: str, default: object) -> Annotation:
     if key == "rope":
         return RotaryConfig
     return type(default) if isinstance(default, bool | int | float | str | AbsentHyenaConfig) else Any
+
+
+register_absent()

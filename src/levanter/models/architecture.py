@@ -7,13 +7,14 @@ array; models (`models.base`) keep theirs, and a family (`models.family`) says h
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from haliax import Axis
-from jax.typing import DTypeLike
+if TYPE_CHECKING:
+    from haliax import Axis
+    from jax.typing import DTypeLike
 
-from levanter.layers.layer import LayerSpec
-from levanter.layers.part import AttentionGroup, merged_axes
+    from levanter.layers.layer import LayerSpec
+    from levanter.layers.part import AttentionGroup
 
 A = TypeVar("A", bound="Architecture")
 
@@ -38,7 +39,7 @@ class Architecture(ABC):
 
     @property
     @abstractmethod
-    def layers(self) -> tuple[LayerSpec, ...]:
+    def layers(self) -> "tuple[LayerSpec, ...]":
         """What each layer is, first to last."""
 
     @property
@@ -52,8 +53,10 @@ class Architecture(ABC):
         return f"{len(self.layers)} layers"
 
     @property
-    def axes(self) -> Mapping[str, Axis]:
+    def axes(self) -> "Mapping[str, Axis]":
         """The axes of the model's weights by name, without `vocab`; see `merged_axes` for one in several sizes."""
+        from levanter.layers.part import merged_axes
+
         kinds = dict.fromkeys(self.layers)
         return merged_axes((self.Embed, *(axis for kind in kinds for axis in kind.axes.values())))
 
@@ -73,8 +76,10 @@ class Architecture(ABC):
         return {}
 
     @property
-    def max_Pos(self) -> Axis:
+    def max_Pos(self) -> "Axis":
         """The axis of positions at full length."""
+        from haliax import Axis
+
         return Axis("position", self.max_seq_len)
 
     @property
@@ -84,7 +89,7 @@ class Architecture(ABC):
 
     @property
     @abstractmethod
-    def Embed(self) -> Axis:
+    def Embed(self) -> "Axis":
         """The axis of the residual stream."""
 
     def matmul_parameters(self, vocab_size: int) -> int:
@@ -92,8 +97,10 @@ class Architecture(ABC):
         return sum(layer.matmul_parameters for layer in self.layers) + vocab_size * self.Embed.size
 
     @property
-    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+    def attention_groups(self) -> "tuple[AttentionGroup, ...]":
         """Every layer's query features, by how far the layer sees."""
+        from levanter.layers.part import AttentionGroup
+
         features: dict[int | None, int] = {}
         for group in (group for layer in self.layers for group in layer.attention_groups):
             features[group.window] = features.get(group.window, 0) + group.features
@@ -111,7 +118,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def for_platform(
-        self: A, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, parts: int = 1
+        self: A, platform: str, *, compute_dtype: "DTypeLike", length: int | None = None, parts: int = 1
     ) -> tuple[A, tuple[str, ...]]:
         """The same with open choices made for a platform and a mesh, and one line of reason for each choice.
 

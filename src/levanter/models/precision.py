@@ -10,8 +10,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from haliax_ext.errors import nearest
@@ -65,27 +63,9 @@ class Precision:
         Raises:
             ValueError: with everything in it that is not understood.
         """
-        found: dict[str, str] = {}
-        problems: list[str] = []
-        parts = [part.strip() for part in text.split(",")]
-        if len(parts) == 1 and "=" not in text:
-            name = _lookup(parts[0], _DTYPES, "dtype", problems)
-            found = {"params": name, "compute": name, "output": name}
-        else:
-            for part in parts:
-                match = re.fullmatch(r"(\w+)\s*=\s*(\w+)", part)
-                if match is None:
-                    problems.append(f"{part!r} is not of the form key=dtype")
-                    continue
-                key = _lookup(match[1], _KEYS, "key", problems)
-                if key in found:
-                    problems.append(f"{key} is given twice")
-                if key == "matmul":
-                    found[key] = _lookup(match[2], {m: m for m in _MATMULS}, "matmul precision", problems)
-                else:
-                    found[key] = _lookup(match[2], _DTYPES, "dtype", problems)
-        if problems:
-            raise ValueError(f"precision policy {text!r}: " + "; ".join(problems) + "; an example: p=f32,c=bf16")
+        import jax.numpy as jnp
+
+        found = _read(text)
         params = found.get("params", "float32")
         compute = found.get("compute", params)
         return cls(
@@ -121,10 +101,16 @@ class PolicyText(str):
         """The text of a policy: of text, a `Precision`, or a policy of `jmp`."""
         if isinstance(policy, str | Precision):
             return cls(policy)
+        import jax.numpy as jnp
+
         parts = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
         if missing := [name for name in parts.values() if not hasattr(policy, name)]:
             raise TypeError(f"{policy!r} is no precision policy: it has no {', '.join(missing)}")
         return cls(",".join(f"{key}={jnp.dtype(getattr(policy, name)).name}" for key, name in parts.items()))
+
+    def check(self) -> None:
+        """Raises a `ValueError` where it cannot be read."""
+        _read(self)
 
     @property
     def precision(self) -> Precision:
@@ -138,12 +124,40 @@ class PolicyText(str):
 
 def cast_floating(tree: T, dtype: np.dtype) -> T:
     """`tree` with its floating-point arrays in `dtype`."""
+    import jax
+    import jax.numpy as jnp
 
     def cast(x):
         floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(dtype) if floating else x
 
     return jax.tree.map(cast, tree)
+
+
+def _read(text: str) -> dict[str, str]:
+    """What a policy says, by `Precision`'s field; raises a `ValueError` with everything that is not understood."""
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) == 1 and "=" not in text:
+        name = _lookup(parts[0], _DTYPES, "dtype", problems)
+        found = {"params": name, "compute": name, "output": name}
+    else:
+        for part in parts:
+            match = re.fullmatch(r"(\w+)\s*=\s*(\w+)", part)
+            if match is None:
+                problems.append(f"{part!r} is not of the form key=dtype")
+                continue
+            key = _lookup(match[1], _KEYS, "key", problems)
+            if key in found:
+                problems.append(f"{key} is given twice")
+            if key == "matmul":
+                found[key] = _lookup(match[2], {m: m for m in _MATMULS}, "matmul precision", problems)
+            else:
+                found[key] = _lookup(match[2], _DTYPES, "dtype", problems)
+    if problems:
+        raise ValueError(f"precision policy {text!r}: " + "; ".join(problems) + "; an example: p=f32,c=bf16")
+    return found
 
 
 def _lookup(word: str, known: dict[str, str], what: str, problems: list[str]) -> str:

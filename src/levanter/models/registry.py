@@ -3,7 +3,7 @@
 `LmConfig` is what `model: {type: …}` names a subclass of. Which family it belongs to, and so how a model is made of it,
 is looked up here, by the name that its class is registered under:
 
-* ours are in `OWN`; `levanter.models` imports their configs, and the rest of one is imported when it is asked for;
+* ours are in `OWN`, and one is imported when it is asked for; upstream's others are in `levanter.models.absent`;
 * a third party's is an entry point of the group `levanter.families`, in its package's metadata:
 
       [project.entry-points."levanter.families"]
@@ -21,19 +21,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import draccus
-import jax
-from haliax import Axis
 
 from haliax_ext.errors import nearest
-from haliax_ext.rules import WeightRules
 from levanter.models.architecture import Architecture
-from levanter.models.base import LmHeadModel
-from levanter.models.config_json import ConfigJson
-from levanter.models.family import Family
-from levanter.models.flops import FlopsPerToken
+
+if TYPE_CHECKING:
+    import jax
+    from haliax import Axis
+
+    from haliax_ext.rules import WeightRules
+    from levanter.models.base import LmHeadModel
+    from levanter.models.config_json import ConfigJson
+    from levanter.models.family import Family
+    from levanter.models.flops import FlopsPerToken
 
 GROUP = "levanter.families"
 """The group of entry points that are families."""
@@ -60,6 +63,10 @@ OWN: Mapping[str, str] = MappingProxyType(
 """This project's families: where each is."""
 
 
+ABSENT = "levanter.models.absent"
+"""What registers the names of upstream's families that are not here."""
+
+
 class FamilyError(ValueError):
     """A family that an installed package says it has cannot be had."""
 
@@ -71,6 +78,7 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
     @classmethod
     def choice_names(cls) -> tuple[str, ...]:
         """Every name that `model: {type: …}` takes; those of packages that are not imported yet included."""
+        importlib.import_module(ABSENT)
         return tuple(dict.fromkeys((*cls.get_known_choices(), *family_names())))
 
     @classmethod
@@ -88,14 +96,15 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
                 close = nearest(name, names)
                 hint = f"; did you mean {' or '.join(close)}?" if close else ""
                 raise ValueError(f"model.type: {name!r} is not a model family ({', '.join(sorted(names))}){hint}")
-            family_named(name)
+            if name not in known:
+                family_named(name)
         return known[name]
 
-    def build(self, Vocab: Axis, *, key: jax.Array) -> LmHeadModel:
+    def build(self, Vocab: "Axis", *, key: "jax.Array") -> "LmHeadModel":
         """A freshly initialized model; call it inside `jit` or `eval_shape`."""
         return family_of(type(self)).build(Vocab, self, key=key)
 
-    def weight_rules(self, Vocab: Axis | None = None) -> WeightRules:
+    def weight_rules(self, Vocab: "Axis | None" = None) -> "WeightRules":
         """How the model's leaves come from Hugging Face tensors, and back.
 
         Args:
@@ -104,7 +113,7 @@ class LmConfig(Architecture, draccus.ChoiceRegistry):
         """
         return family_of(type(self)).weight_rules(self, Vocab)
 
-    def flops(self, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]) -> FlopsPerToken:
+    def flops(self, *, vocab_size: int, context_length: int, attention: Literal["causal", "full"]) -> "FlopsPerToken":
         """Operations a token in sequences of `context_length`; see `models.flops.flops_per_token`."""
         count = family_of(type(self)).flops
         return count(self, vocab_size=vocab_size, context_length=context_length, attention=attention)
@@ -115,7 +124,7 @@ def family_names() -> tuple[str, ...]:
     return (*OWN, *(name for name in _third_party() if name not in OWN))
 
 
-def family_named(name: str) -> Family[Any]:
+def family_named(name: str) -> "Family[Any]":
     """The family of a name, one of `family_names`; its config class is registered with `LmConfig`.
 
     Raises:
@@ -133,7 +142,7 @@ def family_named(name: str) -> Family[Any]:
     return _loaded(point)
 
 
-def family_of(config_class: type[LmConfig]) -> Family[Any]:
+def family_of(config_class: type[LmConfig]) -> "Family[Any]":
     """The family of a config class: its own, or that of the class it is derived from.
 
     Raises:
@@ -150,12 +159,13 @@ def family_of(config_class: type[LmConfig]) -> Family[Any]:
     )
 
 
-def families_of_config_json(model_type: str | None) -> Mapping[str, tuple[Family[Any], ConfigJson[Any]]]:
+def families_of_config_json(model_type: str | None) -> "Mapping[str, tuple[Family[Any], ConfigJson[Any]]]":
     """The kinds of config.json that are known, by `model_type`: ours; packages' too, unless ours have `model_type`."""
     own = {kind.model_type: (family, kind) for family in map(_own, OWN) for kind in family.config_json}
     if model_type in own:
         return own
-    loaded = [family for name in family_names() if name not in OWN and isinstance(family := _attempted(name), Family)]
+    attempts = [_attempted(name) for name in family_names() if name not in OWN]
+    loaded = [family for family in attempts if not isinstance(family, FamilyError)]
     return {kind.model_type: (family, kind) for family in loaded for kind in family.config_json} | own
 
 
@@ -165,7 +175,7 @@ def broken_families() -> tuple[str, ...]:
     return tuple(str(error) for error in attempts if isinstance(error, FamilyError))
 
 
-def _attempted(name: str) -> Family[Any] | FamilyError:
+def _attempted(name: str) -> "Family[Any] | FamilyError":
     try:
         return family_named(name)
     except FamilyError as error:
@@ -173,10 +183,10 @@ def _attempted(name: str) -> Family[Any] | FamilyError:
 
 
 @functools.cache
-def _own(name: str) -> Family[Any]:
+def _own(name: str) -> "Family[Any]":
     module, _, attribute = OWN[name].partition(":")
     family = getattr(importlib.import_module(module), attribute)
-    assert isinstance(family, Family) and family.name == name, f"{OWN[name]} is not the family {name!r}"
+    assert family.name == name, f"{OWN[name]} is not the family {name!r}"
     return family
 
 
@@ -202,8 +212,10 @@ def _source(point: EntryPoint) -> str:
 
 
 @functools.cache
-def _loaded(point: EntryPoint) -> Family[Any]:
+def _loaded(point: EntryPoint) -> "Family[Any]":
     """The family of an entry point."""
+    from levanter.models.family import Family
+
     said = f"model family {point.name!r} comes from the package {_source(point)}"
     try:
         family = point.load()

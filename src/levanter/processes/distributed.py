@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-import jax
-
 from levanter.processes.peers import Peers, Timeouts
 from levanter.processes.roll_call import Place, call_roll
 
@@ -219,6 +217,8 @@ def _share_of_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 def platforms() -> str:
     """`JAX_PLATFORMS`, or what was set in its place."""
+    import jax
+
     return getattr(jax.config, "jax_platforms", None) or ""
 
 
@@ -258,6 +258,8 @@ def join(config: DistributedConfig, place: Place) -> Peers:
 
 def start_jax(config: DistributedConfig, place: Place) -> None:
     """Starts `jax.distributed` among processes that are all there; call it before anything asks JAX for devices."""
+    import jax
+
     seconds = [math.ceil(_JAX_PATIENCE * each) for each in vars(config.timeouts).values()]
     # Preemption is agreed by us (`Peers.ask_stop`); JAX's service would swallow SIGTERM in runs that do not ask it.
     jax.config.update("jax_enable_preemption_service", False)
@@ -277,6 +279,8 @@ def start_jax(config: DistributedConfig, place: Place) -> None:
 
 def versions() -> dict[str, str]:
     """What must be the same on all processes."""
+    import jax
+
     return {"Python": f"{sys.version_info[0]}.{sys.version_info[1]}", "jax": jax.__version__}
 
 

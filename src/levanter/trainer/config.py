@@ -110,7 +110,7 @@ class TrainerConfig:
             yield "mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing"
         else:
             try:
-                PolicyText.of(self.mp).precision  # noqa: B018 — reads it
+                PolicyText.of(self.mp).check()
             except ValueError as error:
                 yield f"mp: {error}"
         for name in ("per_device_parallelism", "per_device_eval_parallelism"):

@@ -11,7 +11,7 @@ scored. Whatever is wrong with the input is said before a weight is read.
 import logging
 import platform
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from haliax_ext.batches import results
 from haliax_ext.load_progress import LoadReport
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program
+from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
@@ -39,7 +40,6 @@ from levanter.data import (
     EvalBatches,
     EvalSequences,
     EvaluationData,
-    LmDataConfig,
     build_sequences,
     resolve_evaluation,
 )
@@ -49,8 +49,7 @@ from levanter.io import MissingFileError, Progress, UnreadableFileError
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
 from levanter.processes.together import jit_together
-from levanter.run import OK, Check, EntryPoint, PlanOptions, RunPlan, Session, Target
-from levanter.trainer.config import TrainerConfig
+from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
 
 logger = logging.getLogger(__name__)
 
@@ -58,60 +57,6 @@ NAME = "eval_lm"
 DEFAULT_ROWS_PER_DEVICE = 8
 FETCH_BEHIND = 2
 """Batches in flight before a result is fetched, so that the host's work hides behind the devices'."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalLmConfig:
-    """What `eval_lm` evaluates, on what, and where.
-
-    Attributes:
-        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        initialize_from_hf: another spelling of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
-        trainer: devices, mesh, precision, trackers.
-        data: the data sets.
-        model: the architecture, where the checkpoint does not say; checked against it where it does.
-        eval_on_train: evaluate on training data instead of validation data.
-        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
-        output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
-        allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        plan: what planning is told that a run would find out by itself.
-    """
-
-    hf_checkpoint: str | None = None
-    initialize_from_hf: str | None = None
-    checkpoint_path: str | None = None
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    model: LmConfig | None = None
-    eval_on_train: bool = False
-    max_eval_length: int = 2048
-    output_path: str | None = None
-    allow_pickle: bool = False
-    load_memory_gib: float | None = None
-    plan: PlanOptions = field(default_factory=PlanOptions)
-
-    def __post_init__(self):
-        problems = []
-        if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
-            problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
-        if self.checkpoint_path and self.reference:
-            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
-        elif not self.checkpoint_path and not (self.hf_checkpoint or self.initialize_from_hf or self.model):
-            problems.append(
-                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
-                "checkpoint of train_lm)"
-            )
-        if self.max_eval_length < 2:
-            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
-        if problems:
-            raise ValueError("\n".join(problems))
-
-    @property
-    def reference(self) -> str:
-        """The model's reference under either of its keys; empty where there is none."""
-        return self.hf_checkpoint or self.initialize_from_hf or ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ The model is a checkpoint of `train_lm`, or Hugging Face files (`checkpoint_is_h
 described like an evaluation (`eval_lm`), with the same Program: one row of text for each document shown.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import jax
@@ -16,82 +16,19 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from haliax_ext.batches import results
 from levanter.commands.evaluate import eval_lm
-from levanter.commands.evaluate.eval_lm import EvalLmConfig, EvalWork
+from levanter.commands.evaluate.config import VizLmConfig
+from levanter.commands.evaluate.eval_lm import EvalWork
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.shell.perform import perform
 from levanter.commands.shell.sameness import require_same_text
 from levanter.config import Written
-from levanter.data import EvalSequences, LmDataConfig
+from levanter.data import EvalSequences
 from levanter.eval.logprob_page import ScoredText, logprob_page
 from levanter.io import Progress, atomic_write
-from levanter.models.registry import LmConfig
 from levanter.processes.together import jit_together
-from levanter.run import OK, EntryPoint, PlanOptions, RunPlan, Session, Target
-from levanter.trainer.config import TrainerConfig
+from levanter.run import OK, EntryPoint, RunPlan, Session, Target
 
 NAME = "viz_logprobs"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VizLmConfig:
-    """What `viz_logprobs` shows.
-
-    Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
-        checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
-        hf_checkpoint: Hugging Face files: a folder, a hub id, a .gguf file.
-        path: the page.
-        num_docs: rows of text that are shown.
-        data_seed: which ones; null for the first of them.
-        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
-        trainer: devices, mesh, precision.
-        data: the data sets.
-        model: the architecture, where the checkpoint does not say; checked against it where it does.
-        comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
-        plan: what planning is told that a run would find out by itself.
-    """
-
-    checkpoint_path: str | None = None
-    checkpoint_is_hf: bool = False
-    hf_checkpoint: str | None = None
-    path: str = "logprobs.html"
-    num_docs: int = 32
-    data_seed: int | None = 0
-    max_eval_length: int = 4096
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    model: LmConfig | None = None
-    comparison_model_path: str | None = None
-    comparison_is_hf: bool = False
-    plan: PlanOptions = field(default_factory=PlanOptions)
-
-    def __post_init__(self) -> None:
-        problems = []
-        if (self.checkpoint_path is None) == (self.hf_checkpoint is None):
-            problems.append("give one model: checkpoint_path, or hf_checkpoint")
-        if self.comparison_model_path is not None:
-            problems.append("comparison_model_path: not supported yet; make a page of each model")
-        if self.num_docs < 1:
-            problems.append(f"num_docs must be at least 1, got {self.num_docs}")
-        if self.max_eval_length < 2:
-            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
-        if problems:
-            raise ValueError("\n".join(problems))
-
-    @property
-    def evaluation(self) -> EvalLmConfig:
-        """The evaluation whose numbers are shown."""
-        named = self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
-        return EvalLmConfig(
-            hf_checkpoint=named,
-            checkpoint_path=None if named else self.checkpoint_path,
-            trainer=self.trainer,
-            data=self.data,
-            model=self.model,
-            max_eval_length=self.max_eval_length,
-            output_path=self.path,
-            plan=self.plan,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ read again. `transformers`, `eval_lm` and everything else that reads Hugging Fac
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import haliax as hax
@@ -24,78 +24,21 @@ from haliax_ext.rules import WeightMismatchError
 from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import same_names
+from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.model.origin import ModelBlock, find_tokenizer
 from levanter.commands.model.saved_model import SavedModel, find_saved
 from levanter.commands.shell.outputs import output_checks
 from levanter.commands.shell.perform import perform
-from levanter.compat.hf.export import MAX_SHARD_BYTES, Beside, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.compat.hf.export import Beside, ExportPlan, plan_export, refuse_taken, write_export
 from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import Written
 from levanter.io import Progress, is_remote, local_path
-from levanter.models.registry import LmConfig
-from levanter.run import OK, Check, EntryPoint, PlanOptions, RunPlan, Session, Target
-from levanter.trainer.config import TrainerConfig
+from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
 
 NAME = "export_lm_to_hf"
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertLmConfig:
-    """What `export_lm_to_hf` exports, and where to.
-
-    Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
-        output_dir: the folder or URL that is written; it must not exist.
-        overwrite: whether an existing folder is replaced: on a disk, once the new one is whole; behind a URL, file by
-            file.
-        dtype: of the weights; default as in the checkpoint.
-        max_shard_bytes: of one file of weights.
-        save_tokenizer: whether the tokenizer is laid beside the weights.
-        tokenizer: another one than the checkpoint's training data had.
-        generation_eos_token_ids: ids that end a generated text; default the tokenizer's own.
-        override_vocab_size: ids that there are, where the model's last ones are not wanted.
-        config_overrides: keys of config.json that replace ours.
-        model: the architecture; the checkpoint says it, and it must agree.
-        trainer: taken for compatibility; no device is used.
-        upload_to_hf: not supported yet.
-        use_cpu: taken for compatibility; no device is used.
-        plan: what planning is told that a run would find out by itself.
-    """
-
-    checkpoint_path: str
-    output_dir: str
-    overwrite: bool = False
-    dtype: str | None = None
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    save_tokenizer: bool = True
-    tokenizer: str | None = None
-    generation_eos_token_ids: list[int] | None = None
-    override_vocab_size: int | None = None
-    config_overrides: dict[str, Any] | None = None
-    model: LmConfig | None = None
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    upload_to_hf: bool | str | None = None
-    use_cpu: bool = False
-    plan: PlanOptions = field(default_factory=PlanOptions)
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.upload_to_hf:
-            problems.append("upload_to_hf: not supported yet; upload output_dir afterwards")
-        if self.max_shard_bytes < 1:
-            problems.append(f"max_shard_bytes must be positive, got {self.max_shard_bytes}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.tokenizer is not None and not self.save_tokenizer:
-            problems.append("tokenizer: is not written with save_tokenizer: false; leave one of them out")
-        if problems:
-            raise ValueError("\n".join(problems))
-
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

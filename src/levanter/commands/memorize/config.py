@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from levanter.config.plan_options import PlanOptions
 from levanter.io import join
 from levanter.memorization.books import slug
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.results import Scheme
 from levanter.memorization.schemes import Convention, convention
 from levanter.models.registry import LmConfig
-from levanter.run import PlanOptions
 from levanter.trainer.config import TrainerConfig
 
 DEFAULT_OUTPUT = "logs/memorization"

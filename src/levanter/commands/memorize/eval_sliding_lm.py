@@ -7,18 +7,15 @@ windows that slide over a book. Rows may differ in length; see `levanter.memoriz
 component of `data:` is a set of its own, with its own folder of results.
 """
 
-from dataclasses import dataclass, field
-
-from levanter.commands.memorize.config import model_problems, output_problems, scheme_problems
 from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, MemorizationWork, Opened, describe_jobs, model_block
 from levanter.commands.memorize.run import conclude, execute_jobs
+from levanter.commands.memorize.sliding_config import EvalSlidingLmConfig
 from levanter.commands.model.origin import find_origin, find_tokenizer
 from levanter.commands.model.saved_model import find_saved
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
 from levanter.data import (
     DatasetComponent,
-    LmDataConfig,
     LmDatasetFormatBase,
     Tokenizer,
     UrlDatasetSource,
@@ -28,79 +25,14 @@ from levanter.data.errors import DataError
 from levanter.io import join
 from levanter.io.paths import MissingFileError, expand, is_remote
 from levanter.memorization.books import slug
-from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.examples import Examples, digest_of, pairs_of, tokenized
 from levanter.memorization.results import FULL, Scheme
 from levanter.memorization.schemes import CUSTOM
-from levanter.models.registry import LmConfig
-from levanter.run import Check, EntryPoint, PlanOptions, RunPlan, Target
-from levanter.trainer.config import TrainerConfig
+from levanter.run import Check, EntryPoint, RunPlan, Target
 
 NAME = "eval_sliding_lm"
 PLANNED_POSITIONS = 100
 """What planning takes the rows to be where they are not here; half of it is scored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSlidingLmConfig:
-    """Which model is asked to continue which prepared rows.
-
-    Attributes:
-        hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
-            allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
-            load_memory_gib: as in `eval_careless_lm`.
-        data: the prepared sets, one a component.
-        split: which files of a component are read: `validation` or `train`.
-        max_batches: score the first so many batches of each set.
-        eval_batch_size: rows of a batch over all devices; null for 32, or what the mesh divides.
-        bos: every row begins with BOS.
-        output_base_path: the folder of the results; each set has a folder in it.
-    """
-
-    hf_checkpoint: str | None = None
-    initialize_from_hf: str | None = None
-    checkpoint_path: str | None = None
-    use_hf_model_config: bool | None = None
-    model: LmConfig | None = None
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    split: str = "validation"
-    max_batches: int | None = None
-    eval_batch_size: int | None = None
-    allow_nondivisible_batch_size: bool = False
-    bos: bool = False
-    scheme: str | None = None
-    schemes: tuple[str, ...] = ()
-    output_base_path: str = "logs/sliding"
-    coverage_threshold: float = DEFAULT_THRESHOLD
-    cover: Cover = "suffix"
-    keep_text: bool = True
-    if_exists: str = "resume"
-    save_seconds: float = 30.0
-    plan: PlanOptions = field(default_factory=PlanOptions)
-    allow_pickle: bool = False
-    load_memory_gib: float | None = None
-
-    def __post_init__(self):
-        problems = model_problems(self) + output_problems(self)
-        problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
-        if self.split not in ("validation", "train"):
-            problems.append(f"split: is validation or train, got {self.split!r}")
-        if self.if_exists not in ("resume", "replace"):
-            problems.append(f"if_exists: is resume or replace, got {self.if_exists!r}")
-        for name in ("max_batches", "eval_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f"{name}: must be at least 1, or null; got {value}")
-        if not self.data.components:
-            problems.append("data.components: no prepared set; give a component with validation_urls and a format")
-        if problems:
-            raise ValueError("\n".join(problems))
-
-    @property
-    def reference(self) -> str | None:
-        """The model's reference under either of its keys; None where there is none."""
-        return self.hf_checkpoint or self.initialize_from_hf
 
 
 def describe(

@@ -14,8 +14,8 @@ from levanter.commands.shell.interrupts import interrupts_kept
 from levanter.commands.shell.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
 from levanter.config import HelpRequested, arguments_for, load_written
 from levanter.io import output_is_lost, setup_logging
+from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK
 from levanter.processes.barrier import current_peers
-from levanter.run import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, RunRefused
 
 C = TypeVar("C")
 OUR_PACKAGES = ("levanter", "haliax_ext")
@@ -82,7 +82,7 @@ def is_user_error(error: BaseException) -> bool:
 
     A `ValueError` that JAX raises during a run is a bug of ours and keeps its traceback.
     """
-    if isinstance(error, RunRefused) or _is_ours(type(error).__module__):
+    if _is_ours(type(error).__module__):
         return True
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:

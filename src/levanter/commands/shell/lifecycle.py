@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import jax
-
 from levanter.io import setup_logging
+from levanter.io.exit_codes import INTERNAL_ERROR, OK, PEER_LOST, PREEMPTED
 from levanter.processes.barrier import barrier, current_peers, set_peers
 from levanter.processes.distributed import DistributedConfig, find_place, join, on_tpu_pod, platforms, start_jax
 from levanter.processes.peers import PeerLostError, Peers
-from levanter.run import INTERNAL_ERROR, OK, PEER_LOST, PREEMPTED
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +54,8 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
         PlaceError: this process's place is not known.
         RollCallError: not all of them came in time.
     """
+    import jax
+
     if current_peers() is not None or jax.distributed.is_initialized():
         return
     place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
@@ -90,6 +90,8 @@ def end_together(code: int) -> int:
     peers = current_peers()
     if peers is None:
         return code
+    import jax
+
     barrier("the end")
     # From here on some are faster than others, which is no loss.
     _kept.final = code
@@ -133,7 +135,11 @@ def end_if_lost(error: BaseException) -> None:
     A checkpoint cannot be written where the step before it failed; that is then not the user's to mend.
     """
     peers = current_peers()
-    if peers is None or not any(isinstance(each, jax.errors.JaxRuntimeError) for each in _causes(error)):
+    if peers is None:
+        return
+    import jax
+
+    if not any(isinstance(each, jax.errors.JaxRuntimeError) for each in _causes(error)):
         return
     if peers.wait_lost(SUSPECT_SECONDS):
         if os.environ.get("LEVANTER_TRACEBACK"):

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from levanter.data import LmDataConfig
-from levanter.models import LlamaConfig
+from levanter.config.plan_options import PlanOptions
+from levanter.data.config import LmDataConfig
+from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
-from levanter.run import PlanOptions
 from levanter.trainer.config import TrainerConfig
 
 

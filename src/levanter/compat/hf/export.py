@@ -28,13 +28,13 @@ from levanter.compat.hf.export_place import INCOMPLETE as INCOMPLETE
 from levanter.compat.hf.export_place import ExportPathError as ExportPathError
 from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
+from levanter.compat.hf.limits import MAX_SHARD_BYTES
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
 from levanter.models.base import LmHeadModel
 from levanter.models.config_json import Spelling
 from levanter.models.registry import LmConfig
 from levanter.processes.together import jit_together
 
-MAX_SHARD_BYTES = 5 * 10**9
 Folder = TypeVar("Folder", bound=str | Path)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

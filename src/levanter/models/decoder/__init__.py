@@ -1,10 +1,15 @@
 """The decoder-only transformer that families are variants of: what one is made of (`spec`), config, model, weights."""
 
-from levanter.models.decoder.config import DecoderConfig
-from levanter.models.decoder.model import DecoderLmHeadModel
-from levanter.models.decoder.pattern import PatternedConfig, WindowedConfig
-from levanter.models.decoder.spec import Run, runs_of
-from levanter.models.decoder.weights import BlockTensor, decoder_rules
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+
+if TYPE_CHECKING:
+    from levanter.models.decoder.config import DecoderConfig
+    from levanter.models.decoder.model import DecoderLmHeadModel
+    from levanter.models.decoder.pattern import PatternedConfig, WindowedConfig
+    from levanter.models.decoder.spec import Run, runs_of
+    from levanter.models.decoder.weights import BlockTensor, decoder_rules
 
 __all__ = [
     "BlockTensor",
@@ -16,3 +21,5 @@ __all__ = [
     "decoder_rules",
     "runs_of",
 ]
+
+export_on_demand(__name__)

@@ -18,7 +18,7 @@ from levanter.commands.model.not_carried import REFUSED, not_carried
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import ConfigError, load, load_written, parse, parse_text, read
 from levanter.config.legacy.not_carried import NOT_CARRIED
-from levanter.config.schema import config_fields, is_choice, union_members
+from levanter.config.schema import choice_names, config_fields, is_choice, union_members
 from levanter.legacy.migrate import config_class
 from levanter.run import Check, Target
 from levanter.trainer.config import TrainerConfig
@@ -195,7 +195,8 @@ def keys_below(cls: type, path: tuple[str, ...], seen: tuple[type, ...]) -> Iter
             for member in (outer, *get_args(outer)):
                 if not isinstance(member, type) or member in seen:
                     continue
-                classes = list(member.get_known_choices().values()) if is_choice(member) else [member]
+                choices = choice_names(member) if is_choice(member) else ()
+                classes = [member.get_choice_class(name) for name in choices] or [member]
                 for each in classes:
                     if dataclasses.is_dataclass(each) and "Absent" not in each.__name__:
                         yield from keys_below(each, (*path, name), (*seen, cls, each))

@@ -1,0 +1,124 @@
+"""The configurations of `eval_lm` and `viz_logprobs`."""
+
+from dataclasses import dataclass, field
+
+from levanter.config.plan_options import PlanOptions
+from levanter.data.config import LmDataConfig
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalLmConfig:
+    """What `eval_lm` evaluates, on what, and where.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        initialize_from_hf: another spelling of `hf_checkpoint`.
+        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
+        trainer: devices, mesh, precision, trackers.
+        data: the data sets.
+        model: the architecture, where the checkpoint does not say; checked against it where it does.
+        eval_on_train: evaluate on training data instead of validation data.
+        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
+        output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        plan: what planning is told that a run would find out by itself.
+    """
+
+    hf_checkpoint: str | None = None
+    initialize_from_hf: str | None = None
+    checkpoint_path: str | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    model: LmConfig | None = None
+    eval_on_train: bool = False
+    max_eval_length: int = 2048
+    output_path: str | None = None
+    allow_pickle: bool = False
+    load_memory_gib: float | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self):
+        problems = []
+        if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
+            problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
+        if self.checkpoint_path and self.reference:
+            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+        elif not self.checkpoint_path and not (self.hf_checkpoint or self.initialize_from_hf or self.model):
+            problems.append(
+                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+                "checkpoint of train_lm)"
+            )
+        if self.max_eval_length < 2:
+            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def reference(self) -> str:
+        """The model's reference under either of its keys; empty where there is none."""
+        return self.hf_checkpoint or self.initialize_from_hf or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VizLmConfig:
+    """What `viz_logprobs` shows.
+
+    Attributes:
+        checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
+        checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
+        hf_checkpoint: Hugging Face files: a folder, a hub id, a .gguf file.
+        path: the page.
+        num_docs: rows of text that are shown.
+        data_seed: which ones; null for the first of them.
+        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
+        trainer: devices, mesh, precision.
+        data: the data sets.
+        model: the architecture, where the checkpoint does not say; checked against it where it does.
+        comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
+        plan: what planning is told that a run would find out by itself.
+    """
+
+    checkpoint_path: str | None = None
+    checkpoint_is_hf: bool = False
+    hf_checkpoint: str | None = None
+    path: str = "logprobs.html"
+    num_docs: int = 32
+    data_seed: int | None = 0
+    max_eval_length: int = 4096
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: LmDataConfig = field(default_factory=LmDataConfig)
+    model: LmConfig | None = None
+    comparison_model_path: str | None = None
+    comparison_is_hf: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if (self.checkpoint_path is None) == (self.hf_checkpoint is None):
+            problems.append("give one model: checkpoint_path, or hf_checkpoint")
+        if self.comparison_model_path is not None:
+            problems.append("comparison_model_path: not supported yet; make a page of each model")
+        if self.num_docs < 1:
+            problems.append(f"num_docs must be at least 1, got {self.num_docs}")
+        if self.max_eval_length < 2:
+            problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def evaluation(self) -> EvalLmConfig:
+        """The evaluation whose numbers are shown."""
+        named = self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+        return EvalLmConfig(
+            hf_checkpoint=named,
+            checkpoint_path=None if named else self.checkpoint_path,
+            trainer=self.trainer,
+            data=self.data,
+            model=self.model,
+            max_eval_length=self.max_eval_length,
+            output_path=self.path,
+            plan=self.plan,
+        )
