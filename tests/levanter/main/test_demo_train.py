@@ -44,7 +44,7 @@ def test_its_configuration_plans(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load(TrainLmConfig, ["--config_path", "config/train/demo.yaml"])
     plan = describe(config, Target(name="local", platform="cpu", kind="cpu", devices=8)).check()
-    assert [program.name for program in plan.programs] == ["init_state", "train_step", "evaluate"]
+    assert [program.name for program in plan.computing] == ["init_state", "train_step", "evaluate"]
     parameters = plan.work.state_plan.parameters.total_bytes // 4
     # Six layers, the embedding of 258 rows (which is the head too), and the norms.
     assert parameters == 6 * (4 * 384**2 + 3 * 384 * 1024 + 2 * 384) + 258 * 384 + 384
