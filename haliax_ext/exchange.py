@@ -31,7 +31,7 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Placement, Program
-from haliax_ext.slices import Box, Span
+from haliax_ext.slices import Span
 
 Cuts = tuple[tuple[str, ...], ...]
 """For each axis of a leaf, the mesh axes that cut it, major first."""
@@ -103,13 +103,6 @@ class Exchange:
         if self.cut is not None:
             shape[self.cut] = piece[1] - piece[0]
         return tuple(shape)
-
-    def slab_box(self, box: Box, piece: Span) -> Box:
-        """Where in the leaf a box of a piece's slabs lies."""
-        return tuple(
-            (start + piece[0], stop + piece[0]) if axis == self.cut else (start, stop)
-            for axis, (start, stop) in enumerate(box)
-        )
 
     @property
     def read_mapping(self) -> AxisMapping:

@@ -211,10 +211,6 @@ class Mappings:
         """The mapping of the residual stream at block boundaries: `residual` over `compute`."""
         return self.compute.merged(self.residual)
 
-    def declared_replication(self, axis_names: Collection[str]) -> frozenset[str]:
-        """The mesh axes over which an array with these axes stays whole on purpose."""
-        return frozenset(axis for rule in self.declared if rule.applies(axis_names) for axis in rule.mesh_axes)
-
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:

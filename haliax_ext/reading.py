@@ -7,7 +7,6 @@ counted without being made.
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -194,8 +193,3 @@ def flat_stack(layout: LeafLayout, stack: Stack) -> int:
     """The row-major number of a source tensor among a leaf's."""
     sizes = [layout.extents[p] for p in layout.stack_positions]
     return functools.reduce(lambda number, pair: number * pair[1] + pair[0], zip(stack, sizes, strict=True), 0)
-
-
-def stored_bytes(elements: int, nbytes: int, size: int) -> int:
-    """Bytes in storage of some elements of a tensor (`nbytes` for `size` of them), rounded up."""
-    return math.ceil(elements * nbytes / size) if size else 0

@@ -118,14 +118,6 @@ class CompiledFigures:
             sums[scope.at_depth(depth).module] += cycles
         return dict(sums.most_common())
 
-    def cycles_by_contraction(self) -> dict[str, int]:
-        """Cycles of the matmuls of named arrays, by their axes, largest first."""
-        sums: Counter[str] = Counter()
-        for scope, cycles in self.cycles.items():
-            if scope.contraction:
-                sums[scope.contraction] += cycles
-        return dict(sums.most_common())
-
     def collective_bytes(self) -> dict[tuple[str, str, Network], int]:
         """Total bytes by (kind, mesh axes, network), largest first."""
         sums: Counter[tuple[str, str, Network]] = Counter()

@@ -125,7 +125,6 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
     num_partitions: int
-    is_scheduled: bool
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -164,7 +163,6 @@ def parse_module(text: str) -> Module:
         computations=computations,
         entry=entry,
         num_partitions=int(partitions.group(1)) if partitions else 1,
-        is_scheduled="is_scheduled=true" in header,
     )
 
 

@@ -97,3 +97,16 @@ def test_what_is_declared_is_imported():
 
 def test_the_core_is_not_declared_twice():
     assert not CORE & declared("test", "lint", "docs", "tensorboard", "trackio", "remote", "ray")
+
+
+def test_haliax_s_partitioning_is_reached_in_haliax_ext_only():
+    """Import contracts know whole third parties alone; this one is about the inside of one."""
+    found = set()
+    for path in (path for folder in ("src", "haliax_ext") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            said = [*names(node), ast.unparse(node)] if isinstance(node, ast.Attribute) else names(node)
+            if isinstance(node, ast.ImportFrom) and node.module == "haliax":
+                said += [f"haliax.{alias.name}" for alias in node.names]
+            if any(re.match(r"(haliax|hax)\.(partitioning|_src)\b", one) for one in said):
+                found.add(str(path.relative_to(ROOT).parts[0]))
+    assert found == {"haliax_ext"}

@@ -49,7 +49,7 @@ def test_host_bounds_and_devices():
     assert parse_accelerator("v6e-16").chips_per_host_bounds == (2, 2, 1)
     assert parse_accelerator("v4-256").generation.chip_config_name == "megacore"
     ironwood = parse_accelerator("tpu7x-16")
-    assert (ironwood.chips, ironwood.devices, ironwood.devices_per_host) == (8, 16, 8)
+    assert (ironwood.chips, ironwood.devices) == (8, 16)
     assert 2 * ironwood.peak_flops() == pytest.approx(2307e12)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from helpers.llama_on_mesh import VOCAB, mappings_for, named_arrays, run_on
+from helpers.losses import LossMean, sequence_sums
 
 from haliax_ext.errors import IndivisibleError
 from haliax_ext.meshspec import MeshSpec
@@ -20,7 +21,7 @@ from levanter.layers.rotary import (
     YarnRotaryConfig,
 )
 from levanter.models import LlamaConfig
-from levanter.models.scoring import LossMean, has_target, next_tokens, sequence_sums, token_logprobs
+from levanter.models.scoring import has_target, next_tokens, token_logprobs
 
 BATCH, LENGTH = 8, 56
 CONTEXT = 32

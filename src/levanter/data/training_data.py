@@ -149,11 +149,6 @@ class TrainingData:
     notes: tuple[str, ...]
 
     @property
-    def set_names(self) -> tuple[str, ...]:
-        """The names of the training sets, in the order of the mixture."""
-        return self.mixture.names
-
-    @property
     def steps(self) -> int | None:
         """How many whole steps there is data for; None where it begins again."""
         return None if self.draws is None else self.schedule.whole_steps(self.draws)

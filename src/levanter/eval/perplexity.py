@@ -204,23 +204,6 @@ class RowScores:
         self.nats[rows] -= np.where(mask, logprobs, 0).sum(axis=1, dtype=np.float64)
         self.tokens[rows] += mask.sum(axis=1)
 
-    def to_words(self) -> np.ndarray:
-        """The state as uint32 words `[row, 4]`, to send to other processes without losing a bit.
-
-        (A collective on the devices would round float64 to float32.)
-        """
-        return np.stack([self.nats.view(np.int64), self.tokens], axis=1).view(np.uint32)
-
-    @staticmethod
-    def merged(words: Sequence[np.ndarray]) -> "RowScores":
-        """The scores of all processes together, from the `to_words` of each, in the order of the processes."""
-        merged = RowScores(len(words[0]))
-        for part in words:
-            state = np.ascontiguousarray(part, np.uint32).view(np.int64)
-            merged.nats += np.ascontiguousarray(state[:, 0]).view(np.float64)
-            merged.tokens += state[:, 1]
-        return merged
-
 
 def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: int | None = None) -> EvalResult:
     """The result of an evaluation whose rows have all been scored.

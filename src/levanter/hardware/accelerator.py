@@ -58,11 +58,6 @@ class Accelerator:
         """Hosts of all slices."""
         return self.chips // self.chips_per_host
 
-    @property
-    def devices_per_host(self) -> int:
-        """JAX devices that one host holds (some generations have several on a chip)."""
-        return self.chips_per_host * self.generation.devices_per_chip
-
     @cached_property
     def chips_per_host_bounds(self) -> tuple[int, int, int] | None:
         """The block of chips that one host holds, as libtpu wants it; `None` for GPUs."""

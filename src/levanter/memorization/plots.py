@@ -7,7 +7,6 @@ the same measurement gives the same bytes under the same version of the plotting
 import io
 import math
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -109,14 +108,6 @@ def curves_png(measured: Measurement) -> bytes:
     axes.set_title(measured.book.title, loc="left", fontsize=11, color=_TEXT, parse_math=False)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     return _png(figure)
-
-
-def ramp(steps: int, stops: Sequence[str] = INK) -> list[str]:
-    """`steps` colours from the first stop to the last, as `#rrggbb`."""
-    channels = np.array([[int(stop[n : n + 2], 16) for n in (1, 3, 5)] for stop in stops])
-    at = np.linspace(0, len(stops) - 1, steps)
-    mixed = np.stack([np.interp(at, np.arange(len(stops)), channels[:, c]) for c in range(3)], axis=1)
-    return ["#" + "".join(f"{value:02x}" for value in color) for color in np.rint(mixed).astype(int)]
 
 
 def _png(figure: Figure) -> bytes:

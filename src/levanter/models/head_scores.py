@@ -56,29 +56,6 @@ def chunking(positions: int, chunk: int) -> tuple[int, int]:
     return count, -(-positions // count)
 
 
-def target_logprobs(
-    activations: NamedArray,
-    head: Linear,
-    targets: NamedArray,
-    *,
-    chunk: int,
-    vocab_size: int | None = None,
-    soft_cap: float | None = None,
-) -> NamedArray:
-    """Log-probability of `targets` under the head's distribution at each activation, float32.
-
-    Args:
-        activations: `[…, position, embed]`.
-        head: from `embed` to `vocab`, in the dtype of the activations.
-        targets: ids, `[…, position]`; what is found where one is negative means nothing.
-        chunk: positions at a time.
-        vocab_size: entries of `vocab` that count; None for all.
-        soft_cap: bound of the logits; see `head_logits`.
-    """
-    how = HeadScoring(vocab_size=vocab_size, soft_cap=soft_cap, normalizers=False)
-    return target_scores(activations, head, targets, chunk=chunk, how=how)[0]
-
-
 def target_scores(
     activations: NamedArray, head: Linear, targets: NamedArray, *, chunk: int, how: HeadScoring
 ) -> tuple[NamedArray, ...]:

@@ -4,12 +4,9 @@ The logits of a whole sequence never exist: `models.head_scores` goes through th
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import haliax as hax
 import jax.numpy as jnp
-import numpy as np
 from haliax import NamedArray
 
 from haliax_ext.mapping import AxisMapping, ways_in_scope
@@ -171,69 +168,3 @@ def next_tokens(tokens: NamedArray, segment_ids: NamedArray | None = None) -> Na
 def has_target(targets: NamedArray) -> NamedArray:
     """Whether a position predicts anything, boolean over the axes of `targets`."""
     return hax.named(targets.array >= 0, targets.axes)
-
-
-def mean_loss(
-    model: LmHeadModel,
-    tokens: NamedArray,
-    targets: NamedArray,
-    *,
-    weights: NamedArray | None = None,
-    segment_ids: NamedArray | None = None,
-    chunk: int | None = None,
-) -> NamedArray:
-    """The mean of −log p over the targets that count, a float32 scalar to differentiate.
-
-    Args:
-        model: its weights in the compute dtype.
-        tokens: ids, `[…, position]`.
-        targets: see `token_logprobs`.
-        weights: float32 weight of predicting *from* each position, `[…, position]`; default 1.
-        segment_ids: see `token_logprobs`.
-        chunk: see `token_logprobs`.
-    """
-    logprobs = token_logprobs(model, tokens, targets, segment_ids=segment_ids, chunk=chunk)
-    counts = has_target(targets).astype(jnp.float32)
-    if weights is not None:
-        counts = counts * weights
-    return -hax.sum(logprobs * counts) / hax.maximum(hax.sum(counts), 1e-9)
-
-
-def sequence_sums(logprobs: NamedArray, weights: NamedArray) -> tuple[NamedArray, NamedArray]:
-    """Per sequence, the weighted sum of log-probabilities and the sum of weights, over `position`, float32.
-
-    A sequence's sums do not depend on the batch it is in; `LossMean` adds them up on the host in float64.
-    """
-    exact = weights.astype(jnp.float32)
-    # A position that does not count must not spoil the sum, whatever its value is.
-    counted = hax.where(exact != 0, logprobs, 0.0)
-    return hax.sum(counted * exact, "position"), hax.sum(exact, "position")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossMean:
-    """A mean of −log p under way: float64 sums on the host.
-
-    Attributes:
-        total: sum of −log p, in nats.
-        count: sum of weights (tokens).
-    """
-
-    total: float = 0.0
-    count: float = 0.0
-
-    @classmethod
-    def of(cls, logprob_sums: Iterable[float] | np.ndarray, counts: Iterable[float] | np.ndarray) -> "LossMean":
-        """From per-sequence sums, as `sequence_sums` gives them."""
-        return cls(
-            total=-float(np.sum(np.asarray(logprob_sums), dtype=np.float64)),
-            count=float(np.sum(np.asarray(counts), dtype=np.float64)),
-        )
-
-    def __add__(self, other: "LossMean") -> "LossMean":
-        return LossMean(total=self.total + other.total, count=self.count + other.count)
-
-    @property
-    def loss(self) -> float:
-        """Nats a token; NaN if nothing was counted."""
-        return self.total / self.count if self.count else float("nan")

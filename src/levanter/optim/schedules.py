@@ -6,7 +6,6 @@ phase's length is a fraction of its cycle (at most 1) or a number of steps. Wher
 the warmup leaves; a shorter one leaves a stable phase before it, which is warmup-stable-decay (WSD).
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -362,10 +361,3 @@ def _line(a: float, b: float, steps: int) -> Callable[[jax.Array], jax.Array]:
 
 def _decay(shape: LrSchedule, phase: Phase) -> Callable[[jax.Array], jax.Array]:
     return lambda since: shape.at(phase, jnp.maximum(since, 0))
-
-
-def at_step(schedule: Schedule, step: int) -> float:
-    """The learning rate at one step, as a number."""
-    rate = float(schedule(jnp.int32(step)))
-    assert math.isfinite(rate)
-    return rate

@@ -19,7 +19,6 @@ from levanter.processes.wire import Message, Wire
 
 logger = logging.getLogger(__name__)
 
-HELLO_SECONDS = 10.0
 TELL_SECONDS = 10.0
 """How often those that are here are told who is."""
 

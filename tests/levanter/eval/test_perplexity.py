@@ -124,35 +124,6 @@ def test_averages_and_metric_names(bigram):
     assert set(result.metrics("")) == {name.removeprefix("eval/") for name in result.metrics()}
 
 
-def test_any_split_over_processes_gives_the_same(bigram):
-    sequences = sequences_of(16)
-    batches = EvalBatches(sequences=sequences, batch_size=6)
-    whole = evaluate(bigram, max_length=16, batch_size=6)
-    # Two processes, each with the rows of its devices; within one, positions are sharded too.
-    parts = [RowScores(sequences.row_count), RowScores(sequences.row_count)]
-    for step in range(len(batches)):
-        batch = batches[step]
-        logprobs = model(bigram, batch)
-        for process, rows in enumerate((slice(0, 2), slice(2, 6))):
-            for positions in (slice(8, 16), slice(0, 8)):
-                parts[process].add(batch, logprobs[rows, positions], index=(rows, positions))
-    words = [part.to_words() for part in parts]
-    assert all(word.dtype == np.uint32 and word.shape == (sequences.row_count, 4) for word in words)
-    result = summarize(sequences, RowScores.merged(words))
-    for one, other in zip(result.sets, whole.sets, strict=True):
-        assert one.score.nats == pytest.approx(other.score.nats, rel=1e-12)
-        assert one.score.tokens == other.score.tokens
-
-
-def test_words_carry_every_bit():
-    scores = RowScores(3)
-    scores.nats[:] = [math.pi * 1e9, -0.0, math.inf]
-    scores.tokens[:] = [2**40 + 1, 0, 7]
-    merged = RowScores.merged([scores.to_words()])
-    np.testing.assert_array_equal(merged.nats, scores.nats)
-    np.testing.assert_array_equal(merged.tokens, scores.tokens)
-
-
 def test_a_limit_scores_fewer_rows(bigram):
     result = evaluate(bigram, max_length=8, batch_size=4, limit=2)
     assert [one.rows for one in result.sets] == [2, 2, 1]

@@ -11,7 +11,7 @@ from helpers.book_results import book_of_bytes
 
 from levanter.io import open_read
 from levanter.memorization.outputs import npy_name, write_outputs
-from levanter.memorization.plots import INK, ramp
+from levanter.memorization.plots import INK
 from levanter.memorization.results import FULL
 
 TEXT = "A private text – nobody else has 字 it; it is $5_000 long, almost.\n" * 4
@@ -113,8 +113,3 @@ def test_the_picture_shows_the_book(tmp_path):
     row = picture[picture.shape[0] // 2]
     dark, light = (np.array([int(color[n : n + 2], 16) for n in (1, 3, 5)]) / 255 for color in (INK[-1], INK[0]))
     assert np.abs(row[400] - dark).max() < 0.02 and np.abs(row[1200] - light).max() < 0.02
-
-
-def test_ramp():
-    assert ramp(2) == [INK[0], INK[-1]]
-    assert ramp(len(INK)) == list(INK)

@@ -11,6 +11,7 @@ import pytest
 from helpers.golden import assert_golden, assert_golden_json
 from helpers.llama_on_mesh import VOCAB, abstract_model, random_arrays, run_on, tiny_config
 from helpers.llama_shapes import model_axes, shape_leaves
+from helpers.losses import mean_loss
 from helpers.plan_facts import array_facts, sharding_facts
 
 from haliax_ext.abstract import leaves
@@ -22,7 +23,7 @@ from haliax_ext.planner import plan_sharding
 from levanter.config.loader import parse
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models.axes import KNOWN_AXES
-from levanter.models.scoring import mean_loss, next_tokens
+from levanter.models.scoring import next_tokens
 from levanter.trainer.config import TrainerConfig
 
 PRESETS = Path(__file__).parents[3] / "config" / "mesh"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_for, random_arrays, run_on, tiny_config
+from helpers.losses import mean_loss
 
 from haliax_ext.abstract import leaves
 from haliax_ext.hlo.scopes import scope_of
@@ -19,7 +20,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention import grouped
 from levanter.layers.rotary import Llama3RotaryConfig
 from levanter.models import LlamaConfig, LmConfig
-from levanter.models.scoring import mean_loss, next_tokens, token_logprobs
+from levanter.models.scoring import next_tokens, token_logprobs
 from levanter.models.stack import POLICY_NAMES
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, 16)).astype(np.int32)

@@ -17,12 +17,13 @@ from helpers.llama_on_mesh import (
     run_on,
     tiny_config,
 )
+from helpers.losses import mean_loss
 
 from haliax_ext.abstract import leaves
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from levanter.models.scoring import mean_loss, next_tokens
+from levanter.models.scoring import next_tokens
 
 CONFIG = tiny_config()
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, (8, 32)).astype(np.int32)

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, random_arrays, tiny_config
+from helpers.losses import mean_loss
 from helpers.operands import dense_twin, run_model_on, with_operands
 
 from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.models import MixtralConfig
-from levanter.models.scoring import mean_loss, next_tokens
+from levanter.models.scoring import next_tokens
 from levanter.models.suffix_scores import suffix_scores
 from levanter.trainer.loss import in_compute_dtype
 

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 from haliax import Axis
+from helpers.losses import mean_loss
 from jax.ad_checkpoint import print_saved_residuals
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from levanter.models import Gemma3Config
-from levanter.models.scoring import mean_loss, next_tokens
+from levanter.models.scoring import next_tokens
 from levanter.trainer.loss import in_compute_dtype
 
 Vocab, Batch, Pos = Axis("vocab", 64), Axis("batch", 2), Axis("position", 16)

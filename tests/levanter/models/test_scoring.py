@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, program_for, random_arrays, run_on, tiny_config
+from helpers.losses import LossMean, mean_loss, target_logprobs
 
 from haliax_ext.abstract import with_arrays
 from haliax_ext.hlo import read_figures
@@ -19,16 +20,9 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.linear import Linear
 from levanter.models import scoring
-from levanter.models.head_scores import chunking, target_logprobs
+from levanter.models.head_scores import chunking
 from levanter.models.precision import Precision
-from levanter.models.scoring import (
-    LossMean,
-    mean_loss,
-    next_tokens,
-    planned_chunk,
-    sequence_sums,
-    token_logprobs,
-)
+from levanter.models.scoring import next_tokens, planned_chunk, token_logprobs
 
 Batch, Pos, Embed, Vocab = Axis("batch", 3), Axis("position", 17), Axis("embed", 12), Axis("vocab", 40)
 RNG = np.random.default_rng(0)
@@ -268,15 +262,6 @@ def test_the_loss_of_a_half_precision_policy_is_close(devices):
     exact, half = loss("f32"), loss("p=f32,c=bf16")
     assert exact.dtype == half.dtype == np.float32
     assert half == pytest.approx(exact, rel=0.02) and half != exact
-
-
-def test_weights_choose_what_counts():
-    logprobs = hax.named(jnp.asarray(-RNG.random((3, 17)), jnp.float32), (Batch, Pos))
-    logprobs = hax.where(hax.arange(Pos) == 4, jnp.nan, logprobs)
-    weights = hax.where(hax.arange(Pos) < 4, 1.0, 0.0).broadcast_to((Batch, Pos))
-    total, count = sequence_sums(logprobs, weights)
-    np.testing.assert_allclose(total.array, np.asarray(logprobs.array)[:, :4].sum(-1), rtol=1e-6)
-    assert count.array.tolist() == [4, 4, 4]
 
 
 def test_targets_end_with_the_segment():

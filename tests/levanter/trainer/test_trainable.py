@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.llama_on_mesh import VOCAB, abstract_model, random_arrays, tiny_config
+from helpers.losses import target_logprobs
 from helpers.train_steps import CONFIG, TOKENS, mesh_setup, on_host
 
 from haliax_ext.abstract import leaves, with_arrays
 from levanter.models.groups import NORM, parameter_group
-from levanter.models.head_scores import target_logprobs
 from levanter.optim import AdafactorConfig, AdamConfig, MuonConfig
 from levanter.trainer.frozen import digest_program
 from levanter.trainer.frozen import on_host as digests_on_host

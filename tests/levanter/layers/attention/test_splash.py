@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 from helpers.llama_on_mesh import abstract_model, llama_2d, mappings_for, place, random_arrays, tiny_config
+from helpers.losses import mean_loss
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask, splash_attention_mask_info
 
 from haliax_ext.errors import IndivisibleError
@@ -19,7 +20,7 @@ from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends
 from levanter.layers.attention.splash import BLOCKS, splash_attention, splash_blocks, splash_obstacle
 from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
-from levanter.models.scoring import mean_loss, next_tokens
+from levanter.models.scoring import next_tokens
 
 LENGTH = 200  # no multiple of any block
 Batch, Pos, KeyPos = Axis("batch", 2), Axis("position", LENGTH), Axis("key_position", LENGTH)
