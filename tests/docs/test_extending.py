@@ -14,6 +14,8 @@ from helpers.documents import ROOT
 from helpers.golden import updating
 from helpers.hf_folder import write_folder
 
+from levanter.models.registry import LmConfig
+
 SCRIPTS = ROOT / "docs" / "python-api.md"
 LONGEST_SCRIPT = 25
 PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
@@ -23,6 +25,8 @@ BLOCK = re.compile(r"```(python|text)\n(.*?)```\n", re.DOTALL)
 @pytest.fixture(autouse=True)
 def nothing_stays_registered():
     """Choices that a page registers are gone afterwards: other tests look at all there are."""
+    for name in LmConfig.choice_names():
+        LmConfig.get_choice_class(name)  # imported now, so that what comes later is the page's own
     bases = [base for base in classes(draccus.ChoiceRegistry) if "_choice_registry" in vars(base)]
     before = {base: dict(base._choice_registry) for base in bases}
     yield
