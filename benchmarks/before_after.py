@@ -31,7 +31,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 """Llamas of several shapes."""
 POSITIONS, ROWS = 256, 4
-STEPS = {"scoring": 4, "training": 2, "loading": 1}
+STEPS = {"scoring": 4, "training": 2, "loading": 10}
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "scoring": tuple(MODELS),
     "training": tuple(MODELS),
@@ -147,9 +147,9 @@ def turn(what: str, name: str, scratch: Path) -> Callable[[], None]:
         pretrained = _module("levanter.commands.model.pretrained", "levanter.main.pretrained")
 
         def load() -> None:
-            jax.block_until_ready(
-                list(pretrained.load_pretrained(plan.work.pretrained, mesh, show=False).arrays.values())
-            )
+            for _ in range(STEPS[what]):
+                loaded = pretrained.load_pretrained(plan.work.pretrained, mesh, show=False)
+                jax.block_until_ready(list(loaded.arrays.values()))
 
         return load
 
@@ -178,11 +178,13 @@ def turn(what: str, name: str, scratch: Path) -> Callable[[], None]:
         return scored
     state = [plan.program("init_state").jit(mesh)(jax.random.PRNGKey(0))]
     program = plan.program("train_step")
-    batch, step = map_arrays(filled, program.inputs[1].value), program.jit(mesh)
+    # Behind the state; what is frozen, which is nothing here, stands between it and the batch.
+    others = [map_arrays(filled, each.value) for each in program.inputs[1:]]
+    step = program.jit(mesh)
 
     def trained() -> None:
         for _ in range(STEPS[what]):
-            state[0], metrics = step(state[0], batch)
+            state[0], metrics = step(state[0], *others)
             jax.block_until_ready(jax.tree.leaves(metrics))
 
     return trained
