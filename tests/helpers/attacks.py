@@ -1,8 +1,8 @@
 """Attacks on the entry points: a command line, and what a user must see of it.
 
-Each table in `tests/attacks` has rows of `Attack`: the words of a command line (or a function that prepares a folder and
-returns them), the exit code that is promised, and texts that must appear. What must never appear is the same for all:
-a traceback, an internal name of a library, a bare errno.
+Each table in `tests/attacks` has rows of `Attack`: the words of a command line (or a function that prepares a folder
+and returns them), the exit code that is promised, and texts that must appear. What must never appear is the same for
+all: a traceback, an assertion, a bare errno.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ def _enter(module: object, command: str, words: list[str]) -> int:
         return module.main(words) or 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except Exception:
+    except Exception:  # noqa: BLE001 - shown as the process would show it
         traceback.print_exc()
         return 1
 
