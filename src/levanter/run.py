@@ -23,6 +23,7 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from levanter.config import Written
 from levanter.config.plan_options import PlanOptions as PlanOptions
+from levanter.io import Output as Output
 from levanter.io.exit_codes import BAD_INPUT as BAD_INPUT
 from levanter.io.exit_codes import COMPILER_CRASH as COMPILER_CRASH
 from levanter.io.exit_codes import DOES_NOT_FIT as DOES_NOT_FIT
@@ -323,6 +324,7 @@ class EntryPoint(Generic[C, W, R]):
         describe: config and target → plan.
         execute: plan, mesh (None without devices) and session → what came of it; compiles nothing that the plan does
             not have.
+        outputs: every place that a run writes, trackers' apart; folders are made and tried before a weight is read.
         conclude: says what came of it (files, terminal, trackers) and gives the exit code.
         facts: what trackers are told of a plan before it runs, beside its configuration.
         uses_devices: whether devices are looked for; without, process 0 does the work, on no mesh.
@@ -334,6 +336,7 @@ class EntryPoint(Generic[C, W, R]):
     config: type[C]
     describe: Describe[C, W]
     execute: Callable[[RunPlan[W], Mesh | None, Session], R]
+    outputs: Callable[[RunPlan[W], Session], Sequence[Output]]
     conclude: Callable[[RunPlan[W], R, Session], int]
     facts: Callable[[RunPlan[W]], Mapping[str, Any]] = lambda _: {}
     uses_devices: bool = True

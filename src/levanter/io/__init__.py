@@ -12,4 +12,7 @@ from levanter.io.paths import is_remote as is_remote
 from levanter.io.paths import join as join
 from levanter.io.paths import local_path as local_path
 from levanter.io.paths import open_read as open_read
+from levanter.io.places import Output as Output
+from levanter.io.places import probe as probe
 from levanter.io.progress import Progress as Progress
+from levanter.io.write_errors import OutputError as OutputError

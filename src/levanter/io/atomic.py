@@ -1,8 +1,16 @@
-"""Atomic writes: a file is either the old one or the whole new one, whatever happens in between."""
+"""Writing a file: it is either the old one or the whole new one, whatever happens in between.
+
+Everything that this package writes as a whole goes through `atomic_write`. A name that stands for something else than a
+file is left what it is: links are followed, pipes and terminals are written into, disks and sockets are refused.
+"""
 
 import contextlib
+import errno
 import os
+import re
 import secrets
+import stat
+import sys
 from collections.abc import Iterator
 from typing import IO
 
@@ -10,61 +18,180 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from levanter.io.paths import filesystem, is_remote, local_path
+from levanter.io.write_errors import NO_SPACE, OutputError, output_error, told_as
+
+_DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
+_LINKS = 40
+"""As many as Linux follows."""
 
 
 @contextlib.contextmanager
-def atomic_write(path: str) -> Iterator[IO[bytes]]:
+def atomic_write(path: str, *, needed: int | None = None) -> Iterator[IO[bytes]]:
     """Opens a file for writing bytes that appears under its name only when the block ends well.
 
     The bytes go to a temporary name in the same folder (which is created where needed). Local files are flushed to the
     disk and renamed, and the rename is flushed too; remote ones are uploaded and then moved. If the block raises, the
-    temporary file is removed and what was there before stays as it was.
+    temporary file is removed and what was there before stays as it was. Where the path is a pipe or a terminal
+    (`/dev/stdout`, `>(gzip > x.gz)`, a FIFO that somebody reads), the bytes go into it as they come.
+
+    Args:
+        path: a local path or a URL.
+        needed: how many bytes there will be, where that is known; for the message of a full disk.
 
     Raises:
-        OSError: the folder is not writable, the disk is full.
+        OutputError: the path cannot be written: no permission, no space, a disk or a socket.
     """
-    writer = _remote(path) if is_remote(path) else _local(os.path.realpath(local_path(path)))
-    with writer as file:
-        yield file
+    kind = None if is_remote(path) else special_kind(path)
+    writer = _remote(path) if is_remote(path) else _local(path) if kind is None else _into(path, kind)
+    try:
+        with writer as file:
+            yield file
+    except OutputError:
+        raise
+    except OSError as error:
+        # Whoever fills the file may read another one; only what a writer alone can meet is put down to this one.
+        if error.errno in (*NO_SPACE, errno.EFBIG) or (kind and error.errno in (errno.EPIPE, errno.EIO)):
+            raise output_error(path, error, needed=needed) from error
+        raise
 
 
-def _temporary_name(path: str) -> str:
-    folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}.{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+def special_kind(path: str) -> str | None:
+    """What a local path is, if it is neither a file, nor a folder, nor nothing; standard output may be a file too."""
+    name = os.path.abspath(local_path(path))
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return None
+    if stat.S_ISFIFO(mode):
+        return "pipe"
+    if stat.S_ISCHR(mode):
+        return "device"
+    if stat.S_ISBLK(mode):
+        return "disk"
+    if stat.S_ISSOCK(mode):
+        return "socket"
+    return "stream" if stat.S_ISREG(mode) and _own_descriptor(name) is not None else None
+
+
+def _own_descriptor(name: str) -> int | None:
+    """The number of an open file of this process that a name, or one that it links to, stands for: `/dev/stdout`."""
+    for _ in range(_LINKS):
+        found = _DESCRIPTOR.fullmatch(name.replace(f"/proc/{os.getpid()}/", "/proc/self/"))
+        if found is not None:
+            return int(found[1])
+        if not os.path.islink(name):
+            return None
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
+    return None
+
+
+def check_special(path: str, kind: str) -> None:
+    """Refuses what must not be written into; opens nothing, since whoever reads a pipe would see it end.
+
+    Raises:
+        OutputError: a disk or a socket, or no permission.
+    """
+    if kind in ("disk", "socket"):
+        raise OutputError(f"{path}: is a {kind}, into which nothing is written\n  → name a file")
+    if not os.access(local_path(path), os.W_OK):
+        raise output_error(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 @contextlib.contextmanager
-def _local(path: str) -> Iterator[IO[bytes]]:
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    temporary = _temporary_name(path)
+def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
+    """Writes into a pipe, a terminal, or an open file of the process."""
+    check_special(path, kind)
+    own = _own_descriptor(os.path.abspath(local_path(path)))
     try:
-        with open(temporary, "xb") as file:
+        if own is not None:
+            # What has been printed comes first, and what is printed next goes behind it.
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            descriptor = os.dup(own)
+        else:
+            # A pipe that nobody reads must not hang.
+            descriptor = os.open(local_path(path), os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND)
+            os.set_blocking(descriptor, True)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OutputError(
+                f"{path}: is a pipe that nobody reads\n  → start the reader first, or name a file"
+            ) from error
+        raise output_error(path, error) from error
+    with os.fdopen(descriptor, "wb") as file:
+        yield file
+
+
+def temporary_name(path: str) -> str:
+    """A name beside a path, that nothing has."""
+    folder, slash, name = path.rpartition("/")
+    # As many bytes as a name may have: the whole of a long one would be too long.
+    short = name.encode()[:200].decode(errors="ignore")
+    return f"{folder}{slash}.{short}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+@contextlib.contextmanager
+def _local(given: str) -> Iterator[IO[bytes]]:
+    with told_as(given, "written"):
+        path = _target(local_path(given))
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        temporary = temporary_name(path)
+        file = open(temporary, "xb")  # noqa: SIM115 — closed below
+    try:
+        with file:
+            _keep_mode(path, file)
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            with told_as(given, "written"):
+                file.flush()
+                os.fsync(file.fileno())
+        with told_as(given, "written"):
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # The file is there; a file system whose folders cannot be flushed has nothing better to offer.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _keep_mode(path: str, file: IO[bytes]) -> None:
+    """Gives the new file the permissions of the one that it replaces."""
+    with contextlib.suppress(OSError):
+        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
+
+
+def _target(path: str) -> str:
+    """The file that is replaced: links stay, and what they lead to is written.
+
+    Raises:
+        OSError: links that lead in a circle, or the target is a folder.
+    """
+    target = os.path.realpath(path)
+    if os.path.islink(target):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if os.path.isdir(target) or path.endswith("/"):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return target
 
 
 @contextlib.contextmanager
 def _remote(path: str) -> Iterator[IO[bytes]]:
-    fs, name = filesystem(path)
-    temporary = _temporary_name(name)
-    fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-    file = fs.open(temporary, "wb")
+    with told_as(path, "written"):
+        fs, name = filesystem(path)
+        temporary = temporary_name(name)
+        fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+        file = fs.open(temporary, "wb")
     try:
         yield file
-        file.close()
-        fs.mv(temporary, name)
+        with told_as(path, "written"):
+            file.close()
+            fs.mv(temporary, name)
     except BaseException:
         _abandon(fs, file, temporary)
         raise

@@ -5,6 +5,7 @@ A path is a local path, or a URL of anything fsspec knows: `gs://`, `s3://`, `hf
 `*`, `?`, `[…]` match file names, `**` any folders. `expand` turns patterns into paths; everything else takes one path.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -20,6 +21,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?$")
 _WILDCARD = re.compile(r"[*?\[]")
+PROBE_BYTES = 4096
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp"}
 
 
@@ -112,7 +114,13 @@ def check_writable(folder: str) -> None:
     """
     fs, name = filesystem(join(folder, f".probe-{secrets.token_hex(4)}"))
     fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-    fs.pipe_file(name, b"levanter")
+    try:
+        fs.pipe_file(name, b"levanter" * (PROBE_BYTES // 8))
+    except BaseException:
+        # A disk that is full has room for a name.
+        with contextlib.suppress(Exception):
+            fs.rm_file(name)
+        raise
     fs.rm_file(name)
 
 

@@ -30,7 +30,7 @@ from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.open import load_tokenizer
 from levanter.data import LmDataConfig, next_tokens
-from levanter.io import Progress, atomic_write, join
+from levanter.io import Output, Progress, atomic_write, join, probe
 from levanter.main import eval_careless_lm, train_lm
 from levanter.memorization.measurement import Measurement, measure
 from levanter.memorization.outputs import REPORT
@@ -114,6 +114,7 @@ def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
     # A demo writes its own folder and nothing else.
     config = replace(config, trainer=replace(config.trainer, tracker=NoopConfig()))
     configure_jax(config.trainer)
+    probe([Output(key="output_path", path=config.output_path, kind="folder")])
     text = chapter(config.characters)
     folder = join(config.output_path, MODEL)
     _write(join(config.output_path, TEXT), text.encode("utf-8"))

@@ -25,7 +25,7 @@ from levanter.commands.shell.entry import shell
 from levanter.commands.shell.ticker import ticking
 from levanter.config import HelpRequested, Loaded, load_written
 from levanter.config.errors import did_you_mean
-from levanter.io import atomic_write, setup_logging
+from levanter.io import Output, atomic_write, probe, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ def _planned(asked: Asked) -> int:
         say(f"reading the configuration of {asked.entry_point.name}")
         # A misspelt target is said before anything is done for the others.
         targets = _checked(asked.targets)
+        _try_outputs(asked)
         name = asked.entry_point.name
         program = f"python -m levanter.main.plan {name}"
         loaded = load_written(asked.entry_point.config_class(), list(asked.argv), program=program)
@@ -339,12 +340,21 @@ def _report(asked: Asked, verdicts: Sequence["Verdict"], searches: Mapping[str, 
         _write("--html", asked.html, to_html(verdicts, more=pages))
 
 
+def _try_outputs(asked: Asked) -> None:
+    """Tries every place that is written, before compilers run for minutes."""
+    files = {"--json": None if asked.json == "-" else asked.json, "--html": asked.html}
+    found = [Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None]
+    if asked.keep_hlo is not None:
+        found.append(Output(key="--keep_hlo", path=asked.keep_hlo, kind="folder"))
+    probe(found)
+
+
 def _write(flag: str, path: str, text: str) -> None:
     try:
         with atomic_write(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise PlanUsageError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
+        raise PlanUsageError(f"{flag}: {error}") from error
 
 
 if __name__ == "__main__":

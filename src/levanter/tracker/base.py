@@ -14,6 +14,7 @@ from typing import Any, overload
 import draccus
 import numpy as np
 
+from levanter.io import Output
 from levanter.io.values import Json
 
 Metrics = Mapping[str, Any]
@@ -63,6 +64,11 @@ class TrackerConfig(draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def init(self, run_id: str | None) -> Tracker:
         """Starts the tracker of this process for the run `run_id`."""
+
+    def outputs(self, run_id: str | None) -> tuple[Output, ...]:
+        """The places that the tracker will write, which are tried before it starts."""
+        del run_id
+        return ()
 
 
 class NoopTracker(Tracker):

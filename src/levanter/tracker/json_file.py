@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from levanter.io import Output
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import exists as path_exists
 from levanter.io.paths import is_remote, join, local_path, open_read
@@ -134,6 +135,10 @@ class JsonFileTrackerConfig(TrackerConfig):
     output_path: str = ""
 
     def init(self, run_id: str | None) -> Tracker:
-        if not self.output_path:
-            return JsonFileTracker(join("logs", run_id or "run"))
-        return JsonFileTracker(self.output_path)
+        return JsonFileTracker(self._folder(run_id))
+
+    def outputs(self, run_id: str | None) -> tuple[Output, ...]:
+        return (Output(key="tracker.output_path", path=self._folder(run_id), kind="folder"),)
+
+    def _folder(self, run_id: str | None) -> str:
+        return self.output_path or join("logs", run_id or "run")

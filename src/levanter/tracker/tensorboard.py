@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from levanter.io import Output
 from levanter.io.paths import is_remote, join, local_path
 from levanter.io.values import Json
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json, as_plain
@@ -104,7 +105,7 @@ class TensorboardConfig(TrackerConfig):
             raise ValueError(
                 "tracker `tensorboard` needs the package tensorboardX: pip install 'levanter[tensorboard]'"
             ) from error
-        folder = self.logdir if run_id is None else join(self.logdir, run_id)
+        folder = self._folder(run_id)
         return TensorboardTracker(
             tensorboardX.SummaryWriter(
                 folder if is_remote(folder) else local_path(folder),
@@ -116,3 +117,9 @@ class TensorboardConfig(TrackerConfig):
                 write_to_disk=self.write_to_disk is not False,
             )
         )
+
+    def outputs(self, run_id: str | None) -> tuple[Output, ...]:
+        return (Output(key="tracker.logdir", path=self._folder(run_id), kind="folder"),) if self.write_to_disk else ()
+
+    def _folder(self, run_id: str | None) -> str:
+        return self.logdir if run_id is None else join(self.logdir, run_id)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from levanter.io import Output
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import join
 from levanter.tracker.background import BackgroundTracker
@@ -165,6 +166,12 @@ class WandbConfig(TrackerConfig):
         return BackgroundTracker(
             tracker, max_queue_size=self.background_max_queue_size, finish_timeout=self.background_finish_timeout
         )
+
+    def outputs(self, run_id: str | None) -> tuple[Output, ...]:
+        del run_id
+        if self.replicate_path is None:
+            return ()
+        return (Output(key="tracker.replicate_path", path=self.replicate_path, kind="folder"),)
 
     def _mode(self) -> Literal["online", "offline", "disabled"]:
         """The mode to run in: what is asked for, but never online without a key, which would ask on the terminal."""

@@ -208,8 +208,12 @@ def test_a_report_that_cannot_be_written(tmp_path, folder, capsys):
     (tmp_path / "file").write_text("")
     assert ask(evaluation(tmp_path, folder), "--json", str(tmp_path / "file" / "verdict.json")) == 2
     shown = capsys.readouterr()
-    # The verdict is not lost with it.
-    assert "GiB" in shown.out and "verdict.json" in shown.err
+    # Said before anything is planned.
+    assert shown.out == "" and "verdict.json" in shown.err
+    assert ask(evaluation(tmp_path, folder), "--json", "/dev/full") == 2
+    shown = capsys.readouterr()
+    # What shows at the end only does not take the verdict with it.
+    assert "GiB" in shown.out and "/dev/full: cannot be written (No space left on device)" in shown.err
 
 
 def test_relative_paths_hold_in_the_worker_too(tmp_path, bare, monkeypatch):

@@ -12,7 +12,6 @@ import logging
 import platform
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -30,7 +29,7 @@ from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.commands.model.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
-from levanter.commands.shell.outputs import output_checks
+from levanter.commands.shell.outputs import output_checks, write_or_show
 from levanter.commands.shell.perform import perform
 from levanter.commands.shell.sameness import require_same_text
 from levanter.config import Written
@@ -44,8 +43,8 @@ from levanter.data import (
     resolve_evaluation,
 )
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
-from levanter.eval.report import format_result, write_result
-from levanter.io import MissingFileError, Progress, UnreadableFileError
+from levanter.eval.report import format_result, result_json
+from levanter.io import MissingFileError, Output, Progress, UnreadableFileError, join
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
 from levanter.processes.together import jit_together
@@ -305,16 +304,26 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
 
 
 def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:
-    """Writes and prints the numbers."""
-    session.tracker.log(done.result.metrics(), step=0)
-    session.tracker.log_summary(done.result.metrics())
-    if session.show:
-        config = plan.work.config
-        output = config.output_path or str(Path(config.trainer.log_dir) / session.run_id / "eval_lm.json")
-        facts = run_facts(plan, done)
-        write_result(output, done.result, facts)
-        print(format_result(done.result, {**facts, "numbers in": output}))
+    """Prints and writes the numbers, in this order: what cannot be written has been shown."""
+    try:
+        if session.show:
+            (output,) = outputs(plan, session)
+            facts = run_facts(plan, done)
+            print(format_result(done.result, {**facts, "numbers in": output.path}), flush=True)
+            write_or_show(output.path, result_json(done.result, facts))
+    finally:
+        session.tracker.log(done.result.metrics(), step=0)
+        session.tracker.log_summary(done.result.metrics())
     return OK
+
+
+def outputs(plan: RunPlan[EvalWork], session: Session) -> tuple[Output, ...]:
+    """The file of the numbers."""
+    config = plan.work.config
+    if config.output_path:
+        return (Output(key="output_path", path=config.output_path, kind="file"),)
+    path = join(str(config.trainer.log_dir), session.run_id, "eval_lm.json")
+    return (Output(key="trainer.log_dir", path=path, kind="file"),)
 
 
 def run_facts(plan: RunPlan[EvalWork], done: Evaluation) -> dict[str, str]:
@@ -336,6 +345,7 @@ ENTRY_POINT = EntryPoint(
     config=EvalLmConfig,
     describe=describe,
     execute=execute,
+    outputs=outputs,
     conclude=conclude,
 )
 

@@ -19,12 +19,13 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.config import VizLmConfig
 from levanter.commands.evaluate.eval_lm import EvalWork
 from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.shell.outputs import write_or_keep
 from levanter.commands.shell.perform import perform
 from levanter.commands.shell.sameness import require_same_text
 from levanter.config import Written
 from levanter.data import EvalSequences
 from levanter.eval.logprob_page import ScoredText, logprob_page
-from levanter.io import Progress, atomic_write
+from levanter.io import Output, Progress
 from levanter.processes.together import jit_together
 from levanter.run import OK, EntryPoint, RunPlan, Session, Target
 
@@ -126,11 +127,16 @@ def conclude(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) 
                 "jax": jax.__version__,
             },
         )
-        with atomic_write(config.path) as file:
-            file.write(page.encode())
         scored = np.concatenate([text.scored for text in texts])
         print(f"{len(scored):,} tokens, {-scored.mean(dtype=np.float64):.4f} nats a token; page in {config.path}")
+        write_or_keep(config.path, page.encode())
     return OK
+
+
+def outputs(plan: RunPlan[VizWork], session: Session) -> tuple[Output, ...]:
+    """The page."""
+    del session
+    return (Output(key="path", path=plan.work.config.path, kind="file"),)
 
 
 ENTRY_POINT = EntryPoint(
@@ -138,6 +144,7 @@ ENTRY_POINT = EntryPoint(
     config=VizLmConfig,
     describe=describe,
     execute=execute,
+    outputs=outputs,
     conclude=conclude,
     tracked=False,
 )

@@ -33,7 +33,7 @@ from levanter.compat.hf.export import Beside, ExportPlan, plan_export, refuse_ta
 from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import Written
-from levanter.io import Progress, is_remote, local_path
+from levanter.io import Output, Progress, is_remote, local_path
 from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
 
 NAME = "export_lm_to_hf"
@@ -202,6 +202,13 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
         )
 
 
+def outputs(plan: RunPlan[ConvertWork], session: Session) -> tuple[Output, ...]:
+    """The folder, which appears when it is whole."""
+    del session
+    work = plan.work
+    return (Output(key="output_dir", path=work.config.output_dir, kind="new folder", nbytes=work.files.nbytes),)
+
+
 def conclude(plan: RunPlan[ConvertWork], folder: str, session: Session) -> int:
     """Says where the folder is."""
     del plan, session
@@ -214,6 +221,7 @@ ENTRY_POINT = EntryPoint(
     config=ConvertLmConfig,
     describe=describe,
     execute=execute,
+    outputs=outputs,
     conclude=conclude,
     uses_devices=False,
 )

@@ -11,7 +11,7 @@ into their final shards; the windows are scored; tables, pictures and a report a
 
 from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
 from levanter.commands.memorize.plan import Job, MemorizationWork, Opened, describe_jobs
-from levanter.commands.memorize.run import conclude, execute_jobs
+from levanter.commands.memorize.run import conclude, execute_jobs, outputs
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
 from levanter.data import Tokenizer
@@ -127,6 +127,7 @@ ENTRY_POINT = EntryPoint(
     config=EvalCarelessLmConfig,
     describe=describe,
     execute=execute_jobs,
+    outputs=outputs,
     conclude=conclude,
 )
 

@@ -8,7 +8,7 @@ component of `data:` is a set of its own, with its own folder of results.
 """
 
 from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, MemorizationWork, Opened, describe_jobs, model_block
-from levanter.commands.memorize.run import conclude, execute_jobs
+from levanter.commands.memorize.run import conclude, execute_jobs, outputs
 from levanter.commands.memorize.sliding_config import EvalSlidingLmConfig
 from levanter.commands.model.origin import find_origin, find_tokenizer
 from levanter.commands.model.saved_model import find_saved
@@ -137,6 +137,7 @@ ENTRY_POINT = EntryPoint(
     config=EvalSlidingLmConfig,
     describe=describe,
     execute=execute_jobs,
+    outputs=outputs,
     conclude=conclude,
 )
 

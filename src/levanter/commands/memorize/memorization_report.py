@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from levanter.commands.shell.entry import shell
-from levanter.io import atomic_write, exists, join, setup_logging
+from levanter.commands.shell.outputs import write_or_keep, write_or_show
+from levanter.io import Output, exists, join, probe, setup_logging
 from levanter.io.paths import base_name, filesystem
 from levanter.memorization.calibration import Calibration, calibrate
 from levanter.memorization.compare import cautions, labels, model_name
@@ -68,6 +69,8 @@ class NoRunError(ValueError):
 def main(asked: Asked) -> int:
     """Reads the runs, measures them, writes the page and says in a few lines what is in it."""
     books = _books(asked.runs)
+    files = {"--output": asked.output, "--json": asked.json}
+    probe(Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None)
     if asked.names and len(asked.names) != len(books):
         raise ValueError(
             f"--name: {len(asked.names)} names for {len(books)} runs ({', '.join(b.title for b in books)})"
@@ -86,17 +89,15 @@ def main(asked: Asked) -> int:
     ]
     names = list(asked.names) or labels(runs)
     page = report_html(runs, with_text=asked.with_text, passages=asked.passages, names=names)
-    with atomic_write(asked.output) as file:
-        file.write(page.encode("utf-8"))
-    if asked.json is not None:
-        numbers = {name: run.summary() for name, run in zip(names, runs, strict=True)}
-        with atomic_write(asked.json) as file:
-            file.write((json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
     for name, run in zip(names, runs, strict=True):
         print(_line(name, run))
     for caution in cautions(runs):
         print(f"note: {caution}")
-    print(f"report in {asked.output}")
+    print(f"report in {asked.output}", flush=True)
+    if asked.json is not None:
+        numbers = {name: run.summary() for name, run in zip(names, runs, strict=True)}
+        write_or_show(asked.json, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
+    write_or_keep(asked.output, page.encode("utf-8"))
     return OK
 
 

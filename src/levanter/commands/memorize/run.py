@@ -20,7 +20,7 @@ from haliax_ext.abstract import with_arrays
 from levanter.commands.memorize.plan import Job, MemorizationWork, Opened
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import plain
-from levanter.io import Progress, is_remote, join
+from levanter.io import Output, Progress, is_remote, join
 from levanter.memorization.books import flat, weights_digest
 from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY, write_outputs
 from levanter.memorization.parts import PartStore
@@ -266,6 +266,16 @@ def _manifest(plan: RunPlan[MemorizationWork], job: Job, opened: Opened, store: 
             "pyarrow": pyarrow.__version__,
         },
     }
+
+
+def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, ...]:
+    """The folder of each job, and files of it that a config puts elsewhere."""
+    del session
+    found = [Output(key="output_base_path", path=job.folder, kind="folder") for job, _, _ in plan.work.jobs]
+    for job, _, _ in plan.work.jobs:
+        for key, name in job.output_names.items():
+            found.append(Output(key=key, path=join(job.folder, name), kind="file"))
+    return tuple(found)
 
 
 def conclude(plan: RunPlan[MemorizationWork], done: Sequence[Done], session: Session) -> int:

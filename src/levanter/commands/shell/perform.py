@@ -16,6 +16,7 @@ import jax
 from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import shell
 from levanter.commands.shell.lifecycle import left_to_process_0
+from levanter.commands.shell.outputs import try_outputs
 from levanter.commands.shell.sameness import require_same_config
 from levanter.config import Written, load_written, plain
 from levanter.io import setup_logging
@@ -83,8 +84,13 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
         _show(plan, found)
     plan.check()
     require_same_config(config)
+    session = Session(run_id=id_, show=show)
+    trackers = trainer.trackers if entry.tracked else ()
+    try_outputs(
+        [*entry.outputs(plan, session), *(each for tracker in trackers for each in tracker.outputs(id_))],
+        process=jax.process_index(),
+    )
     with ExitStack() as stack:
-        session = Session(run_id=id_, show=show)
         if entry.tracked:
             tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
             stack.callback(tracker.finish)
@@ -109,6 +115,7 @@ def _on_files(entry: EntryPoint[C, W, R], config: C, trainer: TrainerConfig, wri
         print(f"{check.status:>9}  {check.name}: {check.message}")
     plan.check()
     session = Session(show=True)
+    try_outputs(entry.outputs(plan, session), process=0)
     result = entry.execute(plan, None, session)
     return Performed(result=result, exit_code=entry.conclude(plan, result, session))
 

@@ -23,7 +23,7 @@ from levanter.commands.train.train_lm import TrainLmConfig
 from levanter.config import Written
 from levanter.data import BuildProgress, TrainingSet, build_tokens, resolve_training
 from levanter.data.store import StoredTokens
-from levanter.io import Progress
+from levanter.io import Output, Progress, probe
 from levanter.io.progress import amount, duration
 from levanter.processes.barrier import is_process_0, process_0_first
 
@@ -62,6 +62,11 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
         assert check.error is not None
         raise check.error
     stored = [one for one in resolved.sets if one.folder is not None]
+    probe(
+        Output(key=f"data.cache_dir of {one.name}", path=one.folder, kind="folder")
+        for one in stored
+        if one.folder is not None and one.parts is not None
+    )
     for line in (*resolved.describe(), *resolved.notes):
         say(line)
     without = [one.name for one in resolved.sets if one.folder is None]

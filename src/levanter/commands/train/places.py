@@ -10,7 +10,7 @@ from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, find_ch
 from levanter.commands.train.config import TrainLmConfig
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.export_place import exports_in, is_whole
-from levanter.io import is_remote, join
+from levanter.io import Output, is_remote, join
 from levanter.io.paths import base_name, check_writable, filesystem
 from levanter.trainer.parts import CheckpointDebugConfig
 
@@ -137,6 +137,21 @@ def check_exports_writable(places: Places) -> None:
         check_writable(places.exports)
     except (OSError, ValueError) as error:
         raise ValueError(f"hf_save_path: {places.exports}: cannot be written ({error})") from error
+
+
+def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
+    """Every folder that a run writes: of checkpoints (by all processes), of exports, and of its logs and profiles."""
+    places = Places.of(config, run_id)
+    found = [
+        Output(key="trainer.log_dir", path=join(str(config.trainer.log_dir), run_id), kind="folder", everywhere=True),
+        Output(key="trainer.checkpointer.base_path", path=places.checkpoints, kind="folder", everywhere=True),
+    ]
+    if places.temporary is not None:
+        key = "trainer.checkpointer.temporary_base_path"
+        found.append(Output(key=key, path=places.temporary, kind="folder", everywhere=True))
+    if places.exports is not None:
+        found.append(Output(key="hf_save_path", path=places.exports, kind="folder"))
+    return tuple(found)
 
 
 def what_is_left(config: TrainLmConfig, run_id: str) -> str:

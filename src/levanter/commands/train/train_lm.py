@@ -32,7 +32,7 @@ from levanter.commands.train.evaluation import find_validation
 from levanter.commands.train.frozen import frozen_part, partition_notes
 from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
-from levanter.commands.train.places import what_is_left
+from levanter.commands.train.places import places_written, what_is_left
 from levanter.commands.train.programs import TrainedRun, evaluation_program, first_programs, step_programs
 from levanter.commands.train.run import Trained, execute
 from levanter.commands.train.work import TrainPlan, TrainWork
@@ -303,6 +303,7 @@ ENTRY_POINT = EntryPoint(
     config=TrainLmConfig,
     describe=describe,
     execute=execute,
+    outputs=lambda plan, session: places_written(plan.work.config, session.run_id),
     conclude=conclude,
     facts=run_facts,
     left=lambda plan, session: what_is_left(plan.work.config, session.run_id),

@@ -1,0 +1,105 @@
+"""`Output`: a place that a run will write, named before it begins, and tried before there is much to lose.
+
+A run lists its outputs; `probe` makes the folders and writes and deletes a small file in each. What is wrong with any
+of them is said together, under the keys that name them.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from levanter.io.atomic import check_special, special_kind
+from levanter.io.paths import check_writable, is_remote, join, local_path
+from levanter.io.progress import amount
+from levanter.io.write_errors import OutputError, free_bytes, nearest_folder, output_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A place that a run writes.
+
+    Attributes:
+        key: what the configuration or the command line calls it.
+        path: a local path or a URL.
+        kind: a `file`; a `folder` that files are put into; a `new folder`, which appears under its name when it is
+            whole, and beside which the parts of it are gathered.
+        nbytes: bytes that will be written there at least, where that is known.
+        everywhere: whether every process writes there, and not process 0 alone.
+    """
+
+    key: str
+    path: str
+    kind: Literal["file", "folder", "new folder"]
+    nbytes: int | None = None
+    everywhere: bool = False
+
+
+def probe(outputs: Iterable[Output]) -> None:
+    """Makes the folders of outputs and writes a small file in each of them, which goes again.
+
+    Raises:
+        OutputError: naming every output that cannot be written.
+    """
+    problems: list[str] = []
+    tried: set[str] = set()
+    for output in outputs:
+        try:
+            folder = _folder(output)
+            if folder is not None and folder not in tried:
+                _try(output, folder)
+                tried.add(folder)
+            _check_space(output)
+        except (OSError, ValueError) as error:
+            problems.append(f"{output.key}: {error}")
+    if problems:
+        raise OutputError("\n".join(problems))
+
+
+def _folder(output: Output) -> str | None:
+    """The folder that something is put into; None where the output is a pipe or a terminal."""
+    path = output.path
+    if is_remote(path):
+        return path if output.kind == "folder" else path.rstrip("/").rpartition("/")[0]
+    at = os.path.abspath(local_path(path))
+    kind = special_kind(path)
+    if output.kind == "file":
+        if kind is not None:
+            check_special(path, kind)
+            return None
+        if path.endswith("/") or os.path.isdir(at):
+            raise output_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+        _no_circle(path, at)
+        return os.path.dirname(os.path.realpath(at))
+    _no_circle(path, at)
+    if kind is not None or (os.path.exists(at) and not stat.S_ISDIR(os.stat(at).st_mode)):
+        raise OutputError(f"{path}: is a {kind or 'file'}, and a folder is to be written\n  → name a folder")
+    return at if output.kind == "folder" else os.path.dirname(at)
+
+
+def _no_circle(path: str, at: str) -> None:
+    if os.path.islink(os.path.realpath(at)):
+        raise output_error(path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
+
+
+def _try(output: Output, folder: str) -> None:
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise output_error(output.path, error) from error
+    except ValueError:
+        raise
+    except Exception as error:
+        # Stores have errors of their own, for a refusal too.
+        raise OutputError(f"{output.path}: cannot be written ({type(error).__name__}: {error})") from error
+
+
+def _check_space(output: Output) -> None:
+    free = free_bytes(join(output.path, "x") if output.kind == "folder" else output.path)
+    if output.nbytes is not None and free is not None and free < output.nbytes:
+        raise OutputError(
+            f"{output.path}: {amount(output.nbytes, 'bytes')} are to be written, and {amount(free, 'bytes')} are free "
+            f"on the disk of {nearest_folder(output.path)}\n  → make room there, or name another place"
+        )
