@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from levanter.data.evaluation import EvaluationData as EvaluationData
     from levanter.data.evaluation import EvaluationSet as EvaluationSet
     from levanter.data.evaluation import resolve_evaluation as resolve_evaluation
+    from levanter.data.evaluation_rows import evaluation_rows as evaluation_rows
     from levanter.data.formats import ChatLmDatasetFormat as ChatLmDatasetFormat
     from levanter.data.formats import LmDatasetFormatBase as LmDatasetFormatBase
     from levanter.data.formats import PrebuiltLmDatasetFormat as PrebuiltLmDatasetFormat
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from levanter.data.formats import TextLmDatasetFormat as TextLmDatasetFormat
     from levanter.data.formats import format_name as format_name
     from levanter.data.held_out import held_out_sequences as held_out_sequences
-    from levanter.data.held_out import joined as joined
     from levanter.data.loader import batches as batches
     from levanter.data.manifest import StoreError as StoreError
     from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
     from levanter.data.readers import read_records as read_records
+    from levanter.data.row_sequences import joined as joined
     from levanter.data.rows import TrainRows as TrainRows
     from levanter.data.sequences import EvalBatches as EvalBatches
     from levanter.data.sequences import EvalRows as EvalRows

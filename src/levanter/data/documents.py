@@ -23,7 +23,7 @@ from levanter.io.paths import MissingFileError, expand, is_remote
 
 @dataclass(frozen=True, kw_only=True)
 class FileDocuments:
-    """The documents of files, in the order of the files."""
+    """The documents of files, in the order of the files; records of formats other than text are read by others."""
 
     paths: tuple[str, ...]
     format: LmDatasetFormatBase
@@ -100,11 +100,10 @@ def python_docs_text(max_chars: int | None = None) -> str:
 
 
 Formats = tuple[type[LmDatasetFormatBase], ...]
-ONLY_TEXT: Formats = (TextLmDatasetFormat,)
 
 
 def component_parts(
-    where: str, component: DatasetComponentBase, split: str | None, *, formats: Formats = ONLY_TEXT
+    where: str, component: DatasetComponentBase, split: str | None, *, formats: Formats
 ) -> tuple[Documents, ...]:
     """Where a component's documents of a split are; nothing where it has no such split.
 
@@ -198,9 +197,6 @@ def format_of(where: str, component: DatasetComponent, formats: Formats) -> LmDa
     if default not in (component.format, theirs) and component.format != theirs:
         raise DataError(f"{where}: format is {component.format}, but source.format is {theirs}; give one")
     if not isinstance(format, formats):
-        name = format_name(format)
-        if formats == ONLY_TEXT:
-            raise DataError(f"{where}.format: evaluation reads plain `text`; `{name}` is not supported")
         known = ", ".join(f"`{LmDatasetFormatBase.get_choice_name(each)}`" for each in formats)
-        raise DataError(f"{where}.format: training reads {known}; `{name}` is not supported")
+        raise DataError(f"{where}.format: {known} are read; `{format_name(format)}` is not")
     return format

@@ -7,7 +7,7 @@ other formats are JSON values (or rows of Parquet) with the place they came from
 - `prebuilt`: ids as they are, with weights as they are where the record has them.
 - `supervised`: BOS, input, target, EOS. With `mask_inputs` only what predicts the target and EOS counts.
 - `chat`: what the chat template makes of the messages, special tokens included; nothing is put around it. With
-  `mask_user_turns` only what predicts text within `{% generation %}` counts.
+  `mask_user_turns` only what predicts a token that has a character of what is within `{% generation %}` counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -199,7 +199,8 @@ class ChatEncoder:
         if self.format.mask_user_turns:
             target = np.zeros(len(ids), bool)
             for start, stop in spans:
-                target |= (offsets[:, 0] >= start) & (offsets[:, 0] < stop)
+                # As in transformers, a token that begins before the span and reaches into it counts.
+                target |= (offsets[:, 1] > start) & (offsets[:, 0] < stop)
             weights[:-1] = target[1:]
             weights[-1:] = 0.0
         return Encoded(ids, weights)

@@ -1,17 +1,32 @@
 """What an evaluation reads: the `data:` block resolved into sets, before anything expensive happens.
 
 `resolve_evaluation` looks at names only: it expands patterns, checks that every file exists and that a reader knows it,
-and collects everything that is wrong. An `EvaluationSet` then reads its documents when asked. Evaluation tokenizes as
-it reads; token caches and everything that only orders or weighs training data have no effect on it, and the keys of
-the configuration for which that is so are listed in `notes`.
+and collects everything that is wrong. An `EvaluationSet` of text then reads its documents when asked; records of other
+formats are read and laid into rows as in training (`evaluation_rows`). Evaluation tokenizes as it reads; token caches
+and everything that only orders or weighs training data have no effect on it, and the keys of the configuration for
+which that is so are listed in `notes`.
 """
 
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
-from levanter.data.config import CacheOptions, DatasetComponent, DatasetComponentBase, LmDataConfig
+from levanter.data.component_formats import FORMATS, format_and_pack, with_template
+from levanter.data.config import (
+    CacheOptions,
+    ConcatDatasetComponent,
+    DatasetComponent,
+    DatasetComponentBase,
+    LmDataConfig,
+)
 from levanter.data.documents import Documents, component_parts
-from levanter.data.errors import AbsentTextError, DataError, raise_problems
+from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
+from levanter.data.formats import (
+    ChatLmDatasetFormat,
+    LmDatasetFormatBase,
+    PrebuiltLmDatasetFormat,
+    TextLmDatasetFormat,
+)
 from levanter.data.readers import Document
 from levanter.data.sources import DatasetSourceBase
 from levanter.io.paths import MissingFileError
@@ -19,20 +34,29 @@ from levanter.io.paths import MissingFileError
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
-    """One named set of documents, evaluated on its own.
+    """One named set of documents or records, evaluated on its own.
 
     Attributes:
         name: the component's name.
         tags: the names under which its numbers are aggregated; its own name is the last of them.
         parts: where its documents are, in order.
+        format: what a record is; with the template, where there is one.
+        pack: how records are laid into rows, where they are not text.
     """
 
     name: str
     tags: tuple[str, ...]
     parts: tuple[Documents, ...]
+    format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
+    pack: bool | int | str | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is plain text, every token of which is scored."""
+        return isinstance(self.format, TextLmDatasetFormat)
 
     def documents(self) -> Iterator[Document]:
-        """Reads the documents one by one."""
+        """Reads the documents of a text one by one."""
         for part in self.parts:
             yield from part
 
@@ -59,7 +83,7 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
 
     Raises:
         DataError: with everything that is wrong at once: missing files with the nearest names, patterns without a
-            match, unknown endings, formats and sources that evaluation does not read, no set at all.
+            match, unknown endings, formats and sources that are not read, no set at all.
         AbsentTextError: one of them, where files that are absent or out of reach are all that is wrong.
     """
     problems, absent, sets, without = [], [], [], []
@@ -69,13 +93,16 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
             without.append(name)  # a token store that was built elsewhere: to train on, not to evaluate
             continue
         try:
-            parts = component_parts(where, component, split)
+            component = with_template(component, config.chat_template)
+            parts = component_parts(where, component, split, formats=FORMATS)
+            format, pack = _format_and_pack(where, component) if parts else (TextLmDatasetFormat(), None)
         except (DataError, MissingFileError) as error:
             listed = absent if isinstance(error, MissingFileError) else problems
-            listed.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+            each = error.problems if isinstance(error, ManyDataErrors) else [str(error)]
+            listed += [text if text.startswith(where) else f"{where}: {text}" for text in each]
             continue
         if parts:
-            sets.append(EvaluationSet(name=name, tags=tags_of(name, component), parts=parts))
+            sets.append(EvaluationSet(name=name, tags=tags_of(name, component), parts=parts, format=format, pack=pack))
         else:
             without.append(name)
     if config.num_validation_sequences and not in_training:
@@ -89,8 +116,22 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
         raise AbsentTextError(absent)
     raise_problems([*absent, *problems])
     notes = [f"{name}: no {split or 'validation'} data, not evaluated" for name in without]
-    unused = [] if in_training else _unused_keys(config)
-    return EvaluationData(sets=tuple(sets), notes=tuple(notes + unused))
+    weighted = [
+        f"data.components.{one.name}: what has a weight above 0 is scored, and each token counts as one"
+        for one in sets
+        if isinstance(one.format, PrebuiltLmDatasetFormat) and one.format.loss_weights_key is not None
+    ]
+    unused = [] if in_training else _unused_keys(config, sets)
+    return EvaluationData(sets=tuple(sets), notes=tuple(notes + weighted + unused))
+
+
+def _format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, Any]:
+    """A component's format and packing; texts may be of several formats, since all of it is laid end to end."""
+    if isinstance(component, ConcatDatasetComponent):
+        children = [_format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]
+        if all(isinstance(format, TextLmDatasetFormat) for format, _ in children):
+            return TextLmDatasetFormat(), None
+    return format_and_pack(where, component)
 
 
 def _nothing_to_evaluate(without: list[str], split: str | None) -> str:
@@ -122,7 +163,7 @@ _TRAINING_KEYS = (
 )
 
 
-def _unused_keys(config: LmDataConfig) -> list[str]:
+def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[str]:
     """A note for the keys that are set and that evaluation has no use for."""
     notes = []
     cache = [f"data.{key}" for key in ("cache_dir", *_CACHE_KEYS) if is_set(config, key)]
@@ -135,16 +176,17 @@ def _unused_keys(config: LmDataConfig) -> list[str]:
     ]
     if cache:
         notes.append(f"{', '.join(cache)}: no effect; evaluation tokenizes as it reads and keeps no cache")
+    records = {one.name for one in sets if not one.is_text}
     training = [f"data.{key}" for key in _TRAINING_KEYS if is_set(config, key)]
     training += [
         f"data.components.{name}.pack"
         for name, component in config.components.items()
-        if isinstance(component, DatasetComponent) and component.pack is not None
+        if isinstance(component, DatasetComponent) and component.pack is not None and name not in records
     ]
     if training:
         notes.append(f"{', '.join(training)}: no effect; only training uses them")
-    if config.chat_template is not None:
-        notes.append("data.chat_template: no effect; evaluation reads plain text")
+    if config.chat_template is not None and not any(isinstance(one.format, ChatLmDatasetFormat) for one in sets):
+        notes.append("data.chat_template: no effect; no set that is evaluated is of conversations")
     return notes
 
 

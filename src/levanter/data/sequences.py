@@ -109,6 +109,7 @@ class EvalSequences:
         byte_lengths: int32 `[vocab]`.
         separate_documents: whether documents get segments of their own.
         counts: bool `[tokens]`, whether a token is scored where it is predicted; None for all.
+        real: bool `[tokens]`, false where a row that is given as a row is padded; None where none is.
     """
 
     max_length: int
@@ -118,6 +119,12 @@ class EvalSequences:
     byte_lengths: np.ndarray
     separate_documents: bool = True
     counts: np.ndarray | None = None
+    real: np.ndarray | None = None
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all sets, padding left out."""
+        return len(self.stream) if self.real is None else int(self.real.sum())
 
     @property
     def row_count(self) -> int:
@@ -151,6 +158,8 @@ class EvalSequences:
         places = begin[:, None] + np.arange(self.max_length)[None, :]
         real = (places < stop[:, None]) & (rows >= 0)[:, None]
         places = np.clip(places, 0, len(self.stream) - 1)
+        if self.real is not None:
+            real &= self.real[places]
         tokens = np.where(real, self.stream[places], np.int32(0))
         document = np.searchsorted(self.document_starts, places, side="right") - 1
         mask = np.zeros_like(real)

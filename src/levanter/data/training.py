@@ -4,7 +4,9 @@ The order of things is chosen so that what is wrong is said early: names first, 
 something else, and only then is anything tokenized.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from levanter.data.chat import ChatTemplate
 from levanter.data.config import BlockShuffleConfig, LmDataConfig
@@ -57,11 +59,11 @@ def build_training(
     resolved = resolve_training(config)
     tokens = build_tokens(config, resolved.sets, tokenizer, on_progress)
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
-    raise_problems(list(_token_problems(resolved.sets, tokens, limit)))
+    raise_problems(list(token_problems(resolved.sets, tokens, limit)))
     schedule = BatchSchedule.of(batch_sizes)
     sets, described, problems = [], [], []
     for one, its in zip(resolved.sets, tokens, strict=True):
-        rows = _rows(config, one, its, positions)
+        rows = lay_rows(config, one, its, positions)
         try:
             sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed))
         except DataError as error:
@@ -203,7 +205,8 @@ def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) ->
     return TextEncoder(tokenizer=tokenizer, bos=identity.bos, eos=identity.eos, vocab_size=tokenizer.vocab_size)
 
 
-def _token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_size: int):
+def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_size: int) -> Iterator[str]:
+    """What makes sets useless: no text, ids that the model does not have, nothing that counts in the loss."""
     for one, its in zip(sets, tokens, strict=True):
         where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
         if its.starts[-1] - (len(its.starts) - 1) < 1:
@@ -211,6 +214,37 @@ def _token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab
             yield f"data set {one.name!r} is empty: {what} in {where}"
         elif its.largest_id >= vocab_size:
             yield _foreign(one, its.largest_id, vocab_size)
+        elif its.weighted and not counted_tokens(its)[0]:
+            why = _UNCOUNTED[type(one.format)]
+            yield f"data set {one.name!r}: none of its {its.starts[-1]:,} tokens counts in the loss; {why}"
+
+
+_UNCOUNTED: dict[type, str] = {
+    ChatLmDatasetFormat: "nothing of what the template made lies within {% generation %}: do the messages have the "
+    "role that it expects of the assistant?",
+    SupervisedLmDatasetFormat: "all targets are empty",
+    PrebuiltLmDatasetFormat: "all weights are 0 (format.loss_weights_key)",
+}
+_COUNTED_AT_ONCE = 1 << 22
+
+
+def counted_tokens(tokens: Tokens) -> tuple[int, int]:
+    """How many tokens count in the loss, and of how many: the first of them, more only where none of these counts.
+
+    Args:
+        tokens: documents with weights.
+    """
+    total = int(tokens.starts[-1])
+    counted = stop = 0
+    while stop < total and not counted:
+        begin, stop = stop, min(stop + _COUNTED_AT_ONCE, total)
+        first, behind = np.searchsorted(tokens.starts, [begin, stop], side="right")
+        ends = tokens.starts[first:behind] - 1
+        _, weights = tokens.read(np.array([begin]), np.array([stop - begin]))
+        assert weights is not None
+        # From a document's last token nothing is predicted, whatever its weight.
+        counted += int(np.count_nonzero(weights > 0)) - int(np.count_nonzero(weights[ends - begin] > 0))
+    return counted, stop
 
 
 def _foreign(one: TrainingSet, largest: int, vocab_size: int) -> str:
@@ -221,7 +255,7 @@ def _foreign(one: TrainingSet, largest: int, vocab_size: int) -> str:
     )
 
 
-def _rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
+def lay_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
     """How a set's documents lie in rows: `pack` of the component, or what its format says."""
     separate = config.block_cross_document_attention
     pack = one.pack
@@ -272,8 +306,12 @@ def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, 
 
 def _described(one: TrainingSet, tokens: Tokens, rows: SetRows) -> str:
     documents = len(tokens.starts) - 1
+    counted = ""
+    if tokens.weighted:
+        some, of = counted_tokens(tokens)
+        counted = f", {some / of:.1%} of them count" + ("" if of == tokens.starts[-1] else f" (of the first {of:,})")
     parts = [
-        f"{one.name}: {int(tokens.starts[-1]):,} tokens in {documents:,} documents",
+        f"{one.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
         f"{len(rows.rows):,} rows of {rows.rows.positions} ({rows.rows.describe()})",
     ]
     if rows.held_out:

@@ -6,42 +6,29 @@ files and token stores are, which weights hold from which step. Everything that 
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from levanter.data.chat import ChatTemplate
+from levanter.data.component_formats import FORMATS, format_and_pack, with_template
 from levanter.data.config import (
     BlockShuffleConfig,
-    ConcatDatasetComponent,
     DatasetComponent,
     DatasetComponentBase,
     DirectDatasetComponent,
     LmDataConfig,
 )
-from levanter.data.documents import Documents, FileDocuments, Formats, component_parts, format_of
+from levanter.data.documents import Documents, FileDocuments, component_parts
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
 from levanter.data.evaluation import is_set, tags_of
-from levanter.data.formats import (
-    ChatLmDatasetFormat,
-    LmDatasetFormatBase,
-    PrebuiltLmDatasetFormat,
-    SupervisedLmDatasetFormat,
-    TextLmDatasetFormat,
-    format_name,
-)
+from levanter.data.formats import ChatLmDatasetFormat, LmDatasetFormatBase, TextLmDatasetFormat, format_name
 from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
 from levanter.data.readers import read_documents, read_records
 from levanter.data.sources import PythonDocsSource
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
 
 UPSTREAMS_LEDGER = "shard_ledger.json"
-TRAINING_FORMATS: Formats = (
-    TextLmDatasetFormat,
-    ChatLmDatasetFormat,
-    SupervisedLmDatasetFormat,
-    PrebuiltLmDatasetFormat,
-)
+_COUNTED = "tokens that reach into a generation span"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +107,9 @@ class TrainingSet:
 
     def format_json(self) -> dict[str, Any]:
         """The format as it stands in a manifest."""
-        return {"type": format_name(self.format), **asdict(self.format)}
+        # What counts of a conversation is a rule of its own: a store of another one has other weights.
+        rule = {"counted": _COUNTED} if isinstance(self.format, ChatLmDatasetFormat) else {}
+        return {"type": format_name(self.format), **asdict(self.format), **rule}
 
     def __str__(self) -> str:
         where = "token store only" if self.parts is None else "; ".join(map(str, self.parts))
@@ -239,8 +228,8 @@ def _stages(
 
 def _training_set(config: LmDataConfig, where: str, name: str, component: DatasetComponentBase) -> TrainingSet | None:
     folder = store_folder(config, name, component, "train")
-    component = _with_template(component, config.chat_template)
-    format, pack = _format_and_pack(where, component)
+    component = with_template(component, config.chat_template)
+    format, pack = format_and_pack(where, component)
     built = None if folder is None else _manifest(where, folder)
     finished = built is not None and built.shards is not None
     note = other = "" if built is not None else _other_cache(folder)
@@ -255,7 +244,7 @@ def _training_set(config: LmDataConfig, where: str, name: str, component: Datase
         parts = None
     else:
         try:
-            parts = component_parts(where, component, "train", formats=TRAINING_FORMATS)
+            parts = component_parts(where, component, "train", formats=FORMATS)
         except MissingFileError as error:
             if not finished:
                 raise
@@ -286,20 +275,6 @@ def _other_cache(folder: str | None) -> str:
     return "the token cache of upstream's in this folder is not read; text is tokenized anew, beside it"
 
 
-def _with_template(component: DatasetComponentBase, template: str | None) -> DatasetComponentBase:
-    """The component with `data.chat_template` where its chat format has none of its own."""
-    if isinstance(component, ConcatDatasetComponent):
-        children = {name: _with_template(child, template) for name, child in component.children.items()}
-        return replace(component, children=children)
-    source = getattr(component, "source", None)
-    for holder in (component, source):
-        format = getattr(holder, "format", None)
-        if isinstance(format, ChatLmDatasetFormat) and format.chat_template is None:
-            changed = replace(holder, format=replace(format, chat_template=template))  # type: ignore[type-var]
-            component = changed if holder is component else replace(component, source=changed)  # type: ignore
-    return component
-
-
 def _manifest(where: str, folder: str) -> Manifest | None:
     try:
         return read_manifest(folder)
@@ -326,56 +301,6 @@ def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBas
         return None
     folder = own if own is not None else join(str(config.cache_dir), name)
     return folder if getattr(component, "flat_cache", False) else join(folder, split)
-
-
-def _format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, Any]:
-    """A component's format, and how its documents are packed. All children of one have one format."""
-    if isinstance(component, DatasetComponent):
-        format = format_of(where, component, TRAINING_FORMATS)
-        raise_problems([f"{where}.format.{problem}" for problem in _format_problems(format)])
-        pack = component.pack if component.pack is not None else getattr(format, "pack", None)
-        if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
-            raise DataError(f"{where}.pack: documents in a row must be at least 1, got {pack}")
-        return format, pack
-    if isinstance(component, ConcatDatasetComponent):
-        found = [_format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]
-        if not found:
-            raise DataError(f"{where}.children: is empty")
-        if any(each != found[0] for each in found):
-            raise DataError(f"{where}.children: have different formats or packing; make them components of their own")
-        own = [name for name, child in component.children.items() if child.cache_dir is not None]
-        if own:
-            raise DataError(f"{where}.children.{own[0]}.cache_dir: children share the token store of {where}")
-        return found[0]
-    return TextLmDatasetFormat(), None
-
-
-def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
-    """What training cannot do with a format's keys."""
-    if isinstance(format, ChatLmDatasetFormat):
-        if format.single_turn:
-            yield "single_turn: true is for prepared prompts (eval_sliding_lm); training reads whole conversations"
-        if format.chat_template is None:
-            yield "chat_template: is missing (data.chat_template serves all components); a tokenizer's own is not read"
-        elif format.mask_user_turns and not _template(format).marks_generation:
-            yield (
-                "chat_template: does not say what the assistant wrote; enclose it in {% generation %} … "
-                "{% endgeneration %}, or set mask_user_turns: false"
-            )
-        else:
-            try:
-                _template(format).check()
-            except DataError as error:
-                yield str(error)
-    if isinstance(format, PrebuiltLmDatasetFormat):
-        if format.loss_weight_transform not in (None, "shift_left"):
-            yield f"loss_weight_transform: `shift_left` or null, got {format.loss_weight_transform!r}"
-        elif format.loss_weight_transform and format.loss_weights_key is None:
-            yield "loss_weight_transform: needs loss_weights_key"
-
-
-def _template(format: ChatLmDatasetFormat) -> ChatTemplate:
-    return ChatTemplate(text=str(format.chat_template), bos_token="", eos_token="")
 
 
 def _config_problems(config: LmDataConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig
+from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ConfigError, parse_text
 from levanter.config.errors import Problem
 from levanter.config.legacy import translate, translate_plain
@@ -233,3 +234,25 @@ def test_a_source_of_nothing_is_a_cache_alone():
     assert data(configs={"web": {"cache_dir": "gs://c", "tags": ["a"]}})["components"] == {
         "web": {"cache_dir": "gs://c", "tags": ["a"]}
     }
+
+
+def test_supervised_data_is_evaluated_and_not_trained_on():
+    text = """
+    data: {train_urls: [t.jsonl], tokenizer: t}
+    supervised_data:
+      sums: {train_urls: [s.jsonl], validation_urls: [v.jsonl], input_field: q, cache_dir: c, tags: [math]}
+      hub: {id: org/set, output_field: answer}
+    """
+    config = parse_text(TrainLmConfig, text)
+    trained, sums, hub = (config.data.components[name] for name in ("train", "sums", "hub"))
+    assert trained.source.train_urls == ["t.jsonl"]
+    assert (sums.source.train_urls, sums.source.validation_urls, sums.tags) == ([], ["v.jsonl"], ["math"])
+    assert (sums.format.input_key, sums.format.target_key) == ("q", "response")
+    assert (hub.source.id, hub.source.splits) == ("org/set", ["validation"])
+    assert (hub.format.input_key, hub.format.target_key) == ("prompt", "answer")
+    alone = parse_text(TrainLmConfig, "supervised_data: {validation_urls: [v.jsonl]}")
+    assert list(alone.data.components) == ["supervised"]
+    with pytest.raises(ConfigError, match=r"supervised_data\.a\.urls: unknown key"):
+        parse_text(TrainLmConfig, "supervised_data: {a: {urls: [x]}}")
+    with pytest.raises(ConfigError, match="supervised_data: expected a source, or sources by name, got 3"):
+        parse_text(TrainLmConfig, "supervised_data: 3")

@@ -84,7 +84,7 @@ def test_everything_that_is_wrong_is_listed(folder):
         "data.components.x.source.validation_urls: a-3.txt: no such file; did you mean a-2.txt or a-1.txt?",
         "data.components.x.source.validation_urls: *.parquet: matches no file",
         "validation_urls: [hf://datasets/org/name@v1/PATH/*.parquet]",
-        "data.components.z.format: evaluation reads plain `text`; `chat` is not supported",
+        "data.components.z.format.chat_template: is missing",
         "data.components.c: has no source",
         "data.components.n: format is",
         "data.num_validation_sequences: these sequences",
@@ -120,7 +120,7 @@ def test_keys_without_effect_are_named(folder):
         "data.cache_dir, data.auto_build_caches, data.components.x.cache_dir: no effect; evaluation tokenizes as it "
         "reads and keeps no cache",
         "data.shuffle, data.train_weights, data.components.x.pack: no effect; only training uses them",
-        "data.chat_template: no effect; evaluation reads plain text",
+        "data.chat_template: no effect; no set that is evaluated is of conversations",
     )
     plain = config_of(components={"x": {"source": {"validation_urls": ["a-1.txt"]}}})
     assert resolve_evaluation(plain).notes == ()

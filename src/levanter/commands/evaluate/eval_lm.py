@@ -39,7 +39,7 @@ from levanter.data import (
     EvalBatches,
     EvalSequences,
     EvaluationData,
-    build_sequences,
+    evaluation_rows,
     resolve_evaluation,
 )
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
@@ -199,7 +199,7 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
         return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; give plan.assume_tokens", None
     sequences = tokenize(work, show=False)
     batches = _batches(work, sequences)
-    return len(batches), f"{len(sequences.stream):,} tokens of text", sequences
+    return len(batches), f"{sequences.token_count:,} tokens of text", sequences
 
 
 def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
@@ -291,13 +291,11 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
     config = work.config
     assert work.data is not None, "a plan without its text must not run: RunPlan.check() comes first"
     with Progress("tokenizing", total=None, unit="characters", show=show) as progress:
-        return build_sequences(
+        return evaluation_rows(
+            config.data,
             work.data.sets,
             work.pretrained.tokenizer,
             max_length=config.max_eval_length,
-            enforce_bos=config.data.enforce_bos,
-            enforce_eos=config.data.enforce_eos,
-            separate_documents=config.data.block_cross_document_attention,
             vocab_size=work.pretrained.Vocab.size,
             on_progress=progress.advance_to,
         )

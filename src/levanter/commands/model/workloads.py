@@ -25,6 +25,8 @@ def is_short(each: EvaluationSet) -> bool:
     for part in each.parts:
         if isinstance(part, FileDocuments) and any(is_remote(path) or file_size(path) > left for path in part.paths):
             return False
+    if not each.is_text:
+        return True
     for document in each.documents():
         left -= len(document.text)
         if left < 0:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from haliax_ext.sources import TensorSource
 from levanter.config import plain
 from levanter.data import EvalSequences
@@ -39,7 +41,10 @@ def require_same_text(sequences: EvalSequences) -> None:
     Raises:
         PeersDifferError: on every process; says where.
     """
-    digest = hashlib.sha256(sequences.stream.tobytes()).hexdigest()[:16]
+    hashed = hashlib.sha256(sequences.stream.tobytes())
+    if sequences.counts is not None:
+        hashed.update(np.packbits(sequences.counts).tobytes())
+    digest = hashed.hexdigest()[:16]
     said = f"{len(sequences.stream):,} tokens in {sequences.row_count:,} rows, sha256 {digest}…"
     require_same("the text", said, advice="the files and the tokenizer must be the same on all hosts")
 

@@ -26,7 +26,7 @@ from levanter.data import (
     LmDataConfig,
     Tokenizer,
     TrainingData,
-    build_sequences,
+    evaluation_rows,
     held_out_sequences,
     joined,
     resolve_evaluation,
@@ -130,15 +130,7 @@ def validation_rows(
     """The rows of all validation sets: those with text of their own, and those held out of training data."""
     own = None
     if validation.sets:
-        own = build_sequences(
-            validation.sets,
-            tokenizer,
-            max_length=data.positions,
-            enforce_bos=config.enforce_bos,
-            enforce_eos=config.enforce_eos,
-            separate_documents=config.block_cross_document_attention,
-            vocab_size=vocab_size,
-        )
+        own = evaluation_rows(config, validation.sets, tokenizer, max_length=data.positions, vocab_size=vocab_size)
     held_out = held_out_sequences(
         data, tokenizer.byte_lengths(), separate_documents=config.block_cross_document_attention
     )

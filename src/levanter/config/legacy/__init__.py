@@ -23,6 +23,7 @@ from levanter.config.legacy.data import DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, trans
 from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.legacy.model import MODEL_KEYS, translate_model, translate_row_length
+from levanter.config.legacy.supervised import SUPERVISED, translate_supervised
 from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
 from levanter.config.nodes import MapNode, from_plain, to_plain
 
@@ -34,6 +35,7 @@ TABLE: tuple[OldKey, ...] = (
     *FORMAT_KEYS,
     *MEMORIZATION_KEYS,
     *ENTRY_POINT_KEYS,
+    SUPERVISED,
 )
 """Every old key that is accepted, for the documentation and for hints about misspelt ones."""
 
@@ -60,6 +62,7 @@ def translate(document: MapNode, takes: Collection[str] = ()) -> Translation:
     translate_row_length(draft, takes)
     translate_model(draft)
     translate_data(draft)
+    translate_supervised(draft, takes)
     translate_entry_points(draft)
     return Translation(
         document=draft.document, changes=tuple(draft.changes), problems=tuple(dict.fromkeys(draft.problems))

@@ -1,0 +1,126 @@
+"""The rows that an evaluation scores, of sets of any format.
+
+Text is laid end to end, so that every token behind a document's first is scored once (`sequences`). What has weights
+(conversations, pairs of input and target, prebuilt ids) is laid into rows as training lays it: whole records, packed or
+padded as `pack` says, of which the tokens that count in training are scored.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from levanter.data.config import LmDataConfig
+from levanter.data.errors import DataError, raise_problems
+from levanter.data.evaluation import EvaluationSet
+from levanter.data.row_sequences import RowSet, joined, row_sequences
+from levanter.data.rows import PackedRows
+from levanter.data.sequences import EvalSequences, build_sequences
+from levanter.data.tokenizer import Tokenizer
+from levanter.data.training import build_tokens, lay_rows, token_problems
+from levanter.data.training_sets import TrainingSet
+
+logger = logging.getLogger(__name__)
+
+
+def evaluation_rows(
+    config: LmDataConfig,
+    sets: Sequence[EvaluationSet],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    vocab_size: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> EvalSequences:
+    """Reads and tokenizes sets into rows of `max_length` tokens, in the order of the sets.
+
+    Args:
+        config: the `data:` block that the sets are of.
+        sets: what to read.
+        tokenizer: text to ids.
+        max_length: tokens in a row, at least 2.
+        vocab_size: the model's vocabulary; ids beyond it are an error.
+        on_progress: told the characters of text tokenized so far.
+
+    Raises:
+        DataError: a set without a token to score; an id outside the vocabulary; and whatever is wrong in a file.
+        MissingFileError: a file is gone.
+    """
+    if not sets or max_length < 2:
+        return _text(config, sets, tokenizer, max_length, vocab_size, on_progress)
+    found: EvalSequences | None = None
+    waiting: list[EvaluationSet] = []
+    done = 0
+
+    def tell(chars: int) -> None:
+        if on_progress is not None:
+            on_progress(done + chars)
+
+    def text_so_far() -> EvalSequences | None:
+        if not waiting:
+            return found
+        rows = _text(config, waiting, tokenizer, max_length, vocab_size, tell)
+        waiting.clear()
+        return joined(found, rows)
+
+    for one in sets:
+        if one.is_text:
+            waiting.append(one)
+            continue
+        found = joined(text_so_far(), _records(config, one, tokenizer, max_length, vocab_size))
+        assert found is not None
+        done = sum(span.chars for span in found.sets)
+        tell(0)
+    found = text_so_far()
+    assert found is not None
+    return found
+
+
+def _text(
+    config: LmDataConfig,
+    sets: Sequence[EvaluationSet],
+    tokenizer: Tokenizer,
+    max_length: int,
+    vocab_size: int | None,
+    on_progress: Callable[[int], None] | None,
+) -> EvalSequences:
+    return build_sequences(
+        sets,
+        tokenizer,
+        max_length=max_length,
+        enforce_bos=config.enforce_bos,
+        enforce_eos=config.enforce_eos,
+        separate_documents=config.block_cross_document_attention,
+        vocab_size=vocab_size,
+        on_progress=on_progress,
+    )
+
+
+def _records(
+    config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, max_length: int, vocab_size: int | None
+) -> EvalSequences:
+    """A set of records in the rows that training would lay it into."""
+    records = TrainingSet(
+        name=one.name, tags=one.tags, format=one.format, parts=one.parts, folder=None, pack=one.pack, built=None
+    )
+    (tokens,) = build_tokens(config, [records], tokenizer)
+    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
+    raise_problems(list(token_problems([records], [tokens], limit)))
+    rows = lay_rows(config, records, tokens, max_length)
+    if isinstance(rows, PackedRows) and rows.cut:
+        logger.warning(
+            "%s: %d records are longer than %d tokens and are cut; a later piece is predicted without the earlier one",
+            one.name,
+            rows.cut,
+            max_length,
+        )
+    found = row_sequences(
+        [RowSet(name=one.name, tags=one.tags, rows=rows.take(np.arange(len(rows))))],
+        tokenizer.byte_lengths(),
+        positions=max_length,
+        separate_documents=config.block_cross_document_attention,
+    )
+    assert found is not None and found.counts is not None
+    if not found.counts.any():
+        raise DataError(f"data set {one.name!r}: no token is left to score in rows of {max_length} tokens")
+    return found
