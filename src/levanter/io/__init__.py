@@ -3,6 +3,8 @@
 from levanter.io.atomic import atomic_write as atomic_write
 from levanter.io.logs import setup_logging as setup_logging
 from levanter.io.output import output_is_lost as output_is_lost
+from levanter.io.output import prepare_streams as prepare_streams
+from levanter.io.output import printing_may_fail as printing_may_fail
 from levanter.io.paths import MissingFileError as MissingFileError
 from levanter.io.paths import UnreadableFileError as UnreadableFileError
 from levanter.io.paths import exists as exists

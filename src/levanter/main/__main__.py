@@ -37,6 +37,7 @@ def listed() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Becomes the command that the first word names; returns an exit code only where there is none to become."""
+    import_module("levanter.io.output").prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(listed(), file=sys.stderr)

@@ -5,6 +5,7 @@ that fails, or that takes no call for as long as the end of a run would wait for
 tracking ends, the run goes on.
 """
 
+import atexit
 import logging
 import queue
 import threading
@@ -37,6 +38,9 @@ class BackgroundTracker(Tracker):
         # A daemon: a service that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{self.name}", daemon=True)
         self._thread.start()
+        # A script that ends right behind its last number: what waits is handed over first. Hooks run in the reverse
+        # order of their registration, so this one comes before the service's own, which was registered before.
+        atexit.register(self.finish)
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
         # Values are made plain here: device arrays may be donated before the thread reads them.
@@ -57,6 +61,7 @@ class BackgroundTracker(Tracker):
     def finish(self) -> None:
         if self._finished:
             return
+        atexit.unregister(self.finish)
         deadline = time.monotonic() + self._finish_timeout
         self._put(self.tracker.finish)
         self._finished = True

@@ -9,6 +9,7 @@ Numbers that JSON has no word for are the strings "NaN", "Infinity" and "-Infini
 """
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -19,11 +20,16 @@ from levanter.io import Output
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import exists as path_exists
 from levanter.io.paths import is_remote, join, local_path, open_read
+from levanter.io.write_errors import output_error, told_as
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json
 
 METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "eval_results.json"
 REMOTE_INTERVAL = 60.0
+MOST_WAITING = 256 << 20
+"""Bytes of lines that wait for room on a disk, before the run ends after all."""
+
+logger = logging.getLogger(__name__)
 
 
 class JsonFileTracker(Tracker):
@@ -59,9 +65,11 @@ class JsonFileTracker(Tracker):
         if self._finished:
             return
         self._finished = True
-        self._lines.close()
-        with atomic_write(join(self.folder, RESULTS_FILE)) as file:
-            file.write((json.dumps(self._last, indent=2, sort_keys=True) + "\n").encode())
+        try:
+            self._lines.close()
+        finally:
+            with atomic_write(join(self.folder, RESULTS_FILE)) as file:
+                file.write((json.dumps(self._last, indent=2, sort_keys=True) + "\n").encode())
 
     def _append(self, **record: object) -> None:
         line = json.dumps({"time": round(time.time(), 3), **record})
@@ -69,23 +77,40 @@ class JsonFileTracker(Tracker):
 
 
 class _LocalLines:
-    """A file of lines that only grows."""
+    """A file of lines that only grows; those that the disk does not take wait, and the run goes on."""
 
     def __init__(self, path: str):
-        path = local_path(path)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._cut_half_line()
+        self._path = local_path(path)
+        self._waiting = bytearray()
+        self._told = False
+        with told_as(path, "written"):
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._cut_half_line()
 
     def append(self, line: bytes) -> None:
-        # One call to write(2): lines of an O_APPEND file do not tear in a crash of the process.
-        view = memoryview(line)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        self._waiting += line
+        try:
+            self._write()
+        except OSError as error:
+            if len(self._waiting) > MOST_WAITING:
+                raise output_error(self._path, error) from error
+            if not self._told:
+                logger.warning("%s; the run goes on, and its numbers wait in memory", output_error(self._path, error))
+            self._told = True
 
     def close(self) -> None:
-        os.fsync(self._descriptor)
-        os.close(self._descriptor)
+        try:
+            with told_as(self._path, "written"):
+                self._write()
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self) -> None:
+        # One call to write(2): lines of an O_APPEND file do not tear in a crash of the process.
+        while self._waiting:
+            del self._waiting[: os.write(self._descriptor, self._waiting)]
 
     def _cut_half_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -116,7 +141,12 @@ class _RemoteLines:
     def append(self, line: bytes) -> None:
         self._content += line
         if time.monotonic() - self._written > REMOTE_INTERVAL:
-            self._write()
+            try:
+                self._write()
+            except OSError as error:
+                # Stores fail for a while; everything is in memory, and is written with the next lines.
+                self._written = time.monotonic()
+                logger.warning("%s; the run goes on, and its numbers wait in memory", error)
 
     def close(self) -> None:
         self._write()

@@ -146,18 +146,25 @@ class Loop(Generic[B]):
         return Ended(state=state, taken=taken, preempted=False)
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""What schedulers send, and what a terminal that is closed does."""
+
+
 @contextmanager
-def stop_signal(number: int = signal.SIGTERM) -> Iterator[Callable[[], bool]]:
+def stop_signal(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[Callable[[], bool]]:
     """Whether the process was told to end, instead of ending at once; for `Loop.stopping`.
 
-    Signals reach a program's main thread only: elsewhere the answer is always no.
+    Signals reach a program's main thread only: elsewhere the answer is always no. One that the process was started to
+    ignore (`nohup`) stays ignored.
     """
     told = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield told.is_set
         return
-    before = signal.signal(number, lambda *_: told.set())
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: told.set()) for number in heard}
     try:
         yield told.is_set
     finally:
-        signal.signal(number, before)
+        for number, action in before.items():
+            signal.signal(number, action)

@@ -1,5 +1,6 @@
 """Trackers: what each writes, and that none stops a run."""
 
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from levanter.io import OutputError
 from levanter.tracker import (
     CompositeTracker,
     JsonFileTrackerConfig,
@@ -289,3 +291,69 @@ def test_only_the_first_process_tracks(tmp_path):
         tracker.log({"x": 1}, step=0)
     assert lines_of(tmp_path / "a" / "metrics.jsonl") == lines_of(tmp_path / "b" / "metrics.jsonl") != []
     assert isinstance(start_trackers((), run_id="r", process_index=0), NoopTracker)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    """Lines wait in memory until there is room, the half of one that was written before it included."""
+    tracker = JsonFileTrackerConfig(output_path=str(tmp_path)).init("x")
+    room, write = [20], os.write
+
+    def limited(descriptor, content):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, bytes(content)[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", limited)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            tracker.log({"loss": step}, step=step)
+    assert [record.message.count("No space left on device") for record in caplog.records] == [1]
+    assert "the run goes on" in caplog.text
+    room[0] = 10_000
+    tracker.log({"loss": 3}, step=3)
+    tracker.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["loss"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end(tmp_path, monkeypatch):
+    tracker = JsonFileTrackerConfig(output_path=str(tmp_path)).init("x")
+
+    def full(descriptor, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    tracker.log({"loss": 1.0}, step=0)
+    with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
+        tracker.finish()
+    # What another file takes is there.
+    assert json.loads((tmp_path / "eval_results.json").read_text()) == {"loss": 1.0}
+
+
+SCRIPT = """
+import time
+from levanter.tracker.background import BackgroundTracker
+from levanter.tracker import NoopTracker
+
+class Slow(NoopTracker):
+    name = "slow"
+    def log(self, metrics, *, step, commit=None):
+        time.sleep(0.02)
+        print(step, flush=True)
+    def finish(self):
+        print("finished", flush=True)
+
+import atexit
+atexit.register(print, "the service's own hook")  # services register theirs when they start, before we get them
+tracker = BackgroundTracker(Slow(), max_queue_size=100, finish_timeout=30.0)
+for step in range(20):
+    tracker.log({}, step=step)
+"""
+
+
+def test_a_script_that_ends_behind_its_last_number_loses_none():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split("\n") == [*map(str, range(20)), "finished", "the service's own hook", ""]
+    assert "Traceback" not in done.stderr

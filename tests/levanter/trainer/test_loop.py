@@ -133,14 +133,15 @@ def test_the_time_of_pauses_is_not_the_time_of_steps():
     assert sum(report.seconds for report in told) == 6.0
 
 
-def test_a_signal_stops_behind_the_step_that_is_under_way():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_behind_the_step_that_is_under_way(number):
+    before = signal.getsignal(number)
     told = []
 
     def tell(report):
         told.append(report.step)
         if report.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     slow = Record(4)
     with stop_signal() as stopping:
@@ -151,7 +152,18 @@ def test_a_signal_stops_behind_the_step_that_is_under_way():
     assert not slow.saw
     assert ended.preempted and ended.taken == 4 == len(ended.state)
     assert told == [0, 1, 2, 3]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signal() as stopping:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopping()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread_there_are_no_signals():

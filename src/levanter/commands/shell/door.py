@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.shell.entry import shell
+from levanter.commands.shell.interrupts import raise_if_interrupted
 from levanter.config import load_written
 from levanter.io import setup_logging
 
@@ -27,6 +28,9 @@ def enter(name: str, argv: Sequence[str] | None = None) -> int:
         loaded = load_written(listed.config_class(), words, program=f"python -m levanter.main.{name}")
         from levanter.commands.shell.perform import perform
 
-        return perform(listed.load(), loaded.config, written=loaded.written).exit_code
+        entry_point = listed.load()
+        # Importing JAX and its kin takes seconds, in which some of them swallow Ctrl-C.
+        raise_if_interrupted()
+        return perform(entry_point, loaded.config, written=loaded.written).exit_code
 
     return shell(of_command_line)

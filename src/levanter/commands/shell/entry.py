@@ -4,17 +4,21 @@
 75 preempted, saved, resumable; 130 Ctrl-C. `LEVANTER_TRACEBACK=1` shows where a user error was raised.
 """
 
+import errno
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from levanter.commands.shell.interrupts import interrupts_kept
+from levanter.commands.shell.interrupts import Interrupts, interrupts_kept
 from levanter.commands.shell.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
 from levanter.config import HelpRequested, arguments_for, load_written
-from levanter.io import output_is_lost, setup_logging
+from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK
+from levanter.io.output import for_errors
+from levanter.io.write_errors import NO_SPACE, output_error
 from levanter.processes.barrier import current_peers
 
 C = TypeVar("C")
@@ -45,9 +49,10 @@ def shell(run: Callable[[], int | None]) -> int:
     A process of several ends together with the others where all went well, and tells them where it failed. Where
     nobody reads what is printed any more (`… | head`), it ends without a word.
     """
+    prepare_streams()
     try:
-        with interrupts_kept():
-            code = run()
+        with interrupts_kept() as interrupts:
+            code = _told_of_interrupts(run, interrupts)
         if output_is_lost():
             return end_alone(INTERNAL_ERROR, NOT_READ)
         return end_together(code or OK)
@@ -62,11 +67,13 @@ def shell(run: Callable[[], int | None]) -> int:
         output_is_lost()
         raise
     except KeyboardInterrupt as stop:
-        print(f"\ninterrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        print(f"\ninterrupted{f': {stop}' if str(stop) else ''}", file=for_errors())
         return end_alone(INTERRUPTED, "interrupted")
     except Exception as error:
         if isinstance(error, BrokenPipeError) and output_is_lost(error):
             return end_alone(INTERNAL_ERROR, NOT_READ)
+        if isinstance(error, OSError) and not is_user_error(error) and (told := _of_the_system(error)) is not None:
+            error = told
         if not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
             if current_peers() is None:
                 raise
@@ -75,6 +82,21 @@ def shell(run: Callable[[], int | None]) -> int:
         if not is_said_already(str(error)):
             _show(error)
         return end_alone(getattr(error, "exit_code", BAD_INPUT), str(error))
+
+
+def _told_of_interrupts(run: Callable[[], int | None], interrupts: Interrupts) -> int | None:
+    """Calls `run`; what an interrupt led to is an interrupt.
+
+    A library that swallows one half-way (`except BaseException` around an import) leaves a module without its end, and
+    an error that says nothing to whoever pressed Ctrl-C.
+    """
+    try:
+        code = run()
+    except Exception as error:
+        if not interrupts.received:
+            raise
+        raise KeyboardInterrupt from error
+    return code
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -101,4 +123,14 @@ def _is_ours(module: str) -> bool:
 def _show(error: BaseException) -> None:
     if os.environ.get("LEVANTER_TRACEBACK"):
         traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error}", file=for_errors())
+
+
+def _of_the_system(error: OSError) -> OutputError | None:
+    """What a library met on a disk, told as our own writing tells it; None for what is not the user's to mend."""
+    if error.errno not in (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENOTDIR):
+        return None
+    name = error.filename2 or error.filename
+    if isinstance(name, (str, os.PathLike)):
+        return output_error(os.fspath(name), error, doing="read or written")
+    return None if error.errno not in NO_SPACE else output_error(tempfile.gettempdir(), error)

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 AGAIN = 0.05
@@ -26,8 +28,34 @@ WAITING = (
 )
 
 
+@dataclass
+class Interrupts:
+    """What a program knows of its interrupts.
+
+    Attributes:
+        received: whether there was one.
+    """
+
+    received: bool = False
+
+
+_current = Interrupts()
+
+
+def raise_if_interrupted() -> None:
+    """Raises an interrupt that somebody else caught and did not pass on; to be called between two parts of the work.
+
+    Libraries do: around imports that may fail, and in callbacks.
+
+    Raises:
+        KeyboardInterrupt: there was one since `interrupts_kept` began.
+    """
+    if _current.received:
+        raise KeyboardInterrupt
+
+
 @contextmanager
-def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] = os._exit) -> Iterator[Interrupts]:
     """Raises an interrupt that was dropped once more in the main thread, and ends the process at the second Ctrl-C.
 
     Args:
@@ -35,6 +63,7 @@ def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] 
         end: ends the process with an exit code, without cleaning up.
     """
     own = _Count()
+    _current.received = False
     before = sys.unraisablehook
 
     def hook(found: Any) -> None:
@@ -55,11 +84,30 @@ def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] 
 
     sys.unraisablehook = hook
     try:
-        with _watched(own, patience, end):
-            yield
+        with _noted(), _watched(own, patience, end):
+            yield _current
     finally:
         if sys.unraisablehook is hook:
             sys.unraisablehook = before
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Notes each interrupt before Python's own handler raises it."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        _current.received = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Count:

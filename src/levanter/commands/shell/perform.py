@@ -15,11 +15,12 @@ import jax
 
 from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import shell
+from levanter.commands.shell.interrupts import raise_if_interrupted
 from levanter.commands.shell.lifecycle import left_to_process_0
 from levanter.commands.shell.outputs import try_outputs
 from levanter.commands.shell.sameness import require_same_config
 from levanter.config import Written, load_written, plain
-from levanter.io import setup_logging
+from levanter.io import printing_may_fail, setup_logging
 from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
 from levanter.processes.barrier import agreed
 from levanter.run import OK, EntryPoint, RunPlan, Session, Target
@@ -80,6 +81,7 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
     show = jax.process_index() == 0
     id_ = run_id(trainer)
     plan = entry.describe(config, local_target(found), written=written)
+    raise_if_interrupted()
     if show:
         _show(plan, found)
     plan.check()
@@ -91,6 +93,8 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
         process=jax.process_index(),
     )
     with ExitStack() as stack:
+        # From here on there is work to lose: a terminal that goes away does not end it.
+        stack.enter_context(printing_may_fail())
         if entry.tracked:
             tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
             stack.callback(tracker.finish)
@@ -116,8 +120,9 @@ def _on_files(entry: EntryPoint[C, W, R], config: C, trainer: TrainerConfig, wri
     plan.check()
     session = Session(show=True)
     try_outputs(entry.outputs(plan, session), process=0)
-    result = entry.execute(plan, None, session)
-    return Performed(result=result, exit_code=entry.conclude(plan, result, session))
+    with printing_may_fail():
+        result = entry.execute(plan, None, session)
+        return Performed(result=result, exit_code=entry.conclude(plan, result, session))
 
 
 def _show(plan: RunPlan[W], found: DeviceSet) -> None:

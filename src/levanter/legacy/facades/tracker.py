@@ -7,6 +7,7 @@ Here a tracker is an argument; these functions keep one for scripts that never s
 tracked.
 """
 
+import atexit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -21,8 +22,9 @@ class _Global:
 
 
 def set_global_tracker(tracker: Tracker) -> None:
-    """Makes a tracker the script's."""
+    """Makes a tracker the script's; it ends with the script, where the script does not end it."""
     _Global.tracker = tracker
+    atexit.register(tracker.finish)
 
 
 @contextmanager

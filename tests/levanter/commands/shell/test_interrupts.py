@@ -8,7 +8,10 @@ import time
 
 import pytest
 
-from levanter.commands.shell.interrupts import interrupts_kept
+from levanter.commands.evaluate.config import EvalLmConfig
+from levanter.commands.shell.door import enter
+from levanter.commands.shell.entry import shell
+from levanter.commands.shell.interrupts import interrupts_kept, raise_if_interrupted
 
 
 def test_an_interrupt_inside_of_garbage_collection_is_raised_again():
@@ -71,3 +74,47 @@ def test_one_interrupt_of_a_program_that_looks_for_them_ends_it_without_a_word(c
             signal.raise_signal(signal.SIGINT)
     # Each program has a first interrupt of its own.
     assert not ended and capsys.readouterr().err == ""
+
+
+def swallowing():
+    """As libraries do around imports that may fail."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:  # noqa: BLE001 — that is what they do
+        return
+    raise AssertionError("it was not raised")
+
+
+def test_an_interrupt_that_a_library_swallowed_is_raised_between_two_parts():
+    def main():
+        swallowing()
+        raise_if_interrupted()
+
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        main()
+    with interrupts_kept():
+        raise_if_interrupted()  # that of the program before does not count
+
+
+def test_what_a_swallowed_interrupt_leads_to_is_an_interrupt(capsys):
+    def main():
+        swallowing()
+        raise AttributeError("partially initialized module has no attribute")
+
+    assert shell(main) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_the_door_does_not_go_on_behind_imports_that_swallow(monkeypatch, capsys):
+    class Importing:
+        name = "eval_lm"
+
+        def config_class(self):
+            return EvalLmConfig
+
+        def load(self):
+            swallowing()
+
+    monkeypatch.setattr("levanter.commands.shell.door.ENTRY_POINTS", {"eval_lm": Importing()})
+    assert enter("eval_lm", ["--hf_checkpoint", "not/there"]) == 130
+    assert "interrupted" in capsys.readouterr().err
