@@ -6,6 +6,7 @@ that goes away, or a pipe whose reader does, is no reason to end (`printing_may_
 
 import codecs
 import contextlib
+import io
 import logging
 import os
 import select
@@ -41,11 +42,11 @@ def prepare_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     codecs.register_error(READABLE, _readable)
     for name in ("stdout", "stderr"):
-        stream: Any = getattr(sys, name)
+        stream: IO[str] | None = getattr(sys, name)
         if stream is None:
             nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 — as long as the process lives
             setattr(sys, name, nowhere)
-        elif hasattr(stream, "reconfigure"):
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=READABLE)
 
 
@@ -116,7 +117,7 @@ class _Patient:
             "%s takes nothing any more (%s); the run goes on without it", self._name, error.strerror or error
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 
