@@ -243,7 +243,7 @@ class RunPlan(Generic[W]):
         if self.load is not None:
             lines += ["", self.load.summary]
         lines += ["", "runs: " + " → ".join(program.name for program in self.computing)]
-        for when, programs in (("before", self.loading), ("for export", self.saving)):
+        for when, programs in (("before", self.loading), ("for saving", self.saving)):
             if programs:
                 lines.append(f"  {when}: {', '.join(program.name for program in programs)}")
         return "\n".join(lines)

@@ -4,12 +4,19 @@ What must be planned has an argument of more than 64 KiB. The arrays of these ru
 is 64 bytes here.
 """
 
+import math
 from collections import Counter
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
-from helpers.compilations import Heard
+from helpers.compilations import Heard, heard_in
 from helpers.processes import TESTS, run_together
+from safetensors.numpy import load_file
+
+from levanter.checkpoint import CheckpointSource, latest
+from levanter.commands.catalog import ENTRY_POINTS
 
 # Real processes on a machine that has other things to do.
 pytestmark = pytest.mark.timeout(1800)
@@ -18,8 +25,22 @@ LARGE = 64
 
 
 def heard(folder: Path, count: int, command: list[str], inputs) -> list[Heard]:
-    """Runs a command of `tiny_runs` as some processes; what was compiled and planned in each."""
+    """Runs a command of `tiny_runs` as some processes; what was compiled and planned in each.
+
+    One process is this one, which has then forgotten what it compiled before.
+    """
     module, *argv = command
+    if count == 1:
+        jax.clear_caches()
+        # These programs compile for longer than they run.
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            code, here = heard_in(ENTRY_POINTS[module.rsplit(".", 1)[1]].load(), argv)
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+            jax.clear_caches()
+        assert code == 0
+        return [here]
     out = folder / "heard"
     script = str(TESTS / "helpers" / "compilations.py")
     listening = [script, str(out), module.rsplit(".", 1)[1], *argv]
@@ -82,3 +103,53 @@ def test_train_lm_saves_evaluates_exports_and_goes_on(tmp_path, inputs, count):
     words = ["--checkpoint_path", str(tmp_path / "checkpoints" / "run"), "--output_dir", str(tmp_path / "one" / "hf")]
     (alone,) = heard(tmp_path / "one", 1, ["levanter.main.export_lm_to_hf", *words], inputs)
     assert alone.planned == () and [c for c in alone.compiled if c.largest > LARGE] == []
+
+
+REPLICATED = {"axes": {"data": 8}, "param_mapping": {"embed": None}}
+"""Every device holds every parameter, and of two processes each holds them all."""
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_train_lm_whose_parameters_are_replicated_saves_parts_and_goes_on(tmp_path, inputs, count):
+    model = {
+        "type": "llama",
+        **{"max_seq_len": 16, "hidden_dim": 128, "intermediate_dim": 128},
+        **{"num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+    }
+
+    def train(steps: int, attempt: str) -> list[Heard]:
+        command = inputs.train_lm(tmp_path, steps=steps, model=model, trainer={"mesh": REPLICATED})
+        return heard(tmp_path / attempt, count, command, inputs)
+
+    begun = train(2, "begun")
+    check(begun)
+    assert names(begun, "save.") == ["save.parts"]
+    check(train(4, "resumed"), unused={"init_state"})
+    # Each device wrote its own part of a matrix.
+    ref = latest(str(tmp_path / "checkpoints" / "run"))
+    source = CheckpointSource(ref, prefix="model.")
+    matrix = next(name for name, found in source.tensors.items() if math.prod(found.shape) == 128 * 128)
+    assert math.prod(source._stored(matrix).chunk_layout.read_chunk.shape) == 128 * 128 // 8
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_train_lm_from_weights_of_which_a_part_is_frozen(tmp_path, inputs, count):
+    def train(steps: int, attempt: str) -> list[Heard]:
+        command = inputs.train_lm(
+            tmp_path,
+            steps=steps,
+            train_seq_len=16,
+            model={"type": "llama", "max_seq_len": 16},
+            initialize_from_hf=str(inputs.model),
+            use_hf_model_config=True,
+            hf_save_path=str(tmp_path / "hf"),
+            trainer={"trainable": ["norm", "attention"]},
+        )
+        return heard(tmp_path / attempt, count, command, inputs)
+
+    check(train(2, "begun"))
+    check(train(4, "resumed"), unused={"init_optimizer"})
+    given, exported = (load_file(folder / "model.safetensors") for folder in (inputs.model, tmp_path / "hf/run/step-4"))
+    assert given.keys() == exported.keys()
+    same = {name for name, x in given.items() if (x.astype(np.float32) == exported[name]).all()}
+    assert same == {name for name in given if not ("norm" in name or "self_attn" in name)}

@@ -41,7 +41,9 @@ class ArrayWriter:
         sys.unraisablehook = _Quiet(self._hook)
         self._orbax = ocp.AsyncCheckpointer(
             # Weights of floats shrink by a tenth under Orbax's compression, which takes four times the processor time.
-            ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False),
+            ocp.PyTreeCheckpointHandler(
+                use_ocdbt=True, use_zarr3=True, use_compression=False, type_handler_registry=_whole_shards()
+            ),
             # A folder that cannot be made is then an error of `start` itself, not one that a waiting thread sees.
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=int(timeout_seconds), create_directories_asynchronously=False
@@ -77,6 +79,16 @@ class ArrayWriter:
             # Behind a save that failed, echoes come until the process ends.
             if not self._failed and isinstance(sys.unraisablehook, _Quiet):
                 sys.unraisablehook = self._hook
+
+
+def _whole_shards() -> "ocp.type_handlers.TypeHandlerRegistry":
+    """How arrays are written: each shard as it is, by the first of those that hold it.
+
+    Left to itself, Orbax has each holder write a part, which it slices out eagerly, in computations that no plan knows.
+    Whoever saves gives it the parts instead (`haliax_ext.parts`).
+    """
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
 class _Quiet:

@@ -25,6 +25,7 @@ from levanter.checkpoint.errors import CheckpointPeerError, CheckpointSaveError
 from levanter.checkpoint.refs import (
     ARRAYS_PREFIX,
     CheckpointRef,
+    Kind,
     delete,
     document,
     entries_in,
@@ -129,6 +130,16 @@ class Checkpointer:
         passed = self._interval
         return self._agreement.on("due", lambda: str(int(self._clock() - self._last_time >= passed))) == "1"
 
+    def has(self, step: int, *, force: bool = False) -> bool:
+        """Whether the checkpoint that this object made complete last is the one that `save` would make."""
+        done = self._newest
+        if done is None or done.step != step:
+            return False
+        return done.kind == "kept" or self._kind(step, force=force) == "temporary"
+
+    def _kind(self, step: int, *, force: bool) -> Kind:
+        return "kept" if force or is_kept(step, self._keep) else "temporary"
+
     def save(
         self, step: int, arrays: Mapping[str, jax.Array], metadata: Mapping[str, Any], *, force: bool = False
     ) -> None:
@@ -148,10 +159,9 @@ class Checkpointer:
             ValueError: `arrays` or `metadata` cannot be saved; the message lists why.
         """
         self.wait()
-        kind = "kept" if force or is_kept(step, self._keep) else "temporary"
-        done = self._newest
-        if done is not None and done.step == step and (done.kind == "kept" or kind == "temporary"):
+        if self.has(step, force=force):
             return
+        kind = self._kind(step, force=force)
         ref = CheckpointRef(
             path=step_path(self._base[kind], step),
             step=step,

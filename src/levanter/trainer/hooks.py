@@ -46,10 +46,15 @@ class SaveCheckpoint:
     Attributes:
         checkpointer: decides and saves.
         metadata: steps taken → what is saved beside the arrays.
+        parts: arrays that several devices hold → the same, of which each device gives a part of its own; None where
+            there are none.
+        parted: the paths of those arrays.
     """
 
     checkpointer: Checkpointer
     metadata: Callable[[int], Mapping[str, Any]]
+    parts: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None
+    parted: frozenset[str] = frozenset()
 
     def due(self, taken: int) -> bool:
         """Whether it is time, by step or by clock."""
@@ -61,7 +66,13 @@ class SaveCheckpoint:
 
     def save(self, taken: int, state: TrainState, *, force: bool = False) -> None:
         """Begins to save, for ever if `force`."""
-        self.checkpointer.save(taken, state_arrays(state), self.metadata(taken), force=force)
+        self.checkpointer.wait()
+        if self.checkpointer.has(taken, force=force):
+            return
+        arrays = state_arrays(state)
+        if self.parts is not None:
+            arrays |= self.parts({path: arrays[path] for path in self.parted})
+        self.checkpointer.save(taken, arrays, self.metadata(taken), force=force)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from haliax_ext.parts import PARTS
 from haliax_ext.program import Program
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
 from levanter.commands.model.saved_model import model_metadata
@@ -150,7 +151,15 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     with _checkpointer(plan, prepared.places) as checkpointer, stop_signal() as stopping:
         state, frozen = first_state(plan, mesh, prepared.resumed, show=session.show)
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
-        keep = _Keep(plan=plan, session=session, prepared=prepared, checkpointer=checkpointer, frozen=frozen, part=part)
+        keep = _Keep(
+            plan=plan,
+            session=session,
+            prepared=prepared,
+            mesh=mesh,
+            checkpointer=checkpointer,
+            frozen=frozen,
+            part=part,
+        )
         keep.make_up_export(state)
         evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, last=stop)
         observed = instruments(
@@ -246,6 +255,7 @@ class _Keep:
         plan: TrainPlan,
         session: Session,
         prepared: _Prepared,
+        mesh: Mesh,
         checkpointer: Checkpointer,
         frozen: LmHeadModel | None,
         part: FrozenPart | None,
@@ -253,8 +263,11 @@ class _Keep:
         self._work, self._show, self._frozen = plan.work, session.show, frozen
         self._prepared, self._checkpointer = prepared, checkpointer
         config = plan.work.config
+        parts = next((each for each in plan.saving if each.name == PARTS), None)
         self._save = SaveCheckpoint(
             checkpointer=checkpointer,
+            parts=None if parts is None else jit_together(parts, mesh),
+            parted=frozenset() if parts is None else frozenset(parts.input("arrays").value),
             metadata=lambda taken: {
                 "run_id": session.run_id,
                 "rows_drawn": prepared.data.schedule.first_draw(taken),

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from haliax_ext.abstract import abstract
+from haliax_ext.parts import parts_program
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from haliax_ext.saving import saving_programs
@@ -48,7 +49,7 @@ from levanter.models.registry import LmConfig
 from levanter.run import OK, PREEMPTED, Check, EntryPoint, RunPlan, Searchable, Session, Target
 from levanter.trainer.batch_plan import BatchStage, plan_batches
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.state import abstract_frozen, abstract_state, plan_state
+from levanter.trainer.state import StatePlan, abstract_frozen, abstract_state, plan_state
 from levanter.trainer.trainable import Partition
 
 NAME = "train_lm"
@@ -108,7 +109,7 @@ def describe(
         activations=activations,
         load=load,
         computing=tuple(programs),
-        saving=_saving(config, model, Vocab, state_plan.parameters, target),
+        saving=_saving(config, model, Vocab, state_plan, target),
         workloads=tuple(training_workloads(model, batches, vocab, positions=positions, steps=trainer.num_train_steps)),
         notes=resolved.notes,
         resident_bytes=state_plan.bytes_by_group,
@@ -165,13 +166,18 @@ def _trained(
 
 
 def _saving(
-    config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, parameters: ShardingPlan, target: Target
+    config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, state: StatePlan, target: Target
 ) -> tuple[Program, ...]:
-    """The Programs of exports."""
-    if config.hf_save_path is None or parameters.errors:
+    """The Programs of checkpoints and of exports."""
+    parameters = state.parameters
+    if parameters.errors or state.whole.errors:
         return ()
+    parts = parts_program(state.whole)
+    programs = () if parts is None else (parts,)
+    if config.hf_save_path is None:
+        return programs
     files = plan_export([each.leaf for each in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)
-    return saving_programs(files.tensors, parameters, hosts=target.hosts)
+    return (*programs, *saving_programs(files.tensors, parameters, hosts=target.hosts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

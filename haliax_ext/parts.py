@@ -1,0 +1,84 @@
+"""Replicas cut into parts, so that each device has a part of its own to give to whoever stores an array.
+
+An array that several devices hold alike is stored by one of them, or a part of it by each. The second is faster with
+many hosts, and the parts are cut by a Program that a plan knows: every device takes its part of what it holds, and
+nothing moves between devices.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+from jax.sharding import PartitionSpec
+
+from haliax_ext.meshspec import MeshAxes, MeshSpec
+from haliax_ext.planner import LeafPlan, ShardingPlan
+from haliax_ext.program import Input, Program
+
+PARTS = "save.parts"
+MIN_PART_BYTES = 4096
+"""Smaller parts cost more in files' own records than a device wins by having less to write."""
+
+
+def parts_plan(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> ShardingPlan:
+    """The leaves of a plan that several devices hold, each cut further over as many of them as go.
+
+    Args:
+        plan: where the leaves lie.
+        min_bytes: no part is smaller.
+    """
+    found = (_parted(each, plan.mesh, min_bytes) for each in plan.leaves)
+    return replace(plan, leaves=tuple(each for each in found if each is not None), findings=())
+
+
+def parts_program(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> Program | None:
+    """The Program from arrays by path to the same arrays, cut as `parts_plan` says; None where there is nothing to cut.
+
+    Args:
+        plan: where the leaves lie.
+        min_bytes: no part is smaller.
+    """
+    parts = parts_plan(plan, min_bytes=min_bytes)
+    if not parts.leaves:
+        return None
+    value = {each.leaf.path: jax.ShapeDtypeStruct(each.leaf.shape, each.leaf.dtype) for each in parts.leaves}
+    return Program(
+        name=PARTS,
+        function=_same,
+        inputs=(Input(name="arrays", value=value, placement=plan),),
+        out_placement=parts,
+    )
+
+
+def _same(arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    return arrays
+
+
+def _parted(plan: LeafPlan, mesh: MeshSpec, min_bytes: int) -> LeafPlan | None:
+    """The leaf cut over the most devices that one of its axes can be divided among."""
+    whole = plan.replicated_over
+    # The most ways first; among equals, mesh axes that come first: those that cross hosts.
+    subsets = [axes for n in range(len(whole), 0, -1) for axes in itertools.combinations(whole, n)]
+    for axes in sorted(subsets, key=mesh.ways, reverse=True):
+        ways = mesh.ways(axes)
+        if plan.bytes_per_device < ways * min_bytes:
+            continue
+        for at, size in enumerate(plan.shard_shape):
+            if size % ways == 0:
+                return _cut(plan, at, axes, ways)
+    return None
+
+
+def _cut(plan: LeafPlan, at: int, axes: tuple[str, ...], ways: int) -> LeafPlan:
+    # Behind the mesh axes that cut it already, so that each device's part lies in what it holds.
+    entries: list[MeshAxes | None] = [each or None for each in plan.mesh_axes]
+    entries[at] = (*plan.mesh_axes[at], *axes)
+    shape = tuple(size // ways if n == at else size for n, size in enumerate(plan.shard_shape))
+    return replace(
+        plan,
+        spec=PartitionSpec(*entries),
+        shard_shape=shape,
+        replicated_over=tuple(axis for axis in plan.replicated_over if axis not in axes),
+        reason=f"{plan.reason}; {plan.leaf.names[at]} in {ways} parts for saving",
+    )
