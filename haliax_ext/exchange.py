@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.divisibility import divisors
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Placement, Program
@@ -312,7 +313,7 @@ def even_piece(size: int, unit: int, most_units: int) -> int:
     """The longest piece of at most `most_units` units; equal pieces are preferred if not much shorter."""
     units = size // unit
     most = min(most_units, units)
-    divisor = next(n for n in range(most, 0, -1) if units % n == 0)
+    divisor = max(n for n in divisors(units) if n <= most)
     return (divisor if 2 * divisor > most else most) * unit
 
 

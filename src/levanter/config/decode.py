@@ -17,9 +17,11 @@ import draccus
 from levanter.config.durations import parse_duration
 from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
 from levanter.config.nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
+from levanter.config.ranges import out_of_range
 from levanter.config.schema import (
     TYPE_KEY,
     Annotation,
+    annotated_members,
     choice_names,
     config_fields,
     describe,
@@ -30,7 +32,6 @@ from levanter.config.schema import (
     list_origin,
     registered_name,
     strip,
-    union_members,
 )
 
 Keys = tuple[str, ...]
@@ -57,6 +58,7 @@ class Decoder:
 
     Attributes:
         problems: what is wrong.
+        out_of_range: whether a number has the right type and is outside of its range.
         written: dotted paths of the keys of dataclasses that were there.
     """
 
@@ -64,11 +66,19 @@ class Decoder:
         self.root, self.old_keys = root, old_keys
         self.problems: list[Problem] = []
         self.written: set[str] = set()
+        self.out_of_range = False
 
     def decode(self, node: Node, annotation: Annotation, path: Keys = ()) -> object:
         """The value of `node` as the annotation wants it, or `INVALID`."""
-        annotation = strip(annotation)
-        members = union_members(annotation)
+        value = self._value(node, strip(annotation), path)
+        said = None if value is INVALID else out_of_range(value, annotation)
+        if said is None:
+            return value
+        self.out_of_range = True
+        return self.wrong(said, node.mark, path)
+
+    def _value(self, node: Node, annotation: Annotation, path: Keys) -> object:
+        members = annotated_members(annotation)
         if len(members) > 1:
             return self._union(node, annotation, members, path)
         if annotation is Any or annotation is object:
@@ -220,13 +230,17 @@ class Decoder:
         if isinstance(node, Scalar) and node.value is None and type(None) in members:
             return None
         attempts: list[tuple[Any, list[Problem]]] = []
-        for member in sorted(members, key=lambda m: _suits(node, m)):
+        for member in sorted(members, key=lambda m: _suits(node, strip(m))):
             attempt = Decoder(self.root, self.old_keys)
             value = attempt.decode(node, member, path)
             if value is not INVALID:
                 self.written |= attempt.written
                 return value
-            attempts.append((member, attempt.problems))
+            if attempt.out_of_range:  # the type is the right one, and no other is worth a try
+                self.out_of_range = True
+                self.problems += attempt.problems
+                return INVALID
+            attempts.append((strip(member), attempt.problems))
         same_kind = [found for member, found in attempts if _kind(member) == _node_kind(node)]
         if _node_kind(node) != "scalar" and same_kind:
             self.problems += min(same_kind, key=len)

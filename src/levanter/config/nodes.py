@@ -20,6 +20,8 @@ from levanter.config.errors import Mark, Problem
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+|0o[0-7_]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+LONGEST_NUMBER = 1000
+"""Characters of a scalar above which it is text, whatever it looks like: no number here needs more."""
 _WORDS: Mapping[str, bool | float | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL", "None"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -119,6 +121,8 @@ def scalar_value(text: str) -> bool | int | float | str | None:
     """Reads a plain scalar by the core schema of YAML 1.2 (and Python's `None`)."""
     if text in _WORDS:
         return _WORDS[text]
+    if len(text) > LONGEST_NUMBER:
+        return text
     if _INT.fullmatch(text):
         return int(text.replace("_", ""), 0)
     if _FLOAT.fullmatch(text):

@@ -12,6 +12,7 @@ A type with a codec in `draccus.decode` is read by that codec.
 
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -59,7 +60,7 @@ class ConfigField:
 @functools.cache
 def config_fields(cls: type) -> Mapping[str, ConfigField]:
     """The fields of a dataclass that its constructor takes, by name, in order."""
-    hints = get_type_hints(cls, include_extras=True)
+    hints = _hints(cls)
     return {
         f.name: ConfigField(
             name=f.name,
@@ -70,6 +71,22 @@ def config_fields(cls: type) -> Mapping[str, ConfigField]:
         for f in fields(cls)
         if f.init
     }
+
+
+def _hints(cls: type) -> dict[str, Annotation]:
+    """The annotations of a class; one that repeats a base's without its `Annotated` parts has them all the same.
+
+    A subclass that changes a default writes the field's type again, not everything that is known of its values.
+    """
+    full, bare = get_type_hints(cls, include_extras=True), get_type_hints(cls)
+    for base in cls.__mro__[1:]:
+        own = inspect.get_annotations(base)
+        for name in own if is_dataclass(base) else ():
+            if full[name] == bare[name]:
+                theirs = get_type_hints(base, include_extras=True)[name]
+                if theirs != bare[name] and get_type_hints(base)[name] == bare[name]:
+                    full[name] = theirs
+    return full
 
 
 def strip(annotation: Annotation) -> Annotation:
@@ -88,6 +105,14 @@ def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
     annotation = strip(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(member for arg in get_args(annotation) for member in union_members(arg))
+    return (annotation,)
+
+
+def annotated_members(annotation: Annotation) -> tuple[Annotation, ...]:
+    """As `union_members`, each with what it is annotated with."""
+    bare = strip(annotation)
+    if get_origin(bare) in (Union, types.UnionType):
+        return tuple(member for arg in get_args(bare) for member in annotated_members(arg))
     return (annotation,)
 
 

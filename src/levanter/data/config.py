@@ -12,33 +12,34 @@ from typing import Literal
 
 import draccus
 
+from levanter.config.ranges import AnyInt, Count, ManyInt, NonNegativeFloat, PathText, PositiveInt, Ranged
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.data.sources import DatasetSourceBase
 
-TrainWeights = dict[str, float] | list[tuple[int, dict[str, float]]] | None
+TrainWeights = dict[str, NonNegativeFloat] | list[tuple[Count, dict[str, NonNegativeFloat]]] | None
 """The weight of each component in training, or a list of (first step, weights); None where nothing is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(Ranged):
     """How a token cache is written."""
 
-    batch_size: int = 128
-    num_shard_groups: int | None = 128
-    target_size_per_flush: int | str = "512MB"
+    batch_size: PositiveInt = 128
+    num_shard_groups: PositiveInt | None = 128
+    target_size_per_flush: ManyInt | str = "512MB"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockShuffleConfig:
+class BlockShuffleConfig(Ranged):
     """A shuffle that reads blocks in order: blocks are permuted, then examples within a window of blocks."""
 
-    io_block_size: int = 256
-    window_blocks: int = 512
+    io_block_size: PositiveInt = 256
+    window_blocks: PositiveInt = 512
     perm_type: Literal["feistel", "linear"] = "feistel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetComponentBase(draccus.ChoiceRegistry):
+class DatasetComponentBase(Ranged, draccus.ChoiceRegistry):
     """The base of all components (`cached` where no type is given)."""
 
     @classmethod
@@ -63,9 +64,9 @@ class DatasetComponent(DatasetComponentBase):
     """
 
     source: DatasetSourceBase | None = None
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
-    pack: bool | int | Literal["pad"] | None = None
+    pack: bool | PositiveInt | Literal["pad"] | None = None
     tags: list[str] | None = None
     split: str = "validation"
     flat_cache: bool = False
@@ -90,7 +91,7 @@ class DirectDatasetComponent(DatasetComponentBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmDataConfig:
+class LmDataConfig(Ranged):
     """The `data:` block of every entry point.
 
     Attributes:
@@ -106,30 +107,31 @@ class LmDataConfig:
     """
 
     tokenizer: str = "gpt2"
-    vocab_size: int | None = None
-    cache_dir: str | None = "cache/"
+    vocab_size: PositiveInt | None = None
+    cache_dir: PathText | None = "cache/"
     cache_options: CacheOptions = field(default_factory=CacheOptions)
     enforce_bos: bool = True
     enforce_eos: bool = True
     auto_build_caches: bool = True
     chat_template: str | None = None
-    ignore_token_id: int | None = -100
+    ignore_token_id: AnyInt | None = -100
 
-    shuffle: bool | int | BlockShuffleConfig = field(default_factory=BlockShuffleConfig)
+    shuffle: bool | Count | BlockShuffleConfig = field(default_factory=BlockShuffleConfig)
     permutation_type: Literal["feistel", "linear"] | None = "feistel"
     block_cross_document_attention: bool = True
 
     components: dict[str, DatasetComponentBase] = field(default_factory=dict)
     train_weights: TrainWeights = None
     stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
-    target_budget: int | None = None
-    experiment_budget: int | None = None
-    mixture_block_size: int = 2048
-    max_train_batches: dict[str, int] | None = None
-    num_validation_sequences: dict[str, int] | None = None
+    target_budget: ManyInt | None = None
+    experiment_budget: ManyInt | None = None
+    mixture_block_size: PositiveInt = 2048
+    max_train_batches: dict[str, Count] | None = None
+    num_validation_sequences: dict[str, Count] | None = None
     shuffle_before_trainval_split: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = list(_weight_problems(self.train_weights, self.components))
         if problems:
             raise ValueError("\n".join(problems))
@@ -145,6 +147,4 @@ def _weight_problems(weights: TrainWeights, components: Mapping[str, object]) ->
         if name not in components:
             known = ", ".join(sorted(components)) or "none"
             problems.append(f"data.train_weights: {name!r} is not a component (components: {known})")
-    for stage in stages:
-        problems += [f"data.train_weights.{name}: {w} is negative" for name, w in stage.items() if w < 0]
     return problems

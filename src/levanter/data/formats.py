@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import draccus
 
+from levanter.config.ranges import Count, PositiveInt, Ranged
+
 
 @dataclass(frozen=True, kw_only=True)
-class LmDatasetFormatBase(draccus.ChoiceRegistry):
+class LmDatasetFormatBase(Ranged, draccus.ChoiceRegistry):
     """The base of all formats (`format: {type: …}`; `text` where no type is given)."""
 
     @classmethod
@@ -44,7 +46,7 @@ class ChatLmDatasetFormat(LmDatasetFormatBase):
     chat_template: str | None = None
     system_prompt: str | None = None
     chat_template_kwargs: str | None = "chat_template_kwargs"
-    pack: bool | int | Literal["pad"] | None = None
+    pack: bool | PositiveInt | Literal["pad"] | None = None
     mask_user_turns: bool = True
 
 
@@ -55,7 +57,7 @@ class SupervisedLmDatasetFormat(LmDatasetFormatBase):
 
     input_key: str = "input"
     target_key: str = "target"
-    separate_with: str | int | None = None
+    separate_with: str | Count | None = None
     pack: bool = True
     mask_inputs: bool = True
 

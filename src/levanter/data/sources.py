@@ -9,11 +9,12 @@ from typing import Literal
 
 import draccus
 
+from levanter.config.ranges import PositiveInt, Ranged
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetSourceBase(draccus.ChoiceRegistry):
+class DatasetSourceBase(Ranged, draccus.ChoiceRegistry):
     """The base of all sources (`url` where no type is given)."""
 
     @classmethod
@@ -73,13 +74,12 @@ class PythonDocsSource(DatasetSourceBase):
             training data.
     """
 
-    max_chars: int | None = None
-    hold_out_every: int | None = None
+    max_chars: PositiveInt | None = None
+    hold_out_every: PositiveInt | None = None
     split: Literal["validation"] = "validation"
     tags: list[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_chars is not None and self.max_chars < 1:
-            raise ValueError(f"max_chars must be at least 1, got {self.max_chars}")
+        super().__post_init__()
         if self.hold_out_every is not None and self.hold_out_every < 2:
             raise ValueError(f"hold_out_every must be at least 2 (of two topics, one), got {self.hold_out_every}")

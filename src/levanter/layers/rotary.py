@@ -13,17 +13,19 @@ positions are computed inside it.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import draccus
 import numpy as np
+
+from levanter.config.ranges import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 
 if TYPE_CHECKING:
     from haliax import Axis, NamedArray
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryConfig(draccus.ChoiceRegistry):
+class RotaryConfig(Ranged, draccus.ChoiceRegistry):
     """What every rotary embedding has.
 
     Attributes:
@@ -31,15 +33,10 @@ class RotaryConfig(draccus.ChoiceRegistry):
         partial_rotary_factor: share of a head's features that is rotated; the remaining ones pass unchanged.
     """
 
-    theta: float = 10000.0
-    partial_rotary_factor: float = 1.0
+    range_prefix: ClassVar[str] = "rope."
 
-    def __post_init__(self):
-        if self.theta <= 0:
-            raise ValueError(f"rope.theta must be positive, got {self.theta}")
-        if not 0 < self.partial_rotary_factor <= 1:
-            raise ValueError(f"rope.partial_rotary_factor must be in (0, 1], got {self.partial_rotary_factor}")
-        _positive(self, "factor", "original_max_position_embeddings")
+    theta: PositiveFloat = 10000.0
+    partial_rotary_factor: PositiveFraction = 1.0
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -126,7 +123,7 @@ class DefaultRotaryConfig(RotaryConfig):
         factor: positions are divided by it; 1 leaves them (the key exists for upstream's configs).
     """
 
-    factor: float = 1.0
+    factor: PositiveFloat = 1.0
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
         del length
@@ -138,7 +135,7 @@ class DefaultRotaryConfig(RotaryConfig):
 class LinearRotaryConfig(RotaryConfig):
     """Position interpolation: all positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
 
-    factor: float = 1.0
+    factor: PositiveFloat = 1.0
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
         del length
@@ -160,8 +157,8 @@ class DynamicRotaryConfig(RotaryConfig):
             Face config).
     """
 
-    factor: float = 1.0
-    original_max_position_embeddings: int
+    factor: PositiveFloat = 1.0
+    original_max_position_embeddings: PositiveInt
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
         size = self.rotated_size(head_size)
@@ -187,10 +184,10 @@ class Llama3RotaryConfig(RotaryConfig):
     """
 
     theta: float = 500000.0
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    factor: PositiveFloat = 8.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position_embeddings: PositiveInt = 8192
 
     def __post_init__(self):
         super().__post_init__()
@@ -229,13 +226,13 @@ class YarnRotaryConfig(RotaryConfig):
         truncate: round the limits of the blend outwards to whole feature pairs.
     """
 
-    factor: float = 1.0
-    original_max_position_embeddings: int = 2048
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    factor: PositiveFloat = 1.0
+    original_max_position_embeddings: PositiveInt = 2048
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    attention_factor: PositiveFloat | None = None
+    mscale: NonNegativeFloat | None = None
+    mscale_all_dim: NonNegativeFloat | None = None
     truncate: bool = True
 
     def __post_init__(self):
@@ -295,11 +292,11 @@ class LongRotaryConfig(RotaryConfig):
         attention_factor: amplitude of the tables; None is `√(1 + ln(factor) / ln(original context))`.
     """
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    original_max_position_embeddings: int
-    factor: float = 1.0
-    attention_factor: float | None = None
+    short_factor: tuple[PositiveFloat, ...]
+    long_factor: tuple[PositiveFloat, ...]
+    original_max_position_embeddings: PositiveInt
+    factor: PositiveFloat = 1.0
+    attention_factor: PositiveFloat | None = None
 
     def rotated_size(self, head_size: int) -> int:
         size = super().rotated_size(head_size)
@@ -322,10 +319,3 @@ class LongRotaryConfig(RotaryConfig):
         stretch = np.asarray(self.long_factor if long else self.short_factor, np.float32)
         exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
         return np.float32(1.0) / (stretch * np.power(np.float32(self.theta), exponent))
-
-
-def _positive(config: RotaryConfig, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name, 1)
-        if value <= 0:
-            raise ValueError(f"rope.{name} must be positive, got {value}")

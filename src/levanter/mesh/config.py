@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from levanter.config.ranges import PositiveFloat, PositiveOrAll, Ranged
+
 MappingValue = str | list[str] | None
 """A mesh axis, a list of mesh axes (major first), or null to remove a default."""
 
@@ -18,7 +20,7 @@ DEFAULT_BATCH_AXES = ("replica_dcn", "replica", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Ranged):
     """Mesh axes and the mappings of logical axes to them.
 
     Attributes:
@@ -39,8 +41,8 @@ class MeshConfig:
         hbm_gib: memory of one device in GiB that the replication rule measures against; default: the accelerator's.
     """
 
-    axes: dict[str, int] = field(default_factory=dict)
-    dcn_axes: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, PositiveOrAll] = field(default_factory=dict)
+    dcn_axes: dict[str, PositiveOrAll] = field(default_factory=dict)
     batch_axis_name: str | None = "batch"
     shared_mapping: dict[str, MappingValue] = field(default_factory=dict)
     compute_mapping: dict[str, MappingValue] = field(default_factory=dict)
@@ -51,7 +53,22 @@ class MeshConfig:
     split_heads: Literal["never", "auto"] = "never"
     allow_replicated: list[str] = field(default_factory=list)
     on_conflict: Literal["error", "first_wins"] = "error"
-    hbm_gib: float | None = None
+    hbm_gib: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules = {
+            name: getattr(self, name)
+            for name in ("shared_mapping", "compute_mapping", "param_mapping", "residual_mapping")
+        }
+        keys = {"axes": self.axes, "dcn_axes": self.dcn_axes, "overrides": self.overrides, **rules}
+        problems = [f"{name}: {key!r} is no name" for name, block in keys.items() for key in block if not key.strip()]
+        for name, block in rules.items():
+            for axis, value in block.items():
+                axes = value if isinstance(value, list) else [] if value is None else [value]
+                problems += [f"{name}.{axis}: {one!r} is no name of a mesh axis" for one in axes if not one.strip()]
+        if problems:
+            raise ValueError("\n".join(problems))
 
     def hbm_bytes(self, device_bytes: int | None) -> int | None:
         """The memory that replication is judged by: `hbm_gib`, else the device's own (None on CPU: not judged)."""

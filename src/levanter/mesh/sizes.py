@@ -70,8 +70,6 @@ def _merged(defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, 
 
 
 def _absorb(sizes: Mapping[str, int], total: int, *, group: str, what: str, hint: str | None) -> dict[str, int]:
-    if wrong := {name: size for name, size in sizes.items() if size != -1 and size < 1}:
-        raise MeshError(f"{group}: sizes are positive, or -1 for what is left; got {wrong}")
     absorbing = [name for name, size in sizes.items() if size == -1]
     if len(absorbing) > 1:
         raise MeshError(f"{group}: only one mesh axis can be -1, got {', '.join(absorbing)}")

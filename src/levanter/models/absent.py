@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from levanter.config.ranges import AnyFloat, AnyInt
 from levanter.config.schema import Annotation
 from levanter.layers.rotary import DefaultRotaryConfig, Llama3RotaryConfig, RotaryConfig
 from levanter.models.registry import LmConfig, family_names
@@ -19,24 +20,24 @@ from levanter.models.registry import LmConfig, family_names
 class AbsentHyenaConfig:
     """The `hyena:` block of `gpt2_hyena`: long convolutions in the place of attention."""
 
-    max_seq_len: int = 1024
-    hidden_dim: int = 768
-    num_heads: int = 1
-    order: int = 2
-    filter_order: int = 16
-    short_filter_order: int = 3
+    max_seq_len: AnyInt = 1024
+    hidden_dim: AnyInt = 768
+    num_heads: AnyInt = 1
+    order: AnyInt = 2
+    filter_order: AnyInt = 16
+    short_filter_order: AnyInt = 3
     outer_mixing: bool = False
     activation: str = "gelu_new"
-    num_blocks: int = 1
-    num_hidden_layers_filter_mlp: int = 2
-    filter_emb_dim: int = 3
-    filter_dropout: float = 0.0
-    fast_decay_pct: float = 0.3
-    slow_decay_pct: float = 1.5
-    target: float = 1e-2
+    num_blocks: AnyInt = 1
+    num_hidden_layers_filter_mlp: AnyInt = 2
+    filter_emb_dim: AnyInt = 3
+    filter_dropout: AnyFloat = 0.0
+    fast_decay_pct: AnyFloat = 0.3
+    slow_decay_pct: AnyFloat = 1.5
+    target: AnyFloat = 1e-2
     modulate: bool = True
-    shift: float = 0.0
-    resid_pdrop: float = 0.0
+    shift: AnyFloat = 0.0
+    resid_pdrop: AnyFloat = 0.0
     use_bias: bool = True
 
 
@@ -171,7 +172,9 @@ def _annotation(key: str, default: object) -> Annotation:
         return bool | str | dict[str, Any]
     if key == "rope":
         return RotaryConfig
-    return type(default) if isinstance(default, bool | int | float | str | AbsentHyenaConfig) else Any
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return AnyInt if isinstance(default, int) else AnyFloat
+    return type(default) if isinstance(default, bool | str | AbsentHyenaConfig) else Any
 
 
 register_absent()

@@ -7,7 +7,9 @@ array; models (`models.base`) keep theirs, and a family (`models.family`) says h
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from levanter.config.ranges import PositiveInt, Ranged
 
 if TYPE_CHECKING:
     from haliax import Axis
@@ -20,7 +22,7 @@ A = TypeVar("A", bound="Architecture")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture(ABC):
+class Architecture(Ranged, ABC):
     """A causal language model's architecture.
 
     Attributes:
@@ -31,11 +33,13 @@ class Architecture(ABC):
         cross_entropy_block_size: positions scored at a time; None is scoring's default.
     """
 
-    max_seq_len: int = 2048
-    vocab_size: int | None = None
+    range_prefix: ClassVar[str] = "model."
+
+    max_seq_len: PositiveInt = 2048
+    vocab_size: PositiveInt | None = None
     tokenizer: str | None = None
     reference_checkpoint: str | None = None
-    cross_entropy_block_size: int | None = None
+    cross_entropy_block_size: PositiveInt | None = None
 
     @property
     @abstractmethod

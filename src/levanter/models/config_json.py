@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from levanter.config.ranges import AnyInt, FiniteFloat, LayerCount, PositiveInt, out_of_range
+from levanter.config.schema import Annotation, strip
 from levanter.models.architecture import Architecture
 
 C = TypeVar("C", bound=Architecture)
@@ -45,6 +47,12 @@ class FieldFinding:
         return f"{self.field}: {self.value!r:.60}: {self.message}"
 
 
+LAYERS = ("num_hidden_layers", "n_layer")
+"""What the number of layers is called."""
+_DEFAULT_RANGES: Mapping[Any, Any] = {int: AnyInt, float: FiniteFloat}
+"""Of numbers whose own range is looked at when the family's config is made."""
+
+
 @dataclass
 class Fields:
     """A config.json that is being read: values, what was asked for, and what is wrong."""
@@ -54,7 +62,9 @@ class Fields:
     problems: list[str] = field(default_factory=list)
     findings: list[FieldFinding] = field(default_factory=list)
 
-    def get(self, name: str, kind: type | tuple[type, ...], default: Any = None, *, required: bool = False) -> Any:
+    def get(
+        self, name: str, kind: Annotation | tuple[Annotation, ...], default: Any = None, *, required: bool = False
+    ) -> Any:
         """The value of a field, or `default` where it is absent or null; a wrong type is a problem."""
         self.seen.add(name)
         value = self.document.get(name)
@@ -68,9 +78,14 @@ class Fields:
         """The value of a field of which null means none, and only its absence means transformers' own default."""
         return self.get(name, kind, None if name in self.document else absent)
 
-    def check(self, name: str, value: object, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """`value` if it is of the kind; else a problem and `default`."""
-        kinds = kind if isinstance(kind, tuple) else (kind,)
+    def check(self, name: str, value: object, kind: Annotation | tuple[Annotation, ...], default: Any = None) -> Any:
+        """`value` if it is of the kind, and in its range (see `config.ranges`); else a problem and `default`."""
+        kinds = tuple(strip(one) for one in (kind if isinstance(kind, tuple) else (kind,)))
+        if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & {*kinds}:
+            said = out_of_range(value, _DEFAULT_RANGES.get(kind, kind) if not isinstance(kind, tuple) else FiniteFloat)
+            if said is not None:
+                self.problems.append(f"field {name!r}: {said}")
+                return default
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if not fits and float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -82,13 +97,9 @@ class Fields:
 
     def size(self, name: str, default: int | None = None, *, required: bool = False) -> int:
         """A positive integer field. After a problem it answers 1, so that reading can go on."""
-        value = self.get(name, int, default, required=required)
-        if value is None:
-            return 1
-        if value < 1:
-            self.problems.append(f"field {name!r} is {value}, expected a positive number")
-            return 1
-        return value
+        before = len(self.problems)
+        value = self.get(name, LayerCount if name in LAYERS else PositiveInt, default, required=required)
+        return 1 if value is None or len(self.problems) > before else value
 
     def forbid(self, name: str, allowed: Sequence[Any], why: str) -> None:
         """A field that may only have one of `allowed` values (or be absent or null)."""

@@ -20,6 +20,7 @@ from haliax import Axis, NamedArray
 from jax.custom_derivatives import SymbolicZero
 
 from haliax_ext.by_shard import OpenedAxes
+from haliax_ext.divisibility import divisors
 from haliax_ext.mapping import shard_like_parameter
 from levanter.layers.attention.reference import HIDDEN, soft_capped
 from levanter.layers.linear import Dense, Linear
@@ -52,7 +53,7 @@ def chunking(positions: int, chunk: int) -> tuple[int, int]:
     if chunk < 1:
         raise ValueError(f"a chunk holds at least one position, got {chunk}")
     fewest = -(-positions // chunk)
-    count = next((n for n in range(fewest, 2 * fewest) if positions % n == 0), fewest)
+    count = next((n for n in divisors(positions) if fewest <= n < 2 * fewest), fewest)
     return count, -(-positions // count)
 
 

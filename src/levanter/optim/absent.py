@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import optax
 
+from levanter.config.ranges import AnyFloat, AnyInt
+from levanter.config.schema import Annotation
 from levanter.optim.config import OptimizerConfig
 
 _ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
@@ -133,11 +135,15 @@ def register_absent() -> None:
             OptimizerConfig.register_subclass(name, _config_class(name, keys))
 
 
+def _annotation(default: object) -> Annotation:
+    """What a key takes: what its default is, where that says something."""
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return AnyInt if isinstance(default, int) else AnyFloat
+    return type(default) if isinstance(default, bool | str) else Any
+
+
 def _config_class(name: str, keys: Mapping[str, Any]) -> type[OptimizerConfig]:
-    fields = [
-        (key, type(value) if isinstance(value, bool | int | float | str) else Any, dataclasses.field(default=value))
-        for key, value in keys.items()
-    ]
+    fields = [(key, _annotation(value), dataclasses.field(default=value)) for key, value in keys.items()]
     made = dataclasses.make_dataclass(
         f"Absent{name.title().replace('-', '').replace('_', '')}Config",
         fields,

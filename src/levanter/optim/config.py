@@ -14,6 +14,17 @@ import jax
 import optax
 
 from haliax_ext.pytree import PyTree
+from levanter.config.ranges import (
+    Count,
+    Decay,
+    Epsilon,
+    Fraction,
+    LearningRate,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Ranged,
+)
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.outliers import SkipStepConfig, carry_recent
@@ -23,7 +34,7 @@ from levanter.optim.update_clipping import ClipUpdateNormConfig, clip_by_recent_
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(draccus.ChoiceRegistry):
+class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
     """What all optimizers have.
 
     Attributes:
@@ -45,20 +56,20 @@ class OptimizerConfig(draccus.ChoiceRegistry):
         max_grad_norm: the gradient's global norm is clipped at this; null for no limit.
     """
 
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.1
-    min_lr_ratio: float = 0.1
-    warmup: int | float = 0.01
-    decay: int | float | None = None
-    rewarmup: int | float = 0.0
-    cycle_length: int | float | list[int] | None = None
-    cycles: int | list[int] | None = None
+    learning_rate: LearningRate = 6e-4
+    weight_decay: NonNegativeFloat = 0.1
+    min_lr_ratio: Fraction = 0.1
+    warmup: Count | NonNegativeFloat = 0.01
+    decay: Count | NonNegativeFloat | None = None
+    rewarmup: Count | NonNegativeFloat = 0.0
+    cycle_length: PositiveInt | PositiveFloat | list[PositiveInt] | None = None
+    cycles: PositiveInt | list[PositiveInt] | None = None
     lr_schedule: LrSchedule | str = "cosine"
-    haps: list[int] | None = None
-    cooldown: float | None = None
+    haps: list[PositiveInt] | None = None
+    cooldown: NonNegativeFloat | None = None
     weight_decay_modules: list[str] | str | None = None
     default_weight_decay_mask: bool | None = None
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -66,23 +77,12 @@ class OptimizerConfig(draccus.ChoiceRegistry):
         return "adam"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = list(self._problems())
         if problems:
             raise ValueError("\n".join(problems))
 
     def _problems(self) -> Iterable[str]:
-        for name in ("learning_rate", "weight_decay", "min_lr_ratio", "warmup", "decay", "rewarmup"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                yield f"{name}: must not be negative, got {value}"
-        if self.min_lr_ratio > 1:
-            yield f"min_lr_ratio: decay ends at this part of the peak, at most 1, got {self.min_lr_ratio}"
-        for name in ("beta1", "beta2", "momentum"):
-            value = getattr(self, name, 0.0)
-            if not 0 <= value < 1:
-                yield f"{name}: must be from 0 to below 1, got {value}"
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            yield f"max_grad_norm: must be positive, or null for no limit, got {self.max_grad_norm}"
         if self.cooldown is not None:
             yield f"cooldown: not supported; decay: {self.cooldown} ends the run with a decay of that length"
         if self.haps is not None and (self.cycles is not None or self.cycle_length is not None):
@@ -193,13 +193,13 @@ class AdamConfig(OptimizerConfig):
             (Defazio, arXiv:2506.02285).
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Epsilon = 1e-8
     nesterov: bool = False
-    update_rms_clipping: float | None = None
+    update_rms_clipping: PositiveFloat | None = None
     clip_update_norm: ClipUpdateNormConfig | None = None
-    skip_bad_steps: bool | int | SkipStepConfig = False
+    skip_bad_steps: bool | PositiveInt | SkipStepConfig = False
     adamc_weight_decay: bool = False
 
     def _unsupported(self) -> Iterable[str]:
@@ -249,11 +249,11 @@ class AdafactorConfig(OptimizerConfig):
         min_parameter_scale: the least factor of that multiplication.
     """
 
-    decay_rate: float = 0.8
-    clip_threshold: float | None = 1.0
-    epsilon: float = 1e-30
+    decay_rate: Decay = 0.8
+    clip_threshold: PositiveFloat | None = 1.0
+    epsilon: Epsilon = 1e-30
     scale_parameter: bool = False
-    min_parameter_scale: float = 1e-3
+    min_parameter_scale: NonNegativeFloat = 1e-3
 
     def scaling(self) -> optax.GradientTransformation:
         scale = scale_by_adafactor(decay_rate=self.decay_rate, clip_threshold=self.clip_threshold, epsilon=self.epsilon)
@@ -273,9 +273,9 @@ class LionConfig(OptimizerConfig):
         epsilon: upstream's key, without effect.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Epsilon = 1e-8
 
     def scaling(self) -> optax.GradientTransformation:
         return optax.scale_by_lion(self.beta1, self.beta2)
@@ -292,9 +292,9 @@ class RmsPropConfig(OptimizerConfig):
         eps: added to the root of the mean square.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-30
+    beta1: Decay = 0.9
+    beta2: Decay = 0.99
+    eps: Epsilon = 1e-30
 
     def scaling(self) -> optax.GradientTransformation:
         rms = optax.scale_by_rms(decay=self.beta2, eps=self.eps, eps_in_sqrt=False, bias_correction=True)
@@ -311,7 +311,7 @@ class SgdConfig(OptimizerConfig):
         nesterov: whether the gradient is taken one step ahead.
     """
 
-    momentum: float = 0.0
+    momentum: Decay = 0.0
     nesterov: bool = False
 
     def scaling(self) -> optax.GradientTransformation:
@@ -339,19 +339,19 @@ class MuonConfig(OptimizerConfig):
         max_grad_norm: of all but the matrices, whose update does not depend on the gradient's size.
     """
 
-    lr: float = 0.02
-    adam_lr: float = 6e-4
-    momentum: float = 0.95
+    lr: LearningRate = 0.02
+    adam_lr: LearningRate = 6e-4
+    momentum: Decay = 0.95
     nesterov: bool = True
-    backend_steps: int = 5
+    backend_steps: PositiveInt = 5
     coefficient_type: Coefficients = "quintic"
-    muon_epsilon: float = 1e-8
+    muon_epsilon: Epsilon = 1e-8
     use_kimi_scaling: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Epsilon = 1e-8
     weight_decay: float = 0.0
-    adam_weight_decay: float | None = None
+    adam_weight_decay: NonNegativeFloat | None = None
 
     def _unsupported(self) -> Iterable[str]:
         if self.learning_rate == 0:

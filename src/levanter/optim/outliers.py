@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from haliax_ext.pytree import PyTree
+from levanter.config.ranges import PositiveFloat, PositiveInt, Ranged
 
 LEAST_DEVIATION = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class UsualRange:
+class UsualRange(Ranged):
     """What is usual after the last steps: their mean and some standard deviations more.
 
     Attributes:
@@ -27,15 +28,14 @@ class UsualRange:
         sigma_factor: how many standard deviations above the mean is still usual.
     """
 
-    rolling_interval_length: int = 128
-    sigma_factor: float = 6.0
+    rolling_interval_length: PositiveInt = 128
+    sigma_factor: PositiveFloat = 6.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = []
         if self.rolling_interval_length < 2:
             problems.append(f"rolling_interval_length: must be at least 2, got {self.rolling_interval_length}")
-        if self.sigma_factor <= 0:
-            problems.append(f"sigma_factor: must be positive, got {self.sigma_factor}")
         if problems:
             raise ValueError("\n".join(problems))
 

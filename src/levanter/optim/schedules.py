@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from haliax_ext.errors import nearest
+from levanter.config.ranges import FiniteFloat, PositiveFloat, PositiveInt, Ranged
 
 Schedule = Callable[[jax.Array], jax.Array]
 """Step (int32 scalar, from 0) → learning rate (float32 scalar)."""
@@ -38,7 +39,7 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LrSchedule(draccus.ChoiceRegistry):
+class LrSchedule(Ranged, draccus.ChoiceRegistry):
     """The shape of a decay: a function of the steps since it began."""
 
     @abstractmethod
@@ -64,10 +65,7 @@ class CosineLrSchedule(LrSchedule):
         exponent: of the cosine, before it is scaled.
     """
 
-    exponent: float = 1.0
-
-    def __post_init__(self) -> None:
-        _positive("exponent", self.exponent)
+    exponent: PositiveFloat = 1.0
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * _progress(phase, since)))
@@ -92,10 +90,7 @@ class PolynomialLrSchedule(LrSchedule):
         power: 1 is linear.
     """
 
-    power: float = 2.0
-
-    def __post_init__(self) -> None:
-        _positive("power", self.power)
+    power: PositiveFloat = 2.0
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         return phase.floor + (phase.peak - phase.floor) * (1 - _progress(phase, since)) ** self.power
@@ -110,10 +105,7 @@ class InvSqrtLrSchedule(LrSchedule):
         timescale: up to this step the peak is held.
     """
 
-    timescale: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        _positive("timescale", self.timescale)
+    timescale: PositiveFloat = 10_000.0
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         step = jnp.maximum(since + phase.warmup_steps, 1)
@@ -140,10 +132,7 @@ class InvSqrtDecayLrSchedule(LrSchedule):
         decay_constant: `c`; at the end of the phase the peak is divided by `√(1 + c)`.
     """
 
-    decay_constant: float = 28.6
-
-    def __post_init__(self) -> None:
-        _positive("decay_constant", self.decay_constant)
+    decay_constant: PositiveFloat = 28.6
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         divisor = jnp.sqrt(1 + self.decay_constant * since / max(phase.steps, 1))
@@ -165,14 +154,13 @@ class PowerLrSchedule(LrSchedule):
         b: its exponent, negative.
     """
 
-    batch_size: int
-    seq_length: int
-    a: float = 4.6
-    b: float = -0.51
+    batch_size: PositiveInt
+    seq_length: PositiveInt
+    a: PositiveFloat = 4.6
+    b: FiniteFloat = -0.51
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seq_length", "a"):
-            _positive(name, getattr(self, name))
+        super().__post_init__()
         if self.b >= 0:
             raise ValueError(f"b: must be negative, got {self.b}")
 
@@ -181,11 +169,6 @@ class PowerLrSchedule(LrSchedule):
         # Nothing to the power of a negative number is infinite, and the peak less.
         rate = self.a * self.batch_size * jnp.where(tokens > 0, tokens, 1.0) ** self.b
         return jnp.where(tokens > 0, jnp.minimum(phase.peak, rate), phase.peak)
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}: must be positive, got {value}")
 
 
 def _progress(phase: Phase, since: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+from levanter.config.ranges import Count, PositiveDuration, PositiveInt, Ranged
 from levanter.processes.peers import Peers, Timeouts
 from levanter.processes.roll_call import Place, call_roll
 
@@ -29,7 +30,7 @@ class PlaceError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
+class DistributedConfig(Ranged):
     """How the processes of one job find each other; on TPU pods, under Slurm and our launchers it is detected.
 
     Attributes:
@@ -44,15 +45,16 @@ class DistributedConfig:
     """
 
     coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    local_device_ids: int | list[int] | None = None
+    num_processes: PositiveInt | None = None
+    process_id: Count | None = None
+    local_device_ids: Count | list[Count] | None = None
     initialize_jax_distributed: bool = True
-    init_timeout: timedelta = timedelta(minutes=5)
-    barrier_timeout: timedelta = timedelta(minutes=30)
-    heartbeat_timeout: timedelta = timedelta(seconds=100)
+    init_timeout: PositiveDuration = timedelta(minutes=5)
+    barrier_timeout: PositiveDuration = timedelta(minutes=30)
+    heartbeat_timeout: PositiveDuration = timedelta(seconds=100)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = list(self._problems())
         if problems:
             raise ValueError("\n".join(problems))
@@ -60,11 +62,8 @@ class DistributedConfig:
     def _problems(self) -> Iterable[str]:
         if self.process_id is not None and self.num_processes is None:
             yield "process_id: needs num_processes beside it"
-        if self.num_processes is not None:
-            if self.num_processes < 1:
-                yield f"num_processes: must be at least 1, got {self.num_processes}"
-            if self.process_id is not None and not 0 <= self.process_id < self.num_processes:
-                yield f"process_id: must be from 0 to {self.num_processes - 1}, got {self.process_id}"
+        elif self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
+            yield f"process_id: must be from 0 to {self.num_processes - 1}, got {self.process_id}"
         if self.coordinator_address is not None and not _is_address(self.coordinator_address):
             yield f"coordinator_address: must be host:port, got {self.coordinator_address!r}"
         for name in ("init_timeout", "barrier_timeout", "heartbeat_timeout"):

@@ -14,6 +14,7 @@ from typing import Any, overload
 import draccus
 import numpy as np
 
+from levanter.config.ranges import Ranged
 from levanter.io import Output
 from levanter.io.values import Json
 
@@ -53,7 +54,7 @@ class Tracker(abc.ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerConfig(draccus.ChoiceRegistry, abc.ABC):
+class TrackerConfig(Ranged, draccus.ChoiceRegistry, abc.ABC):
     """The base of all tracker blocks (`wandb` where no type is given, as upstream)."""
 
     @classmethod

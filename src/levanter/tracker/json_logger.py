@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from levanter.config.ranges import Count
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json
 
 
@@ -44,7 +45,7 @@ class JsonLoggerConfig(TrackerConfig):
     """Which logger, and at which level (`20` is INFO)."""
 
     logger_name: str = "levanter.json_logger"
-    level: int = logging.INFO
+    level: Count = logging.INFO
 
     def init(self, run_id: str | None) -> Tracker:
         del run_id

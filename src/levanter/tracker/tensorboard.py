@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from levanter.config.ranges import Count, PositiveInt
 from levanter.io import Output
 from levanter.io.paths import is_remote, join, local_path
 from levanter.io.values import Json
@@ -92,9 +93,9 @@ class TensorboardConfig(TrackerConfig):
 
     logdir: str = "tblogs"
     comment: str | None = ""
-    purge_step: int | None = None
-    max_queue: int | None = 10
-    flush_secs: int | None = 120
+    purge_step: Count | None = None
+    max_queue: Count | None = 10
+    flush_secs: PositiveInt | None = 120
     filename_suffix: str | None = ""
     write_to_disk: bool | None = True
 

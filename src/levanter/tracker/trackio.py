@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from levanter.config.ranges import NonNegativeFloat, PositiveInt
 from levanter.io.values import Json
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_plain
@@ -73,8 +74,8 @@ class TrackioConfig(TrackerConfig):
     mode: Literal["online", "offline", "disabled"] | None = None
     resume: Literal["allow", "must", "never"] = "allow"
     background: bool = True
-    background_max_queue_size: int = 10_000
-    background_finish_timeout: float = 120.0
+    background_max_queue_size: PositiveInt = 10_000
+    background_finish_timeout: NonNegativeFloat = 120.0
 
     def init(self, run_id: str | None) -> Tracker:
         if self.mode == "disabled":

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from levanter.config.ranges import NonNegativeFloat, PositiveInt
 from levanter.io import Output
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import join
@@ -124,8 +125,8 @@ class WandbConfig(TrackerConfig):
     save_xla_dumps: bool = False
     replicate_path: str | None = None
     background: bool = True
-    background_max_queue_size: int = 10_000
-    background_finish_timeout: float = 120.0
+    background_max_queue_size: PositiveInt = 10_000
+    background_finish_timeout: NonNegativeFloat = 120.0
 
     def init(self, run_id: str | None) -> Tracker:
         import wandb

@@ -11,6 +11,7 @@ refused with the nearest sizes that are.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from haliax_ext.divisibility import divisors
 from levanter.trainer.parts import BatchSizeStage
 
 
@@ -108,7 +109,7 @@ def plan_batch(
         reasons.append(f"per_device_parallelism -1: {placed} / {ways} = {per_device} rows, nothing is accumulated")
     micro = per_device * ways
     if placed % micro:
-        share = f"; or per_device_parallelism {_listed(_divisors(placed // ways))}" if placed % ways == 0 else ""
+        share = f"; or per_device_parallelism {_listed(divisors(placed // ways))}" if placed % ways == 0 else ""
         raise BatchError(_uneven(batch, micro, f"rows a microbatch ({per_device} a device × {ways} ways)", on) + share)
     accumulation = placed // micro
     if accumulation > 1:
@@ -156,10 +157,6 @@ def _uneven(batch: int, unit: int, what: str, on: str) -> str:
     below, above = batch // unit * unit, -(-batch // unit) * unit
     nearest = " or ".join(str(n) for n in (below, above) if n)
     return f"trainer.train_batch_size {batch} is not a multiple of {unit} {what}{on}; nearest: {nearest}"
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from levanter.config.ranges import Count, PathText, PositiveInt, PositiveOrAll, Ranged, Seed
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import PolicyText
 from levanter.processes.distributed import DistributedConfig
@@ -26,7 +27,7 @@ JAX_CONFIG = {"jax_threefry_partitionable": True, "jax_softmax_custom_jvp": True
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Ranged):
     """How a run uses its devices, and everything around the model and the data.
 
     Attributes:
@@ -64,7 +65,7 @@ class TrainerConfig:
         require_accelerator: whether a run without TPU or GPU is refused; null allows it.
     """
 
-    seed: int = 0
+    seed: Seed = 0
     mp: str = "f32"
     model_averaging: ModelAveragingConfig | None = None
 
@@ -75,37 +76,36 @@ class TrainerConfig:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     crash_on_nan: bool = True
     crash_on_inf: bool = True
-    skip_nonfinite_steps: int = 0
+    skip_nonfinite_steps: Count = 0
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
-    train_batch_size: int | tuple[BatchSizeStage, ...] = 512
-    per_device_parallelism: int = -1
-    per_device_eval_parallelism: int = -1
+    train_batch_size: PositiveOrAll | tuple[BatchSizeStage, ...] = 512
+    per_device_parallelism: PositiveOrAll = -1
+    per_device_eval_parallelism: PositiveOrAll = -1
     allow_nondivisible_batch_size: bool = False
-    num_train_steps: int = 400_000
+    num_train_steps: PositiveInt = 400_000
     trainable: tuple[str, ...] | None = None
-    steps_per_eval: int = 1_000
-    max_eval_batches: int | None = None
+    steps_per_eval: PositiveInt = 1_000
+    max_eval_batches: PositiveInt | None = None
 
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
     load_checkpoint: bool | None = None
-    load_checkpoint_path: str | None = None
-    initialize_from: str | None = None
+    load_checkpoint_path: PathText | None = None
+    initialize_from: PathText | None = None
     allow_partial_checkpoint: bool = False
 
     jax_config: dict[str, bool | int | float | str] = field(default_factory=lambda: dict(JAX_CONFIG))
-    jax_compilation_cache_dir: str | None = None
+    jax_compilation_cache_dir: PathText | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     require_accelerator: bool | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "mp", PolicyText.of(self.mp))
         refuse(self._problems())
 
     def _problems(self) -> Iterable[str]:
-        if self.seed < 0:
-            yield f"seed: must not be negative, got {self.seed}"
         if not self.mp.strip():
             yield "mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing"
         else:
@@ -113,16 +113,6 @@ class TrainerConfig:
                 PolicyText.of(self.mp).check()
             except ValueError as error:
                 yield f"mp: {error}"
-        for name in ("per_device_parallelism", "per_device_eval_parallelism"):
-            value = getattr(self, name)
-            if value != -1 and value < 1:
-                yield f"{name}: must be at least 1, or -1 for all of a device's share, got {value}"
-        for name in ("num_train_steps", "steps_per_eval", "max_eval_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name}: must be at least 1, got {value}"
-        if self.skip_nonfinite_steps < 0:
-            yield f"skip_nonfinite_steps: must not be negative, got {self.skip_nonfinite_steps}"
         yield from self._batch_problems()
         if self.load_checkpoint and self.initialize_from is not None:
             yield "load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"
@@ -132,14 +122,10 @@ class TrainerConfig:
         if isinstance(size, int):
             if size == -1 and self.per_device_parallelism == -1:
                 yield "train_batch_size: -1 is derived from per_device_parallelism, which is -1 too; give one of them"
-            elif size != -1 and size < 1:
-                yield f"train_batch_size: must be at least 1, got {size}"
             return
         if not size or size[0].start != 0:
             yield "train_batch_size: the first stage must start at step 0"
         for i, stage in enumerate(size):
-            if stage.value < 1:
-                yield f"train_batch_size[{i}].value: must be at least 1, got {stage.value}"
             if i and stage.start <= size[i - 1].start:
                 yield f"train_batch_size[{i}].start: must be greater than {size[i - 1].start}, the start before it"
 

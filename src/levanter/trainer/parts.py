@@ -10,6 +10,8 @@ from typing import Literal
 
 import draccus
 
+from levanter.config.ranges import Count, Decay, PathText, PositiveDuration, PositiveFloat, PositiveInt, Ranged
+
 WatchTarget = Literal["grads", "params", "opt_state", "updates"]
 
 
@@ -21,7 +23,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointInterval:
+class CheckpointInterval(Ranged):
     """Keep a checkpoint every so many steps, until a step (for ever where `until` is null).
 
     Attributes:
@@ -29,16 +31,12 @@ class CheckpointInterval:
         until: the step up to which this interval holds.
     """
 
-    every: int
-    until: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every: must be at least 1, got {self.every}")
+    every: PositiveInt
+    until: PositiveInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointDebugConfig:
+class CheckpointDebugConfig(Ranged):
     """What a slow or memory-hungry save reports about itself.
 
     Attributes:
@@ -52,16 +50,16 @@ class CheckpointDebugConfig:
     """
 
     enabled: bool = False
-    log_interval: float = 60.0
-    dump_stacks_after: float | None = None
-    tracemalloc_frames: int = 25
-    top_allocations: int = 8
+    log_interval: PositiveFloat = 60.0
+    dump_stacks_after: PositiveFloat | None = None
+    tracemalloc_frames: PositiveInt = 25
+    top_allocations: Count = 8
     force_gc_before_serialize: bool = True
     flush_logs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointerConfig:
+class CheckpointerConfig(Ranged):
     """Where and how often checkpoints are saved.
 
     Attributes:
@@ -75,23 +73,20 @@ class CheckpointerConfig:
         debug: what a save reports about itself.
     """
 
-    base_path: str = "checkpoints/"
-    save_interval: timedelta | None = timedelta(minutes=15)
+    base_path: PathText = "checkpoints/"
+    save_interval: PositiveDuration | None = timedelta(minutes=15)
     keep: list[CheckpointInterval] = field(default_factory=lambda: [CheckpointInterval(every=10_000)])
     append_run_id_to_base_path: bool = True
     delete_old_temp_checkpoints: bool = True
-    temporary_base_path: str | None = None
-    keep_last_temporary_checkpoints: int = 1
+    temporary_base_path: PathText | None = None
+    keep_last_temporary_checkpoints: Count = 1
     debug: CheckpointDebugConfig = field(default_factory=CheckpointDebugConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         refuse(self._problems())
 
     def _problems(self) -> Iterable[str]:
-        if self.save_interval is not None and self.save_interval <= timedelta():
-            yield f"save_interval: must be positive or null, got {self.save_interval}"
-        if self.keep_last_temporary_checkpoints < 0:
-            yield f"keep_last_temporary_checkpoints: must not be negative, got {self.keep_last_temporary_checkpoints}"
         previous = 0
         for i, interval in enumerate(self.keep):
             if interval.until is None:
@@ -104,7 +99,7 @@ class CheckpointerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptionsConfig:
+class ProfileOptionsConfig(Ranged):
     """Options of the JAX profiler; null leaves one to JAX.
 
     Attributes:
@@ -116,16 +111,16 @@ class ProfileOptionsConfig:
         advanced_configuration: further options by JAX's own names.
     """
 
-    host_tracer_level: int | None = None
-    python_tracer_level: int | None = None
-    device_tracer_level: int | None = None
+    host_tracer_level: Count | None = None
+    python_tracer_level: Count | None = None
+    device_tracer_level: Count | None = None
     enable_hlo_proto: bool = False
     include_dataset_ops: bool | None = None
     advanced_configuration: dict[str, bool | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfilerConfig:
+class ProfilerConfig(Ranged):
     """A profile of some steps.
 
     Attributes:
@@ -137,21 +132,14 @@ class ProfilerConfig:
     """
 
     enabled: bool = False
-    start_step: int = 5
-    num_steps: int = 25
+    start_step: Count = 5
+    num_steps: PositiveInt = 25
     perfetto_link: bool = False
     profile_options: ProfileOptionsConfig = field(default_factory=ProfileOptionsConfig)
 
-    def __post_init__(self) -> None:
-        refuse(
-            f"{name}: must be at least {least}, got {value}"
-            for name, value, least in (("start_step", self.start_step, 0), ("num_steps", self.num_steps, 1))
-            if value < least
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class WatchConfig:
+class WatchConfig(Ranged):
     """Norms and histograms of gradients and parameters, computed inside the step.
 
     Attributes:
@@ -168,15 +156,11 @@ class WatchConfig:
     include_per_parameter_norms: bool = True
     include_histograms: bool = False
     split_scan_layers: bool = True
-    interval: int = 10
-
-    def __post_init__(self) -> None:
-        if self.interval < 0:
-            raise ValueError(f"interval: must not be negative, got {self.interval}")
+    interval: Count = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelAveragingConfig(draccus.ChoiceRegistry):
+class ModelAveragingConfig(Ranged, draccus.ChoiceRegistry):
     """The base of all ways to average parameters over steps."""
 
 
@@ -189,7 +173,7 @@ class EmaModelAveragingConfig(ModelAveragingConfig):
         beta: the weight of the average; the new parameters have 1 - beta.
     """
 
-    beta: float = 0.999
+    beta: Decay = 0.999
 
 
 @ModelAveragingConfig.register_subclass("ema_decay_sqrt")
@@ -203,13 +187,13 @@ class EmaDecaySqrtConfig(ModelAveragingConfig):
         decay_steps: the length of the decay.
     """
 
-    beta: float = 0.999
-    switch_step: int = 100_000
-    decay_steps: int = 100_000
+    beta: Decay = 0.999
+    switch_step: Count = 100_000
+    decay_steps: PositiveInt = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSizeStage:
+class BatchSizeStage(Ranged):
     """A batch size from a step on.
 
     Attributes:
@@ -217,5 +201,5 @@ class BatchSizeStage:
         value: the size.
     """
 
-    start: int
-    value: int
+    start: Count
+    value: PositiveInt

@@ -139,9 +139,12 @@ def test_yaml_chooses_by_type():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DefaultRotaryConfig(theta=0), "rope.theta must be positive"),
-        (lambda: LinearRotaryConfig(factor=0), "rope.factor must be positive"),
-        (lambda: DefaultRotaryConfig(partial_rotary_factor=1.5), r"must be in \(0, 1\]"),
+        (lambda: DefaultRotaryConfig(theta=0), "rope.theta: must be positive, got 0"),
+        (lambda: LinearRotaryConfig(factor=0), "rope.factor: must be positive, got 0"),
+        (
+            lambda: DefaultRotaryConfig(partial_rotary_factor=1.5),
+            "partial_rotary_factor: must be above 0 and at most 1",
+        ),
         (lambda: Llama3RotaryConfig(low_freq_factor=4.0), "must be below high_freq_factor"),
         (lambda: YarnRotaryConfig(factor=4.0, mscale=0.7), "without mscale_all_dim"),
         (lambda: DefaultRotaryConfig().rotated_size(15), "rotate pairs of features"),

@@ -80,10 +80,6 @@ ERRORS = [
         "trainer.mesh.axes: only one mesh axis can be -1, got data, model",
     ),
     (
-        dict(axes={"model": 0}, devices=16),
-        "trainer.mesh.axes: sizes are positive, or -1 for what is left; got {'model': 0}",
-    ),
-    (
         dict(dcn_axes={"replica_dcn": 4}, devices=16),
         "trainer.mesh.dcn_axes: replica_dcn 4 = 4, but there is 1 slice\n"
         "  → a slice may hold many hosts, and these devices form one; for a mesh axis across its hosts, name one in "

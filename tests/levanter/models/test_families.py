@@ -176,8 +176,8 @@ def test_a_long_period_is_not_looked_for():
     [
         (lambda: Gemma2Config(num_layers=2, layer_types=("full", "sliding_attention")), "layer_types has 'full'"),
         (lambda: Gemma2Config(num_layers=2, layer_types=("full_attention",)), "1 entries for model.num_layers 2"),
-        (lambda: Gemma2Config(final_logit_softcapping=-1.0), "final_logit_softcapping must be positive or null"),
-        (lambda: MistralConfig(sliding_window=0), "model.sliding_window must be positive or null, got 0"),
+        (lambda: Gemma2Config(final_logit_softcapping=-1.0), "final_logit_softcapping: must be positive, got -1.0"),
+        (lambda: MistralConfig(sliding_window=0), "model.sliding_window: must be at least 1, got 0"),
         (lambda: SmolLM3Config(no_rope_layers=(1, 0)), "no_rope_layers has 2 entries for model.num_layers 36"),
         (
             lambda: Gemma2Config(attn_backend="jax_native").for_platform("cpu", compute_dtype="float32"),

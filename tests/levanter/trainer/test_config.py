@@ -180,13 +180,15 @@ load_checkpoint: true
 initialize_from: x
 """
     assert refused(text) == [
-        "run.yaml:2: trainer: seed: must not be negative, got -1\n"
-        "    mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing\n"
-        "    per_device_parallelism: must be at least 1, or -1 for all of a device's share, got 0\n"
-        "    per_device_eval_parallelism: must be at least 1, or -1 for all of a device's share, got -2\n"
-        "    num_train_steps: must be at least 1, got 0\n"
-        "    max_eval_batches: must be at least 1, got 0\n"
-        "    skip_nonfinite_steps: must not be negative, got -1\n"
+        "run.yaml:2: trainer.seed: must not be negative, got -1",
+        "run.yaml:4: trainer.per_device_parallelism: must be at least 1, or -1, got 0",
+        "run.yaml:5: trainer.num_train_steps: must be at least 1, got 0",
+        "run.yaml:6: trainer.max_eval_batches: must be at least 1, got 0",
+        "run.yaml:7: trainer.skip_nonfinite_steps: must not be negative, got -1",
+        "run.yaml:9: trainer.per_device_eval_parallelism: must be at least 1, or -1, got -2",
+    ]
+    assert refused('mp: " "\nload_checkpoint: true\ninitialize_from: x\n') == [
+        "run.yaml:2: trainer: mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing\n"
         "    load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"
     ]
 
@@ -198,28 +200,29 @@ initialize_from: x
             lambda: TrainerConfig(train_batch_size=-1),
             "train_batch_size: -1 is derived from per_device_parallelism, which is -1 too; give one of them",
         ),
-        (lambda: TrainerConfig(train_batch_size=0), "train_batch_size: must be at least 1, got 0"),
+        (lambda: TrainerConfig(train_batch_size=0), "train_batch_size: must be at least 1, or -1, got 0"),
         (
             lambda: TrainerConfig(
-                train_batch_size=(BatchSizeStage(start=5, value=0), BatchSizeStage(start=5, value=2))
+                train_batch_size=(BatchSizeStage(start=5, value=1), BatchSizeStage(start=5, value=2))
             ),
             "train_batch_size: the first stage must start at step 0\n"
-            "train_batch_size[0].value: must be at least 1, got 0\n"
             "train_batch_size[1].start: must be greater than 5, the start before it",
         ),
+        (lambda: BatchSizeStage(start=0, value=0), "value: must be at least 1, got 0"),
+        (
+            lambda: CheckpointerConfig(save_interval=timedelta(0), keep_last_temporary_checkpoints=-1),
+            "save_interval: must be positive, got 0.0\nkeep_last_temporary_checkpoints: must not be negative, got -1",
+        ),
+        (lambda: CheckpointerConfig(base_path=" "), "base_path: must name a file, a folder or a URL, got nothing"),
         (lambda: CheckpointInterval(every=0), "every: must be at least 1, got 0"),
         (
             lambda: CheckpointerConfig(
-                save_interval=timedelta(0),
                 keep=[
                     CheckpointInterval(every=1),
                     CheckpointInterval(every=2, until=5),
                     CheckpointInterval(every=2, until=5),
                 ],
-                keep_last_temporary_checkpoints=-1,
             ),
-            "save_interval: must be positive or null, got 0:00:00\n"
-            "keep_last_temporary_checkpoints: must not be negative, got -1\n"
             "keep[0]: has no `until`, so the intervals after it never begin\n"
             "keep[2].until: must be greater than 5, the end of what is before it",
         ),
@@ -230,7 +233,7 @@ initialize_from: x
         ),
         (
             lambda: ProfilerConfig(start_step=-1, num_steps=0),
-            "start_step: must be at least 0, got -1\nnum_steps: must be at least 1, got 0",
+            "start_step: must not be negative, got -1\nnum_steps: must be at least 1, got 0",
         ),
         (lambda: WatchConfig(interval=-1), "interval: must not be negative, got -1"),
     ],

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 
 from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalLmConfig:
+class EvalLmConfig(Ranged):
     """What `eval_lm` evaluates, on what, and where.
 
     Attributes:
@@ -27,20 +28,21 @@ class EvalLmConfig:
         plan: what planning is told that a run would find out by itself.
     """
 
-    hf_checkpoint: str | None = None
-    initialize_from_hf: str | None = None
-    checkpoint_path: str | None = None
+    hf_checkpoint: PathText | None = None
+    initialize_from_hf: PathText | None = None
+    checkpoint_path: PathText | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
     model: LmConfig | None = None
     eval_on_train: bool = False
-    max_eval_length: int = 2048
-    output_path: str | None = None
+    max_eval_length: PositiveInt = 2048
+    output_path: PathText | None = None
     allow_pickle: bool = False
-    load_memory_gib: float | None = None
+    load_memory_gib: PositiveFloat | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self):
+        super().__post_init__()
         problems = []
         if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
             problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
@@ -63,7 +65,7 @@ class EvalLmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VizLmConfig:
+class VizLmConfig(Ranged):
     """What `viz_logprobs` shows.
 
     Attributes:
@@ -81,13 +83,13 @@ class VizLmConfig:
         plan: what planning is told that a run would find out by itself.
     """
 
-    checkpoint_path: str | None = None
+    checkpoint_path: PathText | None = None
     checkpoint_is_hf: bool = False
-    hf_checkpoint: str | None = None
-    path: str = "logprobs.html"
-    num_docs: int = 32
-    data_seed: int | None = 0
-    max_eval_length: int = 4096
+    hf_checkpoint: PathText | None = None
+    path: PathText = "logprobs.html"
+    num_docs: PositiveInt = 32
+    data_seed: Seed | None = 0
+    max_eval_length: PositiveInt = 4096
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
     model: LmConfig | None = None
@@ -96,13 +98,12 @@ class VizLmConfig:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = []
         if (self.checkpoint_path is None) == (self.hf_checkpoint is None):
             problems.append("give one model: checkpoint_path, or hf_checkpoint")
         if self.comparison_model_path is not None:
             problems.append("comparison_model_path: not supported yet; make a page of each model")
-        if self.num_docs < 1:
-            problems.append(f"num_docs must be at least 1, got {self.num_docs}")
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
         if problems:

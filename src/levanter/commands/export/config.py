@@ -5,6 +5,7 @@ from typing import Any
 
 from levanter.compat.hf.limits import MAX_SHARD_BYTES
 from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import Count, ManyInt, PathText, PositiveInt, Ranged
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
@@ -12,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertLmConfig:
+class ConvertLmConfig(Ranged):
     """What `export_lm_to_hf` exports, and where to.
 
     Attributes:
@@ -34,15 +35,15 @@ class ConvertLmConfig:
         plan: what planning is told that a run would find out by itself.
     """
 
-    checkpoint_path: str
-    output_dir: str
+    checkpoint_path: PathText
+    output_dir: PathText
     overwrite: bool = False
     dtype: str | None = None
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_bytes: ManyInt = MAX_SHARD_BYTES
     save_tokenizer: bool = True
-    tokenizer: str | None = None
-    generation_eos_token_ids: list[int] | None = None
-    override_vocab_size: int | None = None
+    tokenizer: PathText | None = None
+    generation_eos_token_ids: list[Count] | None = None
+    override_vocab_size: PositiveInt | None = None
     config_overrides: dict[str, Any] | None = None
     model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -51,11 +52,10 @@ class ConvertLmConfig:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = []
         if self.upload_to_hf:
             problems.append("upload_to_hf: not supported yet; upload output_dir afterwards")
-        if self.max_shard_bytes < 1:
-            problems.append(f"max_shard_bytes must be positive, got {self.max_shard_bytes}")
         if self.dtype is not None and self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.tokenizer is not None and not self.save_tokenizer:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.io import join
 from levanter.memorization.books import slug
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
@@ -32,7 +33,7 @@ _WINDOWING = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class BookConfig:
+class BookConfig(Ranged):
     """One of several books; what is null is as for the whole run.
 
     Attributes:
@@ -45,25 +46,25 @@ class BookConfig:
         max_examples: score the first so many windows.
     """
 
-    txt_path: str
+    txt_path: PathText
     book_title: str | None = None
     plot_path: str | None = None
     histogram_path: str | None = None
     pz_data_path: str | None = None
-    chunk_size: int | None = None
-    prompt_tokens: int | None = None
+    chunk_size: PositiveInt | None = None
+    prompt_tokens: PositiveInt | None = None
     token_mode: bool | None = None
-    cursor_inc_tokens: int | None = None
-    cursor_inc_chars: int | None = None
-    slice_length: int | None = None
+    cursor_inc_tokens: PositiveInt | None = None
+    cursor_inc_chars: PositiveInt | None = None
+    slice_length: PositiveInt | None = None
     bos: bool | None = None
     drop_duplicates: bool | None = None
-    eval_batch_size: int | None = None
-    max_examples: int | None = None
+    eval_batch_size: PositiveInt | None = None
+    max_examples: PositiveInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalCarelessLmConfig:
+class EvalCarelessLmConfig(Ranged):
     """Which model is asked to continue which books, how, and where the answers go.
 
     A setting of the windows that is null takes the preset's value; without a preset, upstream's.
@@ -106,44 +107,45 @@ class EvalCarelessLmConfig:
         load_memory_gib: host memory for reading beyond the arrays.
     """
 
-    hf_checkpoint: str | None = None
-    initialize_from_hf: str | None = None
-    checkpoint_path: str | None = None
+    hf_checkpoint: PathText | None = None
+    initialize_from_hf: PathText | None = None
+    checkpoint_path: PathText | None = None
     use_hf_model_config: bool | None = None
     model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tokenizer_name: str | None = None
-    txt_path: str | None = None
+    txt_path: PathText | None = None
     book_title: str = "Book"
     books: dict[str, BookConfig] = field(default_factory=dict)
     preset: str | None = None
-    chunk_size: int | None = None
-    prompt_tokens: int | None = None
+    chunk_size: PositiveInt | None = None
+    prompt_tokens: PositiveInt | None = None
     token_mode: bool | None = None
-    cursor_inc_tokens: int | None = None
-    cursor_inc_chars: int | None = None
-    slice_length: int | None = None
+    cursor_inc_tokens: PositiveInt | None = None
+    cursor_inc_chars: PositiveInt | None = None
+    slice_length: PositiveInt | None = None
     bos: bool | None = None
     drop_duplicates: bool | None = None
     scheme: str | None = None
     schemes: tuple[str, ...] = ()
-    max_examples: int | None = None
-    eval_batch_size: int | None = None
+    max_examples: PositiveInt | None = None
+    eval_batch_size: PositiveInt | None = None
     allow_nondivisible_batch_size: bool = False
-    output_base_path: str = DEFAULT_OUTPUT
+    output_base_path: PathText = DEFAULT_OUTPUT
     plot_path: str | None = None
     histogram_path: str | None = None
     pz_data_path: str | None = None
-    coverage_threshold: float = DEFAULT_THRESHOLD
+    coverage_threshold: PositiveFraction = DEFAULT_THRESHOLD
     cover: Cover = "suffix"
     keep_text: bool = True
     if_exists: Literal["resume", "replace"] = "resume"
-    save_seconds: float = 30.0
+    save_seconds: NonNegativeFloat = 30.0
     plan: PlanOptions = field(default_factory=PlanOptions)
     allow_pickle: bool = False
-    load_memory_gib: float | None = None
+    load_memory_gib: PositiveFloat | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         problems = model_problems(self)
         if self.books and self.txt_path is not None:
             problems.append("txt_path and books: one names one book, the other several; keep one of them")
@@ -280,10 +282,6 @@ def output_problems(config: Any) -> list[str]:
     problems = []
     if not config.output_base_path:
         problems.append("output_base_path: must name a folder")
-    if not 0 < config.coverage_threshold <= 1:
-        problems.append(f"coverage_threshold: is a probability (0.1 % is 0.001), got {config.coverage_threshold}")
-    if config.save_seconds < 0:
-        problems.append(f"save_seconds: must not be negative, got {config.save_seconds}")
     return problems
 
 

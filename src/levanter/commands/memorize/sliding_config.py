@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from levanter.commands.memorize.config import model_problems, output_problems, scheme_problems
 from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.models.registry import LmConfig
@@ -11,7 +12,7 @@ from levanter.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSlidingLmConfig:
+class EvalSlidingLmConfig(Ranged):
     """Which model is asked to continue which prepared rows.
 
     Attributes:
@@ -26,31 +27,32 @@ class EvalSlidingLmConfig:
         output_base_path: the folder of the results; each set has a folder in it.
     """
 
-    hf_checkpoint: str | None = None
-    initialize_from_hf: str | None = None
-    checkpoint_path: str | None = None
+    hf_checkpoint: PathText | None = None
+    initialize_from_hf: PathText | None = None
+    checkpoint_path: PathText | None = None
     use_hf_model_config: bool | None = None
     model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
     split: str = "validation"
-    max_batches: int | None = None
-    eval_batch_size: int | None = None
+    max_batches: PositiveInt | None = None
+    eval_batch_size: PositiveInt | None = None
     allow_nondivisible_batch_size: bool = False
     bos: bool = False
     scheme: str | None = None
     schemes: tuple[str, ...] = ()
-    output_base_path: str = "logs/sliding"
-    coverage_threshold: float = DEFAULT_THRESHOLD
+    output_base_path: PathText = "logs/sliding"
+    coverage_threshold: PositiveFraction = DEFAULT_THRESHOLD
     cover: Cover = "suffix"
     keep_text: bool = True
     if_exists: str = "resume"
-    save_seconds: float = 30.0
+    save_seconds: NonNegativeFloat = 30.0
     plan: PlanOptions = field(default_factory=PlanOptions)
     allow_pickle: bool = False
-    load_memory_gib: float | None = None
+    load_memory_gib: PositiveFloat | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         problems = model_problems(self) + output_problems(self)
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         if self.split not in ("validation", "train"):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
@@ -12,7 +13,7 @@ from levanter.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLmConfig:
+class TrainLmConfig(Ranged):
     """What `train_lm` trains, on what, and where.
 
     Attributes:
@@ -39,30 +40,31 @@ class TrainLmConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: LmConfig = field(default_factory=LlamaConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamConfig)
-    train_seq_len: int | None = None
+    train_seq_len: PositiveInt | None = None
     initialize_from_hf: bool | str = False
     use_hf_model_config: bool = False
-    hf_checkpoint: str | None = None
-    initialize_from_checkpoint_path: str | None = None
-    initialize_model_from_checkpoint_path: str | None = None
-    z_loss_weight: float = 0.0
-    data_seed: int | None = None
-    epoch: int = 0
-    hf_save_path: str | None = None
-    hf_save_steps: int = 10_000
+    hf_checkpoint: PathText | None = None
+    initialize_from_checkpoint_path: PathText | None = None
+    initialize_model_from_checkpoint_path: PathText | None = None
+    z_loss_weight: NonNegativeFloat = 0.0
+    data_seed: Seed | None = None
+    epoch: Count = 0
+    hf_save_path: PathText | None = None
+    hf_save_steps: PositiveInt = 10_000
     hf_save_dtype: str | None = None
-    hf_generation_eos_token_ids: list[int] | None = None
+    hf_generation_eos_token_ids: list[Count] | None = None
     adapter: dict[str, Any] | None = None
-    peft_save_path: str | None = None
+    peft_save_path: PathText | None = None
     peft_hf_upload: str | None = None
-    merged_hf_save_path: str | None = None
+    merged_hf_save_path: PathText | None = None
     merged_hf_upload: str | None = None
     eval_harness: dict[str, Any] | None = None
-    eval_harness_steps: int = 10_000
+    eval_harness_steps: PositiveInt = 10_000
     labeled_eval: dict[str, Any] | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = []
         begins = {
             "hf_checkpoint": self.hf_checkpoint,

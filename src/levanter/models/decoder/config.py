@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from haliax import Axis
 from jax.typing import DTypeLike
 
+from haliax_ext.divisibility import divisors
 from haliax_ext.errors import nearest
+from levanter.config.ranges import Epsilon, LayerCount, NonNegativeFloat, PositiveInt
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.attention.backends import check_backend_name, choose_backend, named_backend
 from levanter.layers.attention.grouped import AttentionSpec
@@ -54,20 +56,20 @@ class DecoderConfig(LmConfig):
             Haliax's `ScanCheckpointPolicy` fields.
     """
 
-    hidden_dim: int = 4096
-    intermediate_dim: int = 11008
-    num_layers: int = 32
-    num_heads: int = 32
-    num_kv_heads: int = 32
-    head_dim: int | None = None
+    hidden_dim: PositiveInt = 4096
+    intermediate_dim: PositiveInt = 11008
+    num_layers: LayerCount = 32
+    num_heads: PositiveInt = 32
+    num_kv_heads: PositiveInt = 32
+    head_dim: PositiveInt | None = None
     activation_function: str = "silu"
-    initializer_range: float = 0.02
-    layer_norm_epsilon: float = 1e-5
+    initializer_range: NonNegativeFloat = 0.02
+    layer_norm_epsilon: Epsilon = 1e-5
     tie_word_embeddings: bool = False
     rope: RotaryConfig = field(default_factory=DefaultRotaryConfig)
     attn_backend: str | None = None
     use_flash_attention: bool | None = True
-    flash_attention_block_size: int | None = None
+    flash_attention_block_size: PositiveInt | None = None
     upcast_attn: bool = False
     scan_layers: bool = True
     gradient_checkpointing: bool | str | dict[str, Any] = field(default=True, hash=False)
@@ -185,21 +187,12 @@ class DecoderConfig(LmConfig):
         return {name: getattr(self, name) for name in dict.fromkeys(names) if name is not None}
 
     def __post_init__(self):
+        super().__post_init__()
         if problems := self._problems():
             raise ValueError("\n".join(problems))
 
     def _problems(self) -> list[str]:
-        sizes = {name: getattr(self, name) for name in ("max_seq_len", "hidden_dim", "num_layers", "num_heads")}
-        sizes |= {"intermediate_dim": self.Mlp.size, "num_kv_heads": self.KVHead.size}
-        problems = [f"model.{name} must be positive, got {value}" for name, value in sizes.items() if value < 1]
-        optional = ("head_dim", "vocab_size", "flash_attention_block_size", "cross_entropy_block_size")
-        problems += [
-            f"model.{name} must be positive or null, got {value}"
-            for name in (*optional, "sliding_window")
-            if (value := getattr(self, name, None)) is not None and value < 1
-        ]
-        if not problems:
-            problems += self._relations()
+        problems = self._relations()
         if self.activation_function not in ACTIVATIONS:
             close = nearest(self.activation_function, ACTIVATIONS)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
@@ -221,7 +214,7 @@ class DecoderConfig(LmConfig):
     def _relations(self) -> list[str]:
         problems = []
         if self.num_heads % self.KVHead.size:
-            legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            legal = list(divisors(self.num_heads))
             problems.append(
                 f"model.num_kv_heads {self.KVHead.size} does not divide num_heads {self.num_heads}; legal: {legal}"
             )

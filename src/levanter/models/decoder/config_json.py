@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from levanter.config.ranges import Epsilon, NonNegativeFloat
 from levanter.layers.rotary import RotaryConfig
 from levanter.models.config_json import Fields
 from levanter.models.decoder.config import DecoderConfig
@@ -146,7 +147,7 @@ def read_decoder(
     head_dim = fields.get("head_dim", int, absent.head_dim)
     # Llama 1 conversions of early 2023 used the second name.
     context = fields.size("max_position_embeddings", fields.size("max_sequence_length", absent.context))
-    epsilon = fields.get(epsilon_field, float, absent.epsilon)
+    epsilon = fields.get(epsilon_field, Epsilon, absent.epsilon)
     gate: str = activation or fields.get("hidden_act", str, absent.activation)
     tied = fields.get("tie_word_embeddings", bool, absent.tied)
     for bias in BIASES:
@@ -154,7 +155,7 @@ def read_decoder(
             more[bias] = fields.get(bias, bool, False)
         elif bias not in fields.seen:
             fields.forbid(bias, [False], f"a {name} does not have it")
-    initializer_range = fields.get("initializer_range", float, 0.02)
+    initializer_range = fields.get("initializer_range", NonNegativeFloat, 0.02)
     if not reads_rope:
         rope = read_rope(fields, max_position_embeddings=context, theta=absent.theta)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from haliax_ext.errors import nearest
+from levanter.config.ranges import PositiveInt
 from levanter.models.decoder.config import DecoderConfig
 
 _PATTERN = re.compile(r"(?P<once>[^()]*)\((?P<again>[^()]+)\)|(?P<all>[^()]+)")
@@ -122,7 +123,7 @@ class WindowedConfig(PatternedConfig):
         pattern: F for `full_attention` and S for `sliding_attention`, repeated; None for the family's own pattern.
     """
 
-    sliding_window: int | None = None
+    sliding_window: PositiveInt | None = None
 
     @property
     def kinds(self) -> Mapping[str, str]:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
+from levanter.config.ranges import PositiveFloat, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, PRE_NORMS, NormPlace
 from levanter.layers.norm import NormSpec
@@ -39,7 +40,7 @@ class GemmaConfig(LlamaConfig):
     head_dim: int | None = 256
     activation_function: str = "gelu_new"
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: float | None = None
+    query_pre_attn_scalar: PositiveFloat | None = None
     reference_checkpoint: str | None = "google/gemma-2b"
 
     @property
@@ -55,15 +56,6 @@ class GemmaConfig(LlamaConfig):
     @property
     def embedding_scale(self) -> float | None:
         return math.sqrt(self.hidden_dim)
-
-    def _problems(self) -> list[str]:
-        bounds = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-        problems = [
-            f"model.{name} must be positive or null, got {value}"
-            for name in bounds
-            if (value := getattr(self, name, None)) is not None and value <= 0
-        ]
-        return problems + super()._problems()
 
 
 @LmConfig.register_subclass("gemma2")
@@ -87,9 +79,9 @@ class Gemma2Config(WindowedConfig, GemmaConfig):
     activation_function: str = "gelu_new"
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: float | None = 256.0
-    attn_logit_softcapping: float | None = 50.0
-    final_logit_softcapping: float | None = 30.0
-    sliding_window: int | None = 4096
+    attn_logit_softcapping: PositiveFloat | None = 50.0
+    final_logit_softcapping: PositiveFloat | None = 30.0
+    sliding_window: PositiveInt | None = 4096
     reference_checkpoint: str | None = "google/gemma-2-2b"
 
     def own_layer_type(self, layer: int) -> str:
@@ -125,8 +117,8 @@ class Gemma3Config(Gemma2Config):
     final_logit_softcapping: float | None = None
     use_qk_norm: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=1_000_000.0))
-    rope_local_base_freq: float = 10_000.0
-    sliding_window_pattern: int | None = None
+    rope_local_base_freq: PositiveFloat = 10_000.0
+    sliding_window_pattern: PositiveInt | None = None
     reference_checkpoint: str | None = "google/gemma-3-1b-pt"
 
     def own_layer_type(self, layer: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from haliax import Axis
 
+from levanter.config.ranges import Count, Fraction, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
@@ -31,14 +32,14 @@ class Gpt2Config(DecoderConfig):
 
     max_seq_len: int = 1024
     hidden_dim: int = 768
-    intermediate_dim: int = 0
+    intermediate_dim: Count = 0
     num_layers: int = 12
     num_heads: int = 12
-    num_kv_heads: int = 0
-    mlp_scale: int = 4
-    embed_pdrop: float = 0.0
-    resid_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
+    num_kv_heads: Count = 0
+    mlp_scale: PositiveInt = 4
+    embed_pdrop: Fraction = 0.0
+    resid_pdrop: Fraction = 0.0
+    attn_pdrop: Fraction = 0.0
     activation_function: str = "gelu_new"
     scale_attn_by_inverse_layer_idx: bool = False
     use_bias: bool = True

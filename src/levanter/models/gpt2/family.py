@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from levanter.config.ranges import Epsilon, NonNegativeFloat
 from levanter.models.config_json import ConfigJson, Fields, Spelling
 from levanter.models.decoder.config_json import DIFFERENT_LAYERS, forbid_foreign
 from levanter.models.decoder.model import DecoderLmHeadModel
@@ -35,9 +36,9 @@ def _read(fields: Fields) -> Gpt2Config | None:
         "intermediate_dim": fields.get("n_inner", int, 0),
     }
     activation = fields.get("activation_function", str, "gelu_new")
-    epsilon = fields.get("layer_norm_epsilon", float, 1e-5)
+    epsilon = fields.get("layer_norm_epsilon", Epsilon, 1e-5)
     tied = fields.get("tie_word_embeddings", bool, True)
-    initializer_range = fields.get("initializer_range", float, 0.02)
+    initializer_range = fields.get("initializer_range", NonNegativeFloat, 0.02)
     fields.forbid("scale_attn_weights", [True], "scores that are not divided by the root of the head's size")
     by_layer = fields.get("scale_attn_by_inverse_layer_idx", bool, False)
     fields.forbid("add_cross_attention", [False], "a decoder-only model is expected")

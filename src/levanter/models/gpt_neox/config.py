@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from haliax import Axis
 
+from levanter.config.ranges import Count
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
@@ -32,7 +33,7 @@ class GptNeoxConfig(DecoderConfig):
     intermediate_dim: int = 24576
     num_layers: int = 44
     num_heads: int = 64
-    num_kv_heads: int = 0
+    num_kv_heads: Count = 0
     activation_function: str = "gelu_fast"
     use_parallel_residual: bool = True
     attention_bias: bool = True

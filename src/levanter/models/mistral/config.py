@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from levanter.config.ranges import PositiveInt
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 
@@ -18,7 +19,7 @@ class MistralConfig(LlamaConfig):
     max_seq_len: int = 8192
     intermediate_dim: int = 14336
     num_kv_heads: int = 8
-    sliding_window: int | None = 4096
+    sliding_window: PositiveInt | None = 4096
     reference_checkpoint: str | None = "mistralai/Mistral-7B-v0.1"
 
     def window(self, layer: int) -> int | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from haliax import Axis
 
+from levanter.config.ranges import Count, NonNegativeFloat, PositiveInt
 from levanter.layers.experts import LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.config import DecoderConfig
@@ -26,7 +27,7 @@ class RoutedConfig(DecoderConfig):
         expert_dispatch: `grouped`, or `dense`, which lets every expert see every token; see `layers.experts`.
     """
 
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: PositiveInt = 2
     expert_dispatch: Literal["grouped", "dense"] = "grouped"
 
     @property
@@ -87,10 +88,10 @@ class MixtralConfig(RoutedConfig, MistralConfig):
     max_seq_len: int = 8192
     intermediate_dim: int = 14336
     num_kv_heads: int = 8
-    n_routed_experts: int = 8
-    n_shared_experts: int = 0
-    lbl_coef: float | None = 0.01
-    rzl_coef: float | None = 0.001
+    n_routed_experts: PositiveInt = 8
+    n_shared_experts: Count = 0
+    lbl_coef: NonNegativeFloat | None = 0.01
+    rzl_coef: NonNegativeFloat | None = 0.001
     layer_norm_epsilon: float = 1e-6
     reference_checkpoint: str | None = "mistralai/Mixtral-8x7B-v0.1"
 
@@ -130,21 +131,21 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
     max_seq_len: int = 40960
     hidden_dim: int = 2048
     intermediate_dim: int = 6144
-    moe_intermediate_dim: int = 768
+    moe_intermediate_dim: PositiveInt = 768
     num_layers: int = 48
     num_heads: int = 32
     head_dim: int | None = 128
     num_kv_heads: int = 4
     layer_norm_epsilon: float = 1e-6
     use_qk_norm: bool = True
-    num_experts: int = 128
+    num_experts: PositiveInt = 128
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float | None = 0.001
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
-    sliding_window: int | None = None
-    max_window_layers: int = 48
+    router_aux_loss_coef: NonNegativeFloat | None = 0.001
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: tuple[Count, ...] = ()
+    sliding_window: PositiveInt | None = None
+    max_window_layers: Count = 48
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=1_000_000.0))
     reference_checkpoint: str | None = "Qwen/Qwen3-30B-A3B"
 
@@ -173,6 +174,4 @@ class Qwen3MoeConfig(RoutedConfig, Qwen3Config):
                 f"model.decoder_sparse_step is {self.decoder_sparse_step} and model.mlp_only_layers "
                 f"{list(self.mlp_only_layers)}: layers without experts are not supported beside layers with them"
             )
-        if self.moe_intermediate_dim < 1:
-            problems.append(f"model.moe_intermediate_dim must be positive, got {self.moe_intermediate_dim}")
         return problems

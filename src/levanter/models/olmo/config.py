@@ -7,6 +7,7 @@ OLMo 3 gives three layers in four a sliding window, and turns those without YaRN
 import dataclasses
 from dataclasses import dataclass, field
 
+from levanter.config.ranges import Fraction, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.layers.layer import POST_NORMS, NormPlace
 from levanter.layers.norm import NormSpec
@@ -27,7 +28,7 @@ class Olmo2Config(LlamaConfig):
 
     max_seq_len: int = 4096
     layer_norm_epsilon: float = 1e-6
-    attention_dropout: float = 0.0
+    attention_dropout: Fraction = 0.0
     reference_checkpoint: str | None = "allenai/OLMo-2-1124-7B"
 
     @property
@@ -63,7 +64,7 @@ class Olmo3Config(WindowedConfig, Olmo2Config):
     layer_norm_epsilon: float = 1e-6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=500_000.0))
     rope_sliding: RotaryConfig | None = None
-    sliding_window: int | None = 4096
+    sliding_window: PositiveInt | None = 4096
     reference_checkpoint: str | None = "allenai/Olmo-3-1025-7B"
 
     def own_layer_type(self, layer: int) -> str:

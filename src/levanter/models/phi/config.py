@@ -6,6 +6,7 @@ Some rotate a part of each head only, and some stretch their context with LongRo
 
 from dataclasses import dataclass
 
+from levanter.config.ranges import PositiveInt
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 
@@ -22,7 +23,7 @@ class Phi3Config(LlamaConfig):
     max_seq_len: int = 4096
     hidden_dim: int = 3072
     intermediate_dim: int = 8192
-    sliding_window: int | None = None
+    sliding_window: PositiveInt | None = None
     reference_checkpoint: str | None = "microsoft/Phi-3-mini-4k-instruct"
 
     def window(self, layer: int) -> int | None:

@@ -7,6 +7,7 @@ Both can give their later layers a sliding window, which no published checkpoint
 import dataclasses
 from dataclasses import dataclass
 
+from levanter.config.ranges import Count, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
@@ -23,7 +24,7 @@ class _LateWindowConfig(WindowedConfig, LlamaConfig):
     """
 
     use_sliding_window: bool = False
-    max_window_layers: int = 0
+    max_window_layers: Count = 0
 
     def own_layer_type(self, layer: int) -> str:
         windowed = self.use_sliding_window and self.sliding_window is not None and layer >= self.max_window_layers
@@ -50,7 +51,7 @@ class QwenConfig(_LateWindowConfig):
 class Qwen3Config(_LateWindowConfig):
     """A Qwen3."""
 
-    sliding_window: int | None = 4096
+    sliding_window: PositiveInt | None = 4096
     reference_checkpoint: str | None = "Qwen/Qwen3-8B"
 
     @property

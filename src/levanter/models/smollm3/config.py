@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from levanter.config.ranges import Count, PositiveInt
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig
 from levanter.models.decoder.pattern import FULL, SLIDING, WindowedConfig
 from levanter.models.llama.config import LlamaConfig
@@ -28,8 +29,8 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
     layer_norm_epsilon: float = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotaryConfig(theta=2_000_000.0))
-    no_rope_layers: tuple[int, ...] | None = None
-    no_rope_layer_interval: int = 4
+    no_rope_layers: tuple[Count, ...] | None = None
+    no_rope_layer_interval: PositiveInt = 4
     use_sliding_window: bool = False
     reference_checkpoint: str | None = "HuggingFaceTB/SmolLM3-3B"
 
@@ -49,6 +50,4 @@ class SmolLM3Config(WindowedConfig, LlamaConfig):
         given = self.no_rope_layers
         if given is not None and len(given) != self.num_layers:
             return [f"model.no_rope_layers has {len(given)} entries for model.num_layers {self.num_layers}"]
-        if self.no_rope_layer_interval < 1:
-            return [f"model.no_rope_layer_interval must be positive, got {self.no_rope_layer_interval}"]
         return super()._problems()

@@ -120,7 +120,7 @@ def test_everything_wrong_in_a_config_is_listed_together():
         "5 problems:\n"
         "  [1] field 'hidden_size' is missing\n"
         "  [2] field 'num_hidden_layers' is 'two', expected int\n"
-        "  [3] field 'vocab_size' is 0, expected a positive number\n"
+        "  [3] field 'vocab_size': must be at least 1, got 0\n"
         "  [4] field 'tie_word_embeddings' is 'yes', expected bool\n"
         "  [5] field 'rope.rope_theta' is True, expected float"
     )

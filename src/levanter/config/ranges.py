@@ -1,0 +1,217 @@
+"""Ranges of numbers: which values a numeric field of a configuration may have.
+
+A range stands in the field's annotation, under a name that says it:
+
+    epsilon: Epsilon = 1e-8          # above 0, at most 1
+    num_layers: LayerCount = 32
+    max_examples: PositiveInt | None = None
+
+The decoder compares what a document says with it, and `Ranged`, the base of the classes that have such fields, what a
+caller in Python says; both in the same words. NaN is in no range and infinity in none, so that neither has to be
+thought of anywhere else. A subclass that repeats a field to change its default keeps the range of the field it repeats,
+unless it names another one.
+
+To everybody else the annotations are what they annotate: `PositiveInt` is `int` to a type checker and to draccus.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar, TypeAlias, get_args, get_origin
+
+from levanter.config.schema import Annotation, annotated_members, config_fields, is_mapping, list_origin, strip
+
+LARGEST_INT32 = 2**31 - 1
+"""Steps are counted in int32, and so are positions, tokens and sizes of axes."""
+LARGEST_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of numbers, and single values beside it.
+
+    Attributes:
+        low: the least value.
+        high: the greatest value.
+        above: `low` itself is not in the range.
+        below: `high` itself is not in the range.
+        also: values outside that have a meaning of their own (-1 for "what is left").
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    also: tuple[int, ...] = ()
+
+    def __contains__(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        return (self.low < value if self.above else self.low <= value) and (
+            value < self.high if self.below else value <= self.high
+        )
+
+    def __str__(self) -> str:
+        low, high = _number(self.low), _number(self.high)
+        also = "".join(f", or {value}" for value in self.also)
+        if self.above:
+            return f"above {low} and {'below' if self.below else 'at most'} {high}{also}"
+        return f"from {low} to {'below ' if self.below else ''}{high}{also}"
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with a number, or None where it is in the range."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"must be a finite number {self}, got {_number(value)}"
+        if value in self:
+            return None
+        if value > self.high or self.high <= 1:
+            return f"must be {self}, got {_number(value)}"
+        also = "".join(f", or {one}" for one in self.also)
+        if self.low == 0 and not self.above:
+            return f"must not be negative{also}, got {_number(value)}"
+        least = "positive" if self.low == 0 else f"{'above' if self.above else 'at least'} {_number(self.low)}"
+        return f"must be {least}{also}, got {_number(value)}"
+
+
+@dataclass(frozen=True)
+class NotEmpty:
+    """Text that says something: an empty path would be the folder that the process happens to be in."""
+
+    def __str__(self) -> str:
+        return "not empty"
+
+    def problem(self, value: str) -> str | None:
+        """What is wrong with a text, or None where it is not empty."""
+        return None if value.strip() else "must name a file, a folder or a URL, got nothing"
+
+
+def _number(value: float) -> str:
+    """A number as a reader wants it: whole ones without a point, long ones by their length."""
+    if isinstance(value, int) and abs(value) >= 10**22:
+        return f"{float(value):.3g}" if abs(value) < 10**300 else f"a number of {value.bit_length()} bits"
+    return str(value)
+
+
+AnyInt: TypeAlias = Annotated[int, Range(-LARGEST_INT64, LARGEST_INT64)]
+"""For keys that nothing here depends on."""
+AnyFloat: TypeAlias = Annotated[float, Range(-1e300, 1e300)]
+"""For keys that nothing here depends on."""
+Seed: TypeAlias = Annotated[int, Range(0, 2**32 - 1)]
+"""JAX's keys are made of 32 bits: larger seeds would be the same as smaller ones."""
+Count: TypeAlias = Annotated[int, Range(0, LARGEST_INT32)]
+PositiveInt: TypeAlias = Annotated[int, Range(1, LARGEST_INT32)]
+PositiveOrAll: TypeAlias = Annotated[int, Range(1, LARGEST_INT32, also=(-1,))]
+"""A number, or -1 for what is left or what follows from others."""
+LayerCount: TypeAlias = Annotated[int, Range(1, 10_000)]
+"""Each layer is described by itself before runs of equal ones are found."""
+ManyInt: TypeAlias = Annotated[int, Range(1, LARGEST_INT64)]
+"""Bytes, or tokens of a whole corpus."""
+FiniteFloat: TypeAlias = Annotated[float, Range(-1e12, 1e12)]
+PositiveFloat: TypeAlias = Annotated[float, Range(0, 1e12, above=True)]
+NonNegativeFloat: TypeAlias = Annotated[float, Range(0, 1e12)]
+LearningRate: TypeAlias = Annotated[float, Range(0, 1e3)]
+Epsilon: TypeAlias = Annotated[float, Range(0, 1, above=True)]
+"""What keeps a quotient or a root away from zero; 0 would not."""
+Fraction: TypeAlias = Annotated[float, Range(0, 1)]
+PositiveFraction: TypeAlias = Annotated[float, Range(0, 1, above=True)]
+Decay: TypeAlias = Annotated[float, Range(0, 1, below=True)]
+"""The weight of what was before in a moving average."""
+PathText: TypeAlias = Annotated[str, NotEmpty()]
+PositiveDuration: TypeAlias = Annotated[timedelta, Range(0, 100 * 365 * 86400, above=True)]
+
+
+def range_of(annotation: Annotation) -> Range | NotEmpty | None:
+    """The range in an annotation; None where it has none."""
+    while get_origin(annotation) is Annotated:
+        for extra in annotation.__metadata__:
+            if isinstance(extra, (Range, NotEmpty)):
+                return extra
+        annotation = get_args(annotation)[0]
+    return None
+
+
+def out_of_range(value: object, annotation: Annotation) -> str | None:
+    """What is wrong with one value, by the range of its annotation; None for what is of another type."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    limits = range_of(annotation)
+    if isinstance(limits, NotEmpty):
+        return limits.problem(value) if isinstance(value, str) else None
+    if limits is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return limits.problem(value)
+
+
+def problems_of(config: object) -> Iterator[tuple[str, str]]:
+    """The fields of one configuration value that are out of range: name and what is wrong.
+
+    Blocks in it are configurations of their own, which were looked at when they were made.
+    """
+    for name, one in config_fields(type(config)).items():
+        if has_range(one.type):
+            for at, said in _problems(getattr(config, name), one.type):
+                yield name + at, said
+
+
+def has_range(annotation: Annotation) -> bool:
+    """Whether a range is anywhere in an annotation."""
+    if range_of(annotation) is not None:
+        return True
+    return any(has_range(part) for part in get_args(annotation) if part is not Ellipsis)
+
+
+def _problems(value: object, annotation: Annotation) -> Iterator[tuple[str, str]]:
+    members = annotated_members(annotation)
+    if len(members) > 1:
+        fitting = [member for member in members if _is_of(value, strip(member))]
+        if not fitting and _is_number(value):
+            # A whole number where a float is meant.
+            fitting = [member for member in members if strip(member) is float]
+        for member in fitting[:1]:
+            yield from _problems(value, member)
+        return
+    if isinstance(value, bool) and range_of(annotation) is not None:
+        yield "", f"must be a number {range_of(annotation)}, got {value}"
+    elif (said := out_of_range(value, annotation)) is not None:
+        yield "", said
+    elif isinstance(value, Mapping) and is_mapping(strip(annotation)):
+        inner = get_args(strip(annotation))
+        for key, item in value.items() if len(inner) == 2 else ():
+            yield from ((f".{key}{at}", said) for at, said in _problems(item, inner[1]))
+    elif isinstance(value, (list, tuple, Set)) and list_origin(strip(annotation)) is not None:
+        args = get_args(strip(annotation))
+        fixed = list_origin(strip(annotation)) is tuple and args and Ellipsis not in args
+        for i, item in enumerate(value):
+            inner = args[i] if fixed and i < len(args) else args[0] if args else Any
+            yield from ((f"[{i}]{at}", said) for at, said in _problems(item, inner))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_of(value: object, kind: Annotation) -> bool:
+    if kind in (int, float):
+        return isinstance(value, kind) and not isinstance(value, bool)
+    if is_mapping(kind):
+        return isinstance(value, Mapping)
+    if list_origin(kind) is not None:
+        return isinstance(value, (list, tuple, Set))
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranged:
+    """The base of configurations whose numbers have ranges: none is made with a number outside of them.
+
+    A subclass with a `__post_init__` of its own calls this one first.
+    """
+
+    range_prefix: ClassVar[str] = ""
+    """What stands before a field's name in messages, where that says more than the name alone."""
+
+    def __post_init__(self) -> None:
+        problems = [f"{self.range_prefix}{name}: {said}" for name, said in problems_of(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
