@@ -17,7 +17,7 @@ from haliax_ext.planner import LeafPlan, ShardingPlan
 from haliax_ext.program import Input, Program
 
 PARTS = "save.parts"
-MIN_PART_BYTES = 4096
+MIN_PART_BYTES = 64 << 10
 """Smaller parts cost more in files' own records than a device wins by having less to write."""
 
 

@@ -113,7 +113,7 @@ REPLICATED = {"axes": {"data": 8}, "param_mapping": {"embed": None}}
 def test_train_lm_whose_parameters_are_replicated_saves_parts_and_goes_on(tmp_path, inputs, count):
     model = {
         "type": "llama",
-        **{"max_seq_len": 16, "hidden_dim": 128, "intermediate_dim": 128},
+        **{"max_seq_len": 16, "hidden_dim": 256, "intermediate_dim": 512},
         **{"num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
     }
 
@@ -128,8 +128,8 @@ def test_train_lm_whose_parameters_are_replicated_saves_parts_and_goes_on(tmp_pa
     # Each device wrote its own part of a matrix.
     ref = latest(str(tmp_path / "checkpoints" / "run"))
     source = CheckpointSource(ref, prefix="model.")
-    matrix = next(name for name, found in source.tensors.items() if math.prod(found.shape) == 128 * 128)
-    assert math.prod(source._stored(matrix).chunk_layout.read_chunk.shape) == 128 * 128 // 8
+    matrix = next(name for name, found in source.tensors.items() if math.prod(found.shape) == 256 * 512)
+    assert math.prod(source._stored(matrix).chunk_layout.read_chunk.shape) == 256 * 512 // 8
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
