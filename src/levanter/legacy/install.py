@@ -14,6 +14,9 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from levanter.legacy.draccus_help import MODULE as DRACCUS
+from levanter.legacy.draccus_help import teach
+
 EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.checkpoint": (),
     "levanter.checkpoint.checkpointer": ("Checkpointer",),
@@ -112,16 +115,25 @@ class _OfClass:
         return _earlier(self.at, self.name, owner)
 
 
+class _TaughtDraccus(SourceFileLoader):
+    """Loads draccus's reader of docstrings, which then reads ours too."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        teach(module)
+
+
 class _ModulesWithEarlierNames:
-    """Finds the modules of the two tables for `_EarlierNamesIn`."""
+    """Finds the modules of the two tables for `_EarlierNamesIn`, and the one of draccus."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in EARLIER_NAMES and name not in EARLIER_KEYWORDS:
+        if name not in EARLIER_NAMES and name not in EARLIER_KEYWORDS and name != DRACCUS:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _EarlierNamesIn(spec.loader.name, spec.loader.path)
+            loader = _TaughtDraccus if name == DRACCUS else _EarlierNamesIn
+            spec.loader = loader(spec.loader.name, spec.loader.path)
         return spec
 
 
@@ -181,3 +193,5 @@ def install() -> None:
         return
     sys.meta_path.insert(0, _ModulesWithEarlierNames)  # pyright: ignore[reportArgumentType]
     sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]
+    if DRACCUS in sys.modules:
+        teach(sys.modules[DRACCUS])

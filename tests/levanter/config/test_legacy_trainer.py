@@ -292,11 +292,21 @@ model:
     ]
 
 
-def test_two_trackers_contradict():
-    assert problems_of("trainer:\n  tracker: {type: noop}\n  wandb: {project: p}\n") == [
-        "old.yaml:3: trainer.wandb: contradicts `trainer.tracker` (old.yaml:2): both say where to log; "
-        "keep trainer.tracker"
-    ]
+@pytest.mark.parametrize("tracker", [{"type": "noop"}, [{"type": "json_file"}, {"type": "noop"}], {"type": "wandb"}])
+def test_wandb_wins_over_a_tracker_beside_it(tracker):
+    """As in upstream, which warns too."""
+    old = {"tracker": tracker, "wandb": {"project": "p", "mode": "offline"}}
+    document, translation = translate_plain({"trainer": old})
+    assert document["trainer"]["tracker"] == {"type": "wandb", "project": "p", "mode": "offline"}
+    assert "wandb" not in document["trainer"] and not translation.problems
+    (change,) = translation.changes
+    assert change.key == "trainer.wandb" and "it wins over `trainer.tracker`" in change.why
+
+
+def test_two_spellings_of_one_tracker_are_one():
+    old = {"tracker": {"type": "wandb", "project": "p"}, "wandb": {"project": "p"}}
+    _, translation = translate_plain({"trainer": old})
+    assert [change.why for change in translation.changes] == ["wandb is one tracker of several"]
 
 
 def test_a_profiler_block_beside_an_old_profiler_key():

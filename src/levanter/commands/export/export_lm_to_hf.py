@@ -7,7 +7,7 @@ other, so the host needs memory for the largest of them. The folder appears unde
 read again. `transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints takes it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import same_names
 from levanter.commands.export.config import ConvertLmConfig
-from levanter.commands.model.origin import ModelBlock, find_tokenizer
+from levanter.commands.model.origin import ModelBlock, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import SavedModel, find_saved
 from levanter.commands.shell.outputs import output_checks
 from levanter.commands.shell.perform import perform
@@ -33,8 +33,10 @@ from levanter.compat.hf.export import Beside, ExportPlan, plan_export, refuse_ta
 from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import Written
+from levanter.data import Tokenizer
 from levanter.io import Output, Progress, is_remote, local_path
-from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
+from levanter.models.registry import LmConfig
+from levanter.run import BAD_INPUT, OK, Check, EntryPoint, RunPlan, RunRefused, Session, Target
 
 NAME = "export_lm_to_hf"
 
@@ -65,7 +67,7 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
     model = origin.architecture
     saved = origin.checkpoint if isinstance(origin.checkpoint, SavedModel) else None
     checks = list(origin.checks)
-    tokenizer = None
+    found = tokenizer = None
     if config.save_tokenizer:
         found, check = find_tokenizer(config.tokenizer, origin=origin, size=model.vocab_size)
         tokenizer = found if isinstance(found, FastTokenizer) else None
@@ -76,7 +78,8 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
     if config.override_vocab_size is not None:
         rows, check = _rows(config.override_vocab_size, model.vocab_size, tokenizer)
         checks.append(check)
-    assert rows is not None
+    if rows is None:
+        rows = _known_rows(model, found, config, checks)
     Vocab = hax.Axis("vocab", model.vocab_size or rows)
     own = _stored(leaves(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))), saved, origin.stored)
     if saved is not None:
@@ -114,6 +117,19 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         notes=("no device is used: tensors go from file to file",),
         work=ConvertWork(config=config, saved=saved, files=files, tokenizer=tokenizer),
     )
+
+
+def _known_rows(model: LmConfig, tokenizer: Tokenizer | None, config: ConvertLmConfig, checks: Sequence[Check]) -> int:
+    """How many ids a model has whose checkpoint is not here and whose configuration does not say it.
+
+    Raises:
+        RunRefused: nothing says it; with what could not be read.
+    """
+    try:
+        return vocabulary(model, tokenizer=tokenizer, names=(config.tokenizer, model.tokenizer))[0]
+    except ValueError as error:
+        before = [check.error for check in checks if check.error is not None]
+        raise RunRefused([*before, error], exit_code=BAD_INPUT) from error
 
 
 def _rows(asked: int, there: int | None, tokenizer: FastTokenizer | None) -> tuple[int, Check]:

@@ -257,9 +257,10 @@ def _wandb(draft: Draft, entry: Entry) -> None:
         draft.wrong(entry, "trainer.wandb", f"expected a mapping, got {inline(entry.node)}")
         return
     tracker = draft.entry(("trainer", "tracker"))
+    why = ""
+    if tracker is not None and to_plain(tracker.node) != {"type": "wandb", **value}:
+        # As upstream has it: the old key wins over the new one, and says so.
+        why = f"it wins over `trainer.tracker` ({tracker.mark}), as upstream has it: {inline(tracker.node)} is not used"
     if tracker is not None:
-        message = f"contradicts `trainer.tracker` ({tracker.mark}): both say where to log; keep trainer.tracker"
-        draft.wrong(entry, "trainer.wandb", message)
-        draft.remove((*TRAINER, WANDB.name))
-        return
-    draft.move(WANDB, entry, TRAINER, [(("trainer", "tracker"), {"type": "wandb", **value})])
+        draft.remove(("trainer", "tracker"))
+    draft.move(WANDB, entry, TRAINER, [(("trainer", "tracker"), {"type": "wandb", **value})], why=why)

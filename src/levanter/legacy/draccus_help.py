@@ -1,0 +1,36 @@
+"""`draccus.parse(TrainerConfig, …)`, as upstream's scripts and their own configurations around ours call it.
+
+For its help text draccus looks for the docstring behind each field. Our classes have theirs in the `Attributes:` of the
+class, whose lines draccus takes for fields: behind the last one it reads past the end of the class (IndexError, draccus
+0.11). So it is handed what the section says of a field, and for classes of others what it found before, or nothing
+where it stumbles.
+"""
+
+from functools import wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+MODULE = "draccus.wrappers.docstring"
+"""The module of draccus that reads docstrings."""
+
+
+def teach(module: ModuleType) -> None:
+    """Makes `module` read our docstrings; a second call changes nothing."""
+    theirs = module.get_attribute_docstring
+    if getattr(theirs, "of_attributes_sections", False):
+        return
+
+    @wraps(theirs)
+    def get_attribute_docstring(some_dataclass: type, field_name: str) -> Any:
+        documented = import_module("levanter.config.explain").attribute_docs(some_dataclass)
+        if field_name in documented:
+            # `%` is argparse's.
+            return module.AttributeDocString(docstring_below=documented[field_name].replace("%", "%%"))
+        try:
+            return theirs(some_dataclass, field_name)
+        except IndexError:
+            return module.AttributeDocString()
+
+    vars(get_attribute_docstring)["of_attributes_sections"] = True
+    vars(module)["get_attribute_docstring"] = get_attribute_docstring
