@@ -15,6 +15,7 @@ import draccus
 from levanter.config.ranges import AnyInt, Count, ManyInt, NonNegativeFloat, PathText, PositiveInt, Ranged
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.data.sources import DatasetSourceBase
+from levanter.io.names import name_problem
 
 TrainWeights = dict[str, NonNegativeFloat] | list[tuple[Count, dict[str, NonNegativeFloat]]] | None
 """The weight of each component in training, or a list of (first step, weights); None where nothing is trained on."""
@@ -132,7 +133,10 @@ class LmDataConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = list(_weight_problems(self.train_weights, self.components))
+        # Earlier generations' names have parts (`paloma/c4`), each of which is a folder of token stores.
+        named = ((name, name_problem(name, parts=0)) for name in self.components)
+        problems = [f"data.components: {problem}" for _, problem in named if problem is not None]
+        problems += _weight_problems(self.train_weights, self.components)
         if problems:
             raise ValueError("\n".join(problems))
 

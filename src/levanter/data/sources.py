@@ -11,6 +11,7 @@ import draccus
 
 from levanter.config.ranges import PositiveInt, Ranged
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
+from levanter.io.names import name_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,12 @@ class HfDatasetSource(DatasetSourceBase):
     tags: list[str] | None = None
     cache_dir: str | None = None
     format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problem = name_problem(self.id, parts=2)
+        if problem is not None:
+            raise ValueError(f"id: {problem}; expected a data set of the Hub: NAME or OWNER/NAME")
 
 
 @DatasetSourceBase.register_subclass("python_docs")

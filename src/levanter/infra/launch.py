@@ -35,6 +35,7 @@ from levanter.infra.slurm import SlurmJob
 from levanter.infra.source import pack
 from levanter.infra.tpu_vm import HINTS, Patience, TpuVmLauncher
 from levanter.io import output_is_lost
+from levanter.io.names import name_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +122,14 @@ def _pod(asked: Namespace) -> Pod:
     )
 
 
+def _check_name(flag: str, name: str | None) -> None:
+    """Refuses a name that would be a path, here or on the hosts."""
+    if name and (problem := name_problem(name)) is not None:
+        raise UsageError(f"{flag}: {problem}")
+
+
 def _run_id(asked: Namespace) -> str:
+    _check_name("--run_id", asked.run_id)
     return asked.run_id or f"{asked.tpu_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
@@ -225,6 +233,7 @@ def _exec(asked: Namespace, command: tuple[str, ...]) -> int:
 
 
 def _logs(asked: Namespace, _: tuple[str, ...]) -> int:
+    _check_name("--run_id", asked.run_id)
     words = Remote(run=asked.run_id, command=()).folder if asked.run_id else None
     return _on_each_node(asked, f"bash {words}/worker.sh latest follow" if words else Remote.newest_call())
 
@@ -291,6 +300,8 @@ def _slurm(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, s
     environment = _environment(asked, variables)
     no_secrets_in(command, environment)
     name = asked.job_name
+    _check_name("--job_name", name)
+    _check_name("--run_id", asked.run_id)
     script_path = Path(asked.output or f"{name}.sbatch")
     environment_path = script_path.with_suffix(".environment").absolute()
     job = SlurmJob(

@@ -25,6 +25,7 @@ from levanter.infra.flags import environment_flags
 from levanter.infra.gang import GangRun, run_gang
 from levanter.infra.launch import as_program, no_secrets_in, shell
 from levanter.infra.ray_cluster import RayCluster, import_ray
+from levanter.io.names import name_problem
 
 
 def parser() -> Parser:
@@ -58,6 +59,8 @@ def _main(argv: Sequence[str]) -> int:
     made = parser()
     with_settings(made, flags)
     asked = made.parse_args(own)
+    if asked.run_id and (problem := name_problem(asked.run_id)) is not None:
+        raise UsageError(f"--run_id: {problem}")
     accelerator = _accelerator(asked, command)
     environment = collect(asked.env or (), asked.env_file or (), here=os.environ, defaults=variables)
     no_secrets_in(command, environment)

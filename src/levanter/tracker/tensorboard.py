@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from levanter.config.ranges import Count, PositiveInt
 from levanter.io import Output
+from levanter.io.names import name_problem
 from levanter.io.paths import is_remote, join, local_path
 from levanter.io.values import Json
 from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json, as_plain
@@ -98,6 +99,12 @@ class TensorboardConfig(TrackerConfig):
     flush_secs: PositiveInt | None = 120
     filename_suffix: str | None = ""
     write_to_disk: bool | None = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A part of a file's name.
+        if self.filename_suffix and (problem := name_problem(self.filename_suffix)) is not None:
+            raise ValueError(f"filename_suffix: {problem}")
 
     def init(self, run_id: str | None) -> Tracker:
         try:

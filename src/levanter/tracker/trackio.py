@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from levanter.config.ranges import NonNegativeFloat, PositiveInt
+from levanter.io.names import name_problem
 from levanter.io.values import Json
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_plain
@@ -76,6 +77,12 @@ class TrackioConfig(TrackerConfig):
     background: bool = True
     background_max_queue_size: PositiveInt = 10_000
     background_finish_timeout: NonNegativeFloat = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # trackio makes a file of it.
+        if (problem := name_problem(self.project)) is not None:
+            raise ValueError(f"project: {problem}")
 
     def init(self, run_id: str | None) -> Tracker:
         if self.mode == "disabled":

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from levanter.config.ranges import NonNegativeFloat, PositiveInt
 from levanter.io import Output
 from levanter.io.atomic import atomic_write
+from levanter.io.names import name_problem
 from levanter.io.paths import join
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_json, as_plain
@@ -127,6 +128,12 @@ class WandbConfig(TrackerConfig):
     background: bool = True
     background_max_queue_size: PositiveInt = 10_000
     background_finish_timeout: NonNegativeFloat = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # wandb makes a folder of it.
+        if self.id is not None and (problem := name_problem(self.id)) is not None:
+            raise ValueError(f"id: {problem}")
 
     def init(self, run_id: str | None) -> Tracker:
         import wandb

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from levanter.config.ranges import Count, PathText, PositiveInt, PositiveOrAll, Ranged, Seed
+from levanter.io.names import name_problem
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import PolicyText
 from levanter.processes.distributed import DistributedConfig
@@ -106,6 +107,8 @@ class TrainerConfig(Ranged):
         refuse(self._problems())
 
     def _problems(self) -> Iterable[str]:
+        if self.id is not None and (problem := name_problem(self.id)) is not None:
+            yield f"id: {problem}"
         if not self.mp.strip():
             yield "mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing"
         else:

@@ -123,6 +123,7 @@ def describe_jobs(
     """
     model, found = model_block(config, written)
     assert jobs, "a run without jobs has nothing to describe"
+    _own_folders(jobs)
     pretrained = describe_pretrained(
         ModelChoice(
             reference=config.reference,
@@ -178,6 +179,17 @@ def describe_jobs(
             keys=lambda rows, ways: {"eval_batch_size": rows * ways},
         ),
     )
+
+
+def _own_folders(jobs: Sequence[Job]) -> None:
+    """Refuses jobs that would write over each other: names that differ in signs only have one folder."""
+    by_folder: dict[str, list[str]] = {}
+    for job in jobs:
+        by_folder.setdefault(job.folder, []).append(job.key)
+    shared = {folder: keys for folder, keys in by_folder.items() if len(keys) > 1}
+    if shared:
+        listed = "; ".join(f"{', '.join(map(repr, keys))} in {folder}" for folder, keys in shared.items())
+        raise ValueError(f"several would be written to one folder; give them names that differ in letters: {listed}")
 
 
 def model_block(config: Any, written: Written) -> tuple[ModelBlock | None, list[Check]]:

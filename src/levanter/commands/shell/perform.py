@@ -21,6 +21,7 @@ from levanter.commands.shell.outputs import try_outputs
 from levanter.commands.shell.sameness import require_same_config
 from levanter.config import Written, load_written, plain
 from levanter.io import printing_may_fail, setup_logging
+from levanter.io.names import name_problem
 from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
 from levanter.processes.barrier import agreed
 from levanter.run import OK, EntryPoint, RunPlan, Session, Target
@@ -132,5 +133,11 @@ def _show(plan: RunPlan[W], found: DeviceSet) -> None:
 
 
 def run_id(trainer: TrainerConfig) -> str:
-    """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes."""
+    """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes.
+
+    Raises:
+        ValueError: `$RUN_ID` is no name of a folder.
+    """
+    if trainer.id is None and os.environ.get("RUN_ID") and (problem := name_problem(os.environ["RUN_ID"])):
+        raise ValueError(f"$RUN_ID: {problem}")
     return agreed("run id", trainer.id or os.environ.get("RUN_ID") or secrets.token_hex(4))
