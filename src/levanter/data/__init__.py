@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from levanter.data.evaluation import EvaluationData as EvaluationData
     from levanter.data.evaluation import EvaluationSet as EvaluationSet
     from levanter.data.evaluation import resolve_evaluation as resolve_evaluation
+    from levanter.data.evaluation_rows import as_records as as_records
     from levanter.data.evaluation_rows import evaluation_rows as evaluation_rows
     from levanter.data.formats import ChatLmDatasetFormat as ChatLmDatasetFormat
     from levanter.data.formats import LmDatasetFormatBase as LmDatasetFormatBase

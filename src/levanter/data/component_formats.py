@@ -1,14 +1,21 @@
-"""What a record of a component is: its format, checked, with the template it is to be rendered by, and its packing.
+"""What a component is: its format, checked, with its template; its packing; where the store of its tokens lies.
 
 Training and evaluation read the same formats and understand their keys in the same way.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from levanter.data.chat import ChatTemplate
-from levanter.data.config import ConcatDatasetComponent, DatasetComponent, DatasetComponentBase
+from levanter.data.config import (
+    CacheOptions,
+    ConcatDatasetComponent,
+    DatasetComponent,
+    DatasetComponentBase,
+    DirectDatasetComponent,
+    LmDataConfig,
+)
 from levanter.data.documents import Formats, format_of
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.formats import (
@@ -18,6 +25,8 @@ from levanter.data.formats import (
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
 )
+from levanter.data.sources import PythonDocsSource
+from levanter.io.paths import join
 
 FORMATS: Formats = (
     TextLmDatasetFormat,
@@ -90,3 +99,27 @@ def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
 
 def _template(format: ChatLmDatasetFormat) -> ChatTemplate:
     return ChatTemplate(text=str(format.chat_template), bos_token="", eos_token="")
+
+
+def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBase, split: str) -> str | None:
+    """The folder of a component's token store for a split; None where it keeps none.
+
+    Texts of the configuration and of Python itself are small, and keep one only where they are told to: the first by a
+    `cache_dir` of their own, the second also by one that is written in `data:`.
+    """
+    source = getattr(component, "source", None)
+    own = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
+    small = isinstance(component, DirectDatasetComponent) or (
+        isinstance(source, PythonDocsSource) and not is_set(config, "cache_dir")
+    )
+    if own is None and (config.cache_dir is None or small):
+        return None
+    folder = own if own is not None else join(str(config.cache_dir), name)
+    return folder if getattr(component, "flat_cache", False) else join(folder, split)
+
+
+def is_set(config: LmDataConfig | DatasetComponentBase | CacheOptions, key: str) -> bool:
+    """Whether a key differs from its default."""
+    found = next(field for field in fields(config) if field.name == key)
+    default = found.default_factory() if found.default_factory is not MISSING else found.default
+    return getattr(config, key) != default

@@ -2,24 +2,23 @@
 
 `resolve_evaluation` looks at names only: it expands patterns, checks that every file exists and that a reader knows it,
 and collects everything that is wrong. An `EvaluationSet` of text then reads its documents when asked; records of other
-formats are read and laid into rows as in training (`evaluation_rows`). Evaluation tokenizes as it reads; token caches
-and everything that only orders or weighs training data have no effect on it, and the keys of the configuration for
-which that is so are listed in `notes`.
+formats are read and laid into rows as in training (`evaluation_rows`). Evaluation tokenizes as it reads, or
+reads a token store that `cache_dataset` has built. What only orders or weighs training data has no effect on it, and
+the keys of the configuration for which that is so are listed in `notes`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from levanter.data.component_formats import FORMATS, format_and_pack, with_template
+from levanter.data.component_formats import FORMATS, format_and_pack, is_set, store_folder, with_template
 from levanter.data.config import (
-    CacheOptions,
     ConcatDatasetComponent,
     DatasetComponent,
     DatasetComponentBase,
     LmDataConfig,
 )
-from levanter.data.documents import Documents, component_parts
+from levanter.data.documents import Documents, FileDocuments, component_parts
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
 from levanter.data.formats import (
     ChatLmDatasetFormat,
@@ -42,6 +41,7 @@ class EvaluationSet:
         parts: where its documents are, in order.
         format: what a record is; with the template, where there is one.
         pack: how records are laid into rows, where they are not text.
+        folder: where the store of its tokens lies if `cache_dataset` has built one; None where there can be none.
     """
 
     name: str
@@ -49,6 +49,7 @@ class EvaluationSet:
     parts: tuple[Documents, ...]
     format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
     pack: bool | int | str | None = None
+    folder: str | None = None
 
     @property
     def is_text(self) -> bool:
@@ -102,7 +103,16 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
             listed += [text if text.startswith(where) else f"{where}: {text}" for text in each]
             continue
         if parts:
-            sets.append(EvaluationSet(name=name, tags=tags_of(name, component), parts=parts, format=format, pack=pack))
+            sets.append(
+                EvaluationSet(
+                    name=name,
+                    tags=tags_of(name, component),
+                    parts=parts,
+                    format=format,
+                    pack=pack,
+                    folder=_store(config, name, component, split, parts),
+                )
+            )
         else:
             without.append(name)
     if config.num_validation_sequences and not in_training:
@@ -163,19 +173,27 @@ _TRAINING_KEYS = (
 )
 
 
+def _store(
+    config: LmDataConfig, name: str, component: DatasetComponentBase, split: str | None, parts: Sequence[Documents]
+) -> str | None:
+    """Where the tokens of a set may lie: one folder holds one split, of files of one format."""
+    formats = {part.format for part in parts if isinstance(part, FileDocuments)}
+    if getattr(component, "flat_cache", False) or len(formats) > 1:
+        return None
+    return store_folder(config, name, component, split or getattr(component, "split", "validation"))
+
+
 def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[str]:
     """A note for the keys that are set and that evaluation has no use for."""
     notes = []
-    cache = [f"data.{key}" for key in ("cache_dir", *_CACHE_KEYS) if is_set(config, key)]
+    cache = [f"data.{key}" for key in _CACHE_KEYS if is_set(config, key)]
     cache += [
-        f"data.components.{name}.{key}"
+        f"data.components.{name}.flat_cache"
         for name, component in config.components.items()
-        if isinstance(component, DatasetComponent)
-        for key in ("cache_dir", "flat_cache")
-        if is_set(component, key)
+        if isinstance(component, DatasetComponent) and component.flat_cache
     ]
     if cache:
-        notes.append(f"{', '.join(cache)}: no effect; evaluation tokenizes as it reads and keeps no cache")
+        notes.append(f"{', '.join(cache)}: no effect; an evaluation builds no token store, cache_dataset does")
     records = {one.name for one in sets if not one.is_text}
     training = [f"data.{key}" for key in _TRAINING_KEYS if is_set(config, key)]
     training += [
@@ -188,10 +206,3 @@ def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[st
     if config.chat_template is not None and not any(isinstance(one.format, ChatLmDatasetFormat) for one in sets):
         notes.append("data.chat_template: no effect; no set that is evaluated is of conversations")
     return notes
-
-
-def is_set(config: LmDataConfig | DatasetComponentBase | CacheOptions, key: str) -> bool:
-    """Whether a key differs from its default."""
-    found = next(field for field in fields(config) if field.name == key)
-    default = found.default_factory() if found.default_factory is not MISSING else found.default
-    return getattr(config, key) != default

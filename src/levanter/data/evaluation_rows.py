@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from levanter.data.config import LmDataConfig
+from levanter.data.documents import FileDocuments
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.evaluation import EvaluationSet
+from levanter.data.formats import LmDatasetFormatBase
+from levanter.data.manifest import StoreError, compare, read_manifest
 from levanter.data.row_sequences import RowSet, joined, row_sequences
 from levanter.data.rows import PackedRows
-from levanter.data.sequences import EvalSequences, build_sequences
+from levanter.data.sequences import EvalSequences, TokenizedText, build_sequences
+from levanter.data.store import StoredTokens, Tokens, open_store
 from levanter.data.tokenizer import Tokenizer
-from levanter.data.training import build_tokens, lay_rows, token_problems
+from levanter.data.training import build_tokens, foreign_ids, lay_rows, store_identity, token_problems
 from levanter.data.training_sets import TrainingSet
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,11 @@ def _text(
     vocab_size: int | None,
     on_progress: Callable[[int], None] | None,
 ) -> EvalSequences:
+    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
+
+    def stored(one: EvaluationSet) -> TokenizedText | None:
+        return _stored_text(config, one, tokenizer, limit)
+
     return build_sequences(
         sets,
         tokenizer,
@@ -93,6 +102,64 @@ def _text(
         separate_documents=config.block_cross_document_attention,
         vocab_size=vocab_size,
         on_progress=on_progress,
+        stored=stored,
+    )
+
+
+def _stored_text(
+    config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, vocab_size: int
+) -> TokenizedText | None:
+    """A set's text out of its token store, where there is one."""
+    tokens = _opened(config, one, tokenizer)
+    if tokens is None:
+        return None
+    if tokens.largest_id >= vocab_size:
+        raise DataError(foreign_ids(as_records(one), tokens.largest_id, vocab_size))
+    ids, _ = tokens.read(np.array([0]), tokens.starts[-1:])
+    shards = tokens.manifest.shards or ()
+    return TokenizedText(
+        ids=ids,
+        lengths=np.diff(tokens.starts),
+        skipped=sum(shard.skipped for shard in shards),
+        chars=sum(shard.chars for shard in shards),
+    )
+
+
+def _opened(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) -> StoredTokens | None:
+    """The finished token store of a set, if it was made from what is configured; else the files are read."""
+    if one.folder is None:
+        return None
+    try:
+        manifest = read_manifest(one.folder)
+        if manifest is None or manifest.shards is None:
+            return None
+        compare(one.folder, manifest.identity, store_identity(config, as_records(one), tokenizer), sources=True)
+    except (OSError, ValueError) as error:
+        # Another model's store in the same folder, or storage that is out of reach: neither keeps the text from use.
+        told = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]
+        logger.info("%s: its token store is not read, the text is tokenized: %s", one.name, told)
+        return None
+    logger.info("%s: read from the token store %s", one.name, one.folder)
+    return open_store(one.folder, manifest)
+
+
+def as_records(one: EvaluationSet, *, folder: str | None = None) -> TrainingSet:
+    """A set as training would see it.
+
+    Args:
+        one: the set.
+        folder: where its token store is to be built; None for none.
+    """
+    # Texts may have a key of their own; sets whose files differ in it have no store.
+    formats: list[LmDatasetFormatBase] = [part.format for part in one.parts if isinstance(part, FileDocuments)]
+    return TrainingSet(
+        name=one.name,
+        tags=one.tags,
+        format=formats[0] if one.is_text and formats else one.format,
+        parts=one.parts,
+        folder=folder,
+        pack=one.pack,
+        built=None if folder is None else read_manifest(folder),
     )
 
 
@@ -100,10 +167,10 @@ def _records(
     config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer, max_length: int, vocab_size: int | None
 ) -> EvalSequences:
     """A set of records in the rows that training would lay it into."""
-    records = TrainingSet(
-        name=one.name, tags=one.tags, format=one.format, parts=one.parts, folder=None, pack=one.pack, built=None
-    )
-    (tokens,) = build_tokens(config, [records], tokenizer)
+    records = as_records(one)
+    tokens: Tokens | None = _opened(config, one, tokenizer)
+    if tokens is None:
+        (tokens,) = build_tokens(config, [records], tokenizer)
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems([records], [tokens], limit)))
     rows = lay_rows(config, records, tokens, max_length)

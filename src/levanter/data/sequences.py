@@ -214,6 +214,23 @@ class EvalBatches:
         return self.sequences.take(rows)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenizedText:
+    """A set of text as ids.
+
+    Attributes:
+        ids: int32 `[tokens]`, its documents end to end.
+        lengths: int64 `[documents]`, the tokens of each.
+        skipped: empty documents, which are left out.
+        chars: characters that were read.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    skipped: int
+    chars: int
+
+
 def build_sequences(
     sets: Sequence[EvaluationSet],
     tokenizer: Tokenizer,
@@ -224,6 +241,7 @@ def build_sequences(
     separate_documents: bool = True,
     vocab_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    stored: "Callable[[EvaluationSet], TokenizedText | None]" = lambda _: None,
 ) -> EvalSequences:
     """Reads and tokenizes sets into rows of `max_length` tokens.
 
@@ -238,6 +256,7 @@ def build_sequences(
             are scored does not depend on it.
         vocab_size: the model's vocabulary; ids beyond it are an error.
         on_progress: told the characters tokenized so far.
+        stored: a set's text where it is tokenized already.
 
     Raises:
         DataError: a set without a token to score; an id outside the vocabulary; and whatever is wrong in a file.
@@ -256,7 +275,7 @@ def build_sequences(
     spans: list[SetSpan] = []
     start = first_row = chars = 0
     for one in sets:
-        ids, document_lengths, skipped, read = _tokenize(
+        text = stored(one) or _tokenize(
             one,
             tokenizer,
             bos=bos,
@@ -264,8 +283,8 @@ def build_sequences(
             limit=tokenizer.vocab_size if vocab_size is None else vocab_size,
             on_progress=None if on_progress is None else _shifted(on_progress, chars),
         )
-        chars += read
-        tokens, documents = len(ids), int(np.count_nonzero(document_lengths))
+        chars += text.chars
+        tokens, documents = len(text.ids), int(np.count_nonzero(text.lengths))
         if tokens - documents < 1:
             what = "no text" if documents == 0 else "no document of two tokens or more"
             raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.parts))}")
@@ -279,12 +298,12 @@ def build_sequences(
                 stop=start + tokens,
                 first_row=first_row,
                 rows=rows,
-                skipped=skipped,
-                chars=read,
+                skipped=text.skipped,
+                chars=text.chars,
             )
         )
-        pieces.append(ids)
-        lengths.append(document_lengths[document_lengths > 0])
+        pieces.append(text.ids)
+        lengths.append(text.lengths[text.lengths > 0])
         start += tokens
         first_row += rows
     all_lengths = np.concatenate(lengths)
@@ -306,8 +325,7 @@ def _tokenize(
     eos: int | None,
     limit: int,
     on_progress: Callable[[int], None] | None,
-) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """A set's ids end to end, the length of each document, the empty documents, the characters."""
+) -> TokenizedText:
     before = np.array([] if bos is None else [bos], np.int32)
     after = np.array([] if eos is None else [eos], np.int32)
     pieces: list[np.ndarray] = []
@@ -344,7 +362,7 @@ def _tokenize(
     if waiting:
         flush()
     stream = np.concatenate(pieces) if pieces else np.array([], np.int32)
-    return stream, np.array(lengths, np.int64), skipped, chars
+    return TokenizedText(ids=stream, lengths=np.array(lengths, np.int64), skipped=skipped, chars=chars)
 
 
 def _shifted(on_progress: Callable[[int], None], base: int) -> Callable[[int], None]:

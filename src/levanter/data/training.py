@@ -156,7 +156,7 @@ def compare_stores(
     _, problems = _identities(config, sets, tokenizer)
     for one in sets:
         if one.built is not None and one.built.shards is not None and one.built.largest_id >= vocab_size:
-            problems.append(_foreign(one, one.built.largest_id, vocab_size))
+            problems.append(foreign_ids(one, one.built.largest_id, vocab_size))
     return problems
 
 
@@ -213,7 +213,7 @@ def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_
             what = "no text" if its.starts[-1] == 0 else "no document of two tokens or more"
             yield f"data set {one.name!r} is empty: {what} in {where}"
         elif its.largest_id >= vocab_size:
-            yield _foreign(one, its.largest_id, vocab_size)
+            yield foreign_ids(one, its.largest_id, vocab_size)
         elif its.weighted and not counted_tokens(its)[0]:
             why = _UNCOUNTED[type(one.format)]
             yield f"data set {one.name!r}: none of its {its.starts[-1]:,} tokens counts in the loss; {why}"
@@ -247,7 +247,8 @@ def counted_tokens(tokens: Tokens) -> tuple[int, int]:
     return counted, stop
 
 
-def _foreign(one: TrainingSet, largest: int, vocab_size: int) -> str:
+def foreign_ids(one: TrainingSet, largest: int, vocab_size: int) -> str:
+    """What is said of a set with ids that the model does not have."""
     where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
     return (
         f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "

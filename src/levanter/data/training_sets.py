@@ -10,21 +10,19 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from levanter.data.component_formats import FORMATS, format_and_pack, with_template
+from levanter.data.component_formats import FORMATS, format_and_pack, is_set, store_folder, with_template
 from levanter.data.config import (
     BlockShuffleConfig,
     DatasetComponent,
     DatasetComponentBase,
-    DirectDatasetComponent,
     LmDataConfig,
 )
 from levanter.data.documents import Documents, FileDocuments, component_parts
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
-from levanter.data.evaluation import is_set, tags_of
+from levanter.data.evaluation import tags_of
 from levanter.data.formats import ChatLmDatasetFormat, LmDatasetFormatBase, TextLmDatasetFormat, format_name
 from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
 from levanter.data.readers import read_documents, read_records
-from levanter.data.sources import PythonDocsSource
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
 
 UPSTREAMS_LEDGER = "shard_ledger.json"
@@ -284,23 +282,6 @@ def _manifest(where: str, folder: str) -> Manifest | None:
         if not is_remote(folder):
             raise
         raise MissingFileError(f"{where}: {folder}: {error}") from error
-
-
-def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBase, split: str) -> str | None:
-    """The folder of a component's token store for a split; None where it keeps none.
-
-    Texts of the configuration and of Python itself are small, and keep one only where they are told to: the first by a
-    `cache_dir` of their own, the second also by one that is written in `data:`.
-    """
-    source = getattr(component, "source", None)
-    own = getattr(component, "cache_dir", None) or getattr(source, "cache_dir", None)
-    small = isinstance(component, DirectDatasetComponent) or (
-        isinstance(source, PythonDocsSource) and not is_set(config, "cache_dir")
-    )
-    if own is None and (config.cache_dir is None or small):
-        return None
-    folder = own if own is not None else join(str(config.cache_dir), name)
-    return folder if getattr(component, "flat_cache", False) else join(folder, split)
 
 
 def _config_problems(config: LmDataConfig) -> Iterator[str]:

@@ -117,8 +117,7 @@ def test_keys_without_effect_are_named(folder):
         )
     )
     assert data.notes == (
-        "data.cache_dir, data.auto_build_caches, data.components.x.cache_dir: no effect; evaluation tokenizes as it "
-        "reads and keeps no cache",
+        "data.auto_build_caches: no effect; an evaluation builds no token store, cache_dataset does",
         "data.shuffle, data.train_weights, data.components.x.pack: no effect; only training uses them",
         "data.chat_template: no effect; no set that is evaluated is of conversations",
     )

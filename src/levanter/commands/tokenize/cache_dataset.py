@@ -1,10 +1,11 @@
-"""Builds the token stores of a training run ahead of it.
+"""Builds the token stores of a training run ahead of it: of its training sets and of its validation sets.
 
     python -m levanter.main.cache_dataset --config_path config/train/nano.yaml
 
-Takes a training configuration as it is (or a file with nothing but `data:`), tokenizes what its training sets need and
-has not been tokenized yet, and says what each store holds. A run that is stopped goes on where it was, file by file. No
-accelerator is used. `--verify true` reads every store once more against its checksums.
+Takes a training configuration as it is (or a file with nothing but `data:`), one set or a mixture, and tokenizes what
+its training sets (those that have a weight) and its validation sets need and has not been tokenized yet. Then it says
+what each store holds. A training run finds the stores of both, `eval_lm` the others. A build that is stopped goes on
+where it was, file by file. No accelerator is used. `--verify true` reads every store once more against its checksums.
 
 As several processes, the first one builds while the others wait; these then find the stores, or build their own where
 `cache_dir` is a disk of each host's.
@@ -12,7 +13,7 @@ As several processes, the first one builds while the others wait; these then fin
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,11 +22,24 @@ from levanter.commands.shell.lifecycle import join_processes
 from levanter.commands.train.run import DATA_SECONDS
 from levanter.commands.train.train_lm import TrainLmConfig
 from levanter.config import Written
-from levanter.data import BuildProgress, TrainingSet, build_tokens, resolve_training
+from levanter.data import (
+    AbsentTextError,
+    BuildProgress,
+    DataError,
+    DatasetComponentBase,
+    LmDataConfig,
+    TrainingSet,
+    TrainingSets,
+    as_records,
+    build_tokens,
+    resolve_evaluation,
+    resolve_training,
+)
 from levanter.data.store import StoredTokens
 from levanter.io import Output, Progress, probe
 from levanter.io.progress import amount, duration
 from levanter.processes.barrier import is_process_0, process_0_first
+from levanter.run import BAD_INPUT, RunRefused
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +69,21 @@ def main(config: CacheDatasetConfig, *, written: Written | None = None) -> int:
 
 def _build(config: CacheDatasetConfig, *, show: bool) -> None:
     say = print if show else logger.debug
-    resolved = resolve_training(config.data)
+    sets, lines = _sets(config.data)
     size = config.model.vocab_size if config.data.vocab_size is None else config.data.vocab_size
     tokenizer, check = find_tokenizer(config.data.tokenizer, origin=None, size=size)
     if tokenizer is None:
         assert check.error is not None
         raise check.error
-    stored = [one for one in resolved.sets if one.folder is not None]
+    stored = [one for one in sets if one.folder is not None]
     probe(
         Output(key=f"data.cache_dir of {one.name}", path=one.folder, kind="folder")
         for one in stored
         if one.folder is not None and one.parts is not None
     )
-    for line in (*resolved.describe(), *resolved.notes):
+    for line in lines:
         say(line)
-    without = [one.name for one in resolved.sets if one.folder is None]
+    without = [one.name for one in sets if one.folder is None]
     if without:
         say(f"{', '.join(without)}: tokenized when a run begins (data.cache_dir is null, or the text is in memory)")
     if not stored:
@@ -98,6 +112,44 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
     if config.verify:
         _verify([its for its in tokens if isinstance(its, StoredTokens)], show=show)
         say("verified: every token was read against its checksum")
+
+
+def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
+    """The sets to be tokenized, those of validation named as such, and what is said of them.
+
+    Raises:
+        DataError: there is nothing to train on or to evaluate, or something is wrong with it; all of it.
+    """
+    trained: TrainingSets | None = None
+    problems: list[ValueError] = []
+    nothing: list[ValueError] = []
+    try:
+        trained = resolve_training(config)
+    except AbsentTextError as error:
+        # A configuration that only evaluates has no training data, which is no mistake.
+        (problems if any(_has_training(each) for each in config.components.values()) else nothing).append(error)
+    except DataError as error:
+        problems.append(error)
+    validation: list[TrainingSet] = []
+    try:
+        found = resolve_evaluation(config, in_training=True).sets
+        validation = [replace(as_records(one, folder=one.folder), name=f"{one.name} (validation)") for one in found]
+    except DataError as error:
+        if str(error) not in [str(each) for each in problems]:
+            problems.append(error)
+    if not problems and trained is None and not validation:
+        problems = nothing
+    if problems:
+        raise problems[0] if len(problems) == 1 else RunRefused(problems, exit_code=BAD_INPUT)
+    lines = [*map(str, validation)]
+    if trained is not None:
+        lines = [*trained.describe(), *lines, *trained.notes]
+    return [*(() if trained is None else trained.sets), *validation], lines
+
+
+def _has_training(component: DatasetComponentBase) -> bool:
+    source = getattr(component, "source", component)
+    return bool(getattr(source, "train_urls", None)) or source is None
 
 
 def store_line(one: TrainingSet, tokens: StoredTokens) -> str:

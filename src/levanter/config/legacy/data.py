@@ -20,6 +20,8 @@ _BESIDE = ("pack", "split", "flat_cache", "type")
 """Keys of today's components, which an old source may have as well."""
 _FLAT = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "configs", "tokenizer", "vocab_size", "cache_dir", "cache_options")
 _FLAT += ("enforce_eos", "chat_template", "ignore_token_id", "shuffle", "permutation_type")
+_FLAT += ("train_weights", "stop_strategy", "mixture_block_size", "max_train_batches", "num_validation_sequences")
+_FLAT += ("target_budget", "experiment_budget")
 _ONE_SOURCE = "one source becomes one component"
 
 

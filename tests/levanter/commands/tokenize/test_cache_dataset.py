@@ -2,11 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig, main
+from levanter.compat.open import load_tokenizer
+from levanter.config import load
+from levanter.data import evaluation_rows, resolve_evaluation
 
 
 @pytest.fixture
@@ -57,6 +61,9 @@ def test_from_a_training_file(folder, capsys):
     assert f"both: {tokens} tokens, 40 documents, 2 empty documents left out, 2 shards" in out
     assert f"{folder}/cache/docs/train" in out
     assert "data.components.held: no training data, not trained on" in out
+    held = sum(len(f"a{i} é".encode()) for i in range(20))
+    assert f"held (validation): {held} tokens, 20 documents, 1 empty documents left out, 1 shards" in out
+    assert f"in {folder}/cache/held/validation" in out and "docs (validation): " in out
     assert "tokens/s" in out
     assert run(path, "--verify", "true") == 0
     out = capsys.readouterr().out
@@ -70,7 +77,7 @@ def test_pythons_documentation_needs_a_folder_that_is_written_down(folder, capsy
     document["data"]["components"] = {"docs": document["data"]["components"]["docs"]}
     del document["data"]["cache_dir"]
     assert run(write(folder, document)) == 0
-    assert "docs: tokenized when a run begins" in capsys.readouterr().out
+    assert "docs, docs (validation): tokenized when a run begins" in capsys.readouterr().out
     for times in (1, 2):
         caplog.clear()
         assert run(write(folder, document), "--data.cache_dir", "tokens") == 0
@@ -113,6 +120,59 @@ def test_the_old_shape(folder, capsys):
     }
     assert run(write(folder, old)) == 0
     assert (folder / "cache" / "train" / "manifest.json").exists()
+    assert (folder / "cache" / "validation" / "manifest.json").exists()
+
+
+def test_the_old_shape_of_a_mixture(folder, capsys):
+    """What has a weight is trained on; what has none is evaluated all the same."""
+    urls = {name: {f"{split}_urls": [f"{folder}/{name}.jsonl"] for split in ("train", "validation")} for name in "ab"}
+    old = {"configs": urls, "train_weights": {"a": 0.9, "b": 0.0}, "mixture_block_size": 64}
+    rest = {"tokenizer": str(folder / "tokenizer.json"), "cache_dir": str(folder / "cache")}
+    assert run(write(folder, {**old, **rest})) == 0
+    built = sorted(str(path.parent.relative_to(folder / "cache")) for path in folder.glob("cache/*/*/manifest.json"))
+    assert built == ["a/train", "a/validation", "b/validation"]
+    assert "data.components.b: no weight in data.train_weights, not trained on" in capsys.readouterr().out
+
+
+def test_a_configuration_that_only_evaluates(folder, capsys):
+    document = training_file(folder)
+    document["data"]["components"] = {"held": document["data"]["components"]["held"]}
+    assert run(write(folder, document)) == 0
+    assert (folder / "cache" / "held" / "validation" / "manifest.json").exists()
+    document["data"]["components"]["held"]["source"]["validation_urls"] = [f"{folder}/no.jsonl"]
+    assert run(write(folder, document)) == 2
+    assert "no.jsonl: no such file" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_stores_is_that_of_their_files(folder, caplog):
+    """Row for row, of text and of records; a store of something else is passed over."""
+    pairs = [{"input": f"{n} + 1 =", "target": f" {n + 1}"} for n in range(9)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    document = training_file(folder)
+    sums = {"source": {"validation_urls": [f"{folder}/pairs.jsonl"]}, "format": {"type": "supervised"}}
+    document["data"]["components"] |= {"sums": sums}
+    config = load(CacheDatasetConfig, ["--config_path", write(folder, document)]).data
+    tokenizer = load_tokenizer(config.tokenizer)
+
+    def rows(config):
+        sets = resolve_evaluation(config, in_training=True).sets
+        return evaluation_rows(config, sets, tokenizer, max_length=16)
+
+    caplog.set_level("INFO", logger="levanter")
+    without = rows(config)
+    assert run(write(folder, document)) == 0
+    assert not any("read from the token store" in message for message in caplog.messages)
+    stored = rows(config)
+    assert sum("read from the token store" in message for message in caplog.messages) == 3
+    assert stored.sets == without.sets and [one.name for one in stored.sets] == ["docs", "held", "sums"]
+    every = np.arange(stored.row_count)
+    for one, other in zip(stored.take(every).inputs, without.take(every).inputs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(stored.take(every).loss_mask, without.take(every).loss_mask)
+    caplog.clear()
+    (folder / "a.jsonl").write_text('{"text": "another"}\n')
+    assert rows(config).sets[1].tokens == len("another")
+    assert any("held: its token store is not read" in message for message in caplog.messages)
 
 
 def test_without_data(folder, capsys):
