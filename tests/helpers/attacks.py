@@ -6,7 +6,9 @@ all: a traceback, an assertion, a bare errno.
 """
 
 import contextlib
+import dataclasses
 import importlib
+import inspect
 import io
 import os
 import resource
@@ -158,10 +160,15 @@ def _enter(module: object, command: str, words: list[str]) -> int:
     """As the process would: whatever leaves the door is a traceback and exit code 1."""
     from levanter.commands.catalog import ENTRY_POINTS
     from levanter.commands.shell.door import enter
+    from levanter.commands.shell.entry import run_entry_point
 
     try:
         if command in ENTRY_POINTS:
             return enter(command, words)
+        # A door may be handed its configuration instead of words: `cache_dataset`, the demos.
+        config = next(iter(inspect.signature(module.main).parameters.values())).annotation
+        if dataclasses.is_dataclass(config):
+            return run_entry_point(config, module.main, words)
         return module.main(words) or 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

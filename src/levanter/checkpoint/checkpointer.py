@@ -39,6 +39,7 @@ from levanter.checkpoint.refs import (
 from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
 from levanter.checkpoint.targets import saved_leaf
 from levanter.checkpoint.watching import SaveWatch
+from levanter.io.lease import Lease, LeaseError
 from levanter.io.paths import check_writable, filesystem, is_remote
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Checkpointer:
         timeout_seconds: how long a save may take, waiting for other processes included.
         chunk_bytes: an array's part on a device is written in pieces of at most so many bytes.
         watch: what a save reports about itself; None for nothing.
+        leases: of the folders, held by process 0: a run that lost one writes no more.
         clock: seconds that only grow; process 0's counts.
 
     Raises:
@@ -81,6 +83,7 @@ class Checkpointer:
         timeout_seconds: float = 1200.0,
         chunk_bytes: int = CHUNK_BYTES,
         watch: SaveWatch | None = None,
+        leases: Sequence[Lease] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         if save_interval_seconds is not None and save_interval_seconds <= 0:
@@ -101,7 +104,7 @@ class Checkpointer:
             for each in self._bases:
                 _check_writable(each)
         self._writer = ArrayWriter(timeout_seconds=timeout_seconds, chunk_bytes=chunk_bytes)
-        self._used, self._watch = dict(used or {}), watch
+        self._used, self._watch, self._leases = dict(used or {}), watch, tuple(leases)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: tuple[CheckpointRef, Future[None]] | None = None
         self._own: set[str] = set()
@@ -156,6 +159,7 @@ class Checkpointer:
 
         Raises:
             CheckpointSaveError: this save cannot begin, or the one before failed; complete checkpoints are intact.
+            LeaseLostError: another process writes there now.
             ValueError: `arrays` or `metadata` cannot be saved; the message lists why.
         """
         self.wait()
@@ -217,6 +221,7 @@ class Checkpointer:
 
     def _prepare(self, ref: CheckpointRef) -> str:
         """Makes room for a checkpoint and chooses the name of its arrays; on process 0 only."""
+        self._check_leases()
         if not self._swept:
             for base in self._bases:
                 for path in sweep(base):
@@ -231,6 +236,7 @@ class Checkpointer:
         try:
             self._writer.wait()
             if self._agreement.decides:
+                self._check_leases()
                 write_ref(ref)
         except BaseException:
             self._clean(ref)
@@ -239,6 +245,11 @@ class Checkpointer:
             self._own.add(ref.path)
             self._retire(ref)
         self._agreement.meet(f"complete {ref.arrays}")
+
+    def _check_leases(self) -> None:
+        """Returns if the folders are still this run's."""
+        for lease in self._leases:
+            lease.check()
 
     def _retire(self, newest: CheckpointRef) -> None:
         """Deletes temporary checkpoints that have served their time. That it fails is no reason to stop a run."""
@@ -256,6 +267,8 @@ class Checkpointer:
         self._swept = False
         if self._agreement.decides:
             with contextlib.suppress(OSError, ValueError):
+                # What lies there may be another run's by now.
+                self._check_leases()
                 sweep(self._base[ref.kind])
 
     @contextlib.contextmanager
@@ -263,7 +276,7 @@ class Checkpointer:
         """Turns what a library raises into an error that says what is lost, and what is not."""
         try:
             yield
-        except CheckpointPeerError:
+        except (CheckpointPeerError, LeaseError):
             raise
         except (OSError, ValueError, RuntimeError) as error:
             try:

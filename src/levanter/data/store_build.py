@@ -10,7 +10,6 @@ is written again from its beginning; what counts is left alone.
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 from collections import deque
@@ -35,7 +34,8 @@ from levanter.data.manifest import (
 )
 from levanter.data.store import MemoryTokens
 from levanter.data.store_write import Encoded, ShardWriter, Sums, file_sizes, write_file
-from levanter.io.paths import exists, filesystem, is_remote, join, local_path
+from levanter.io.lease import leased
+from levanter.io.paths import exists, filesystem, join
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,8 @@ def build_store(
 ) -> Manifest:
     """Builds a store, or what is missing of it; returns at once where it is finished.
 
+    Where another process is building it, on whatever machine, it waits for that one.
+
     Args:
         folder: where.
         identity: what it is made from; `identity.sources` describes `sources` one by one.
@@ -109,11 +111,18 @@ def build_store(
         on_progress: told how far it is.
 
     Raises:
-        StoreError: the folder holds a store of another identity, or is being built by another process of this machine.
+        StoreError: the folder holds a store of another identity.
+        LeaseError: it cannot be written, or another process has taken it over.
         DataError: a document cannot be read or tokenized.
     """
     assert len(sources) == len(identity.sources) >= 1
-    with _locked(folder):
+    finished = read_manifest(folder)
+    if finished is not None and finished.shards is not None:
+        # Nothing is written, so nobody is asked: the folder may be one that cannot be.
+        compare(folder, finished.identity, identity, sources=True)
+        return finished
+    advice = "give another cache_dir"
+    with leased(folder, what="building a token store", advice=advice, wait=True) as lease:
         _sweep(folder)
         manifest = read_manifest(folder)
         if manifest is not None:
@@ -137,12 +146,14 @@ def build_store(
             writer.add(batch.encoded.result(), chars=batch.chars, skipped=batch.skipped)
             meter.update(batch.shard, writer.sums)
             if batch.last:
+                lease.check()
                 marks[batch.shard] = writer.finish()
                 meter.finished(batch.shard, writer.sums)
                 writer = None
         finished = [mark for mark in marks if mark is not None]
         assert len(finished) == len(marks)
         manifest = Manifest(identity=identity, shards=tuple(finished))
+        lease.check()
         write_file(join(folder, MANIFEST), manifest.content())
         return manifest
 
@@ -297,25 +308,3 @@ def _sweep(folder: str) -> None:
             last = path.rsplit("/", 1)[-1]
             if last.startswith(f".{MANIFEST}.") and last.endswith(".tmp"):
                 fs.rm(path)
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Keeps other processes of this machine from building the same store; the kernel lets go when a process dies."""
-    if is_remote(folder):
-        yield
-        return
-    import fcntl
-
-    path = local_path(folder)
-    os.makedirs(path, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("%s: another process is building this token store; waiting for it", folder)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

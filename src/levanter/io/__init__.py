@@ -1,6 +1,12 @@
 """Files and terminals: paths, atomic writes, progress, logs. Knows nothing of models and never imports jax."""
 
 from levanter.io.atomic import atomic_write as atomic_write
+from levanter.io.lease import Lease as Lease
+from levanter.io.lease import LeaseError as LeaseError
+from levanter.io.lease import LeaseLostError as LeaseLostError
+from levanter.io.lease import LeaseTakenError as LeaseTakenError
+from levanter.io.lease import leased as leased
+from levanter.io.lease import release_all as release_all
 from levanter.io.logs import setup_logging as setup_logging
 from levanter.io.output import output_is_lost as output_is_lost
 from levanter.io.output import prepare_streams as prepare_streams

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from levanter.io import atomic_write, exists, join, open_read
+from levanter.io import Lease, atomic_write, exists, join, open_read
 from levanter.io.paths import base_name, filesystem
 from levanter.memorization.results import Scores, as_json_bytes, score_columns, scores_of
 
@@ -49,12 +49,14 @@ class PartStore:
         identity: what the numbers depend on: dotted keys, JSON values.
         windows: how many the book has.
         suffix_tokens: k.
+        lease: of the folder, in the process that writes; None where nobody else can be there.
     """
 
     folder: str
     identity: PartsIdentity = field(repr=False)
     windows: int
     suffix_tokens: int
+    lease: Lease | None = field(default=None, repr=False)
 
     def is_done(self) -> bool:
         """Whether this very run has finished here.
@@ -77,6 +79,7 @@ class PartStore:
         Raises:
             UnwritableFolderError: nothing can be written there.
         """
+        self.check_lease()
         try:
             _remove_left_behind(self.folder)
             _remove_left_behind(join(self.folder, PARTS))
@@ -89,6 +92,7 @@ class PartStore:
 
     def write(self, first: int, scores: Scores) -> None:
         """Adds the windows from `first` on."""
+        self.check_lease()
         meta = {"identity": _digest(self.identity), "first": first, "rows": len(scores), "crc32": _checksum(scores)}
         table = pa.table(score_columns(scores)).replace_schema_metadata({b"part": json.dumps(meta).encode()})
         with atomic_write(join(self.folder, PARTS, f"part-{first:09}.parquet")) as file:
@@ -113,6 +117,7 @@ class PartStore:
 
     def finish(self) -> None:
         """Says that the results are written, and removes the parts."""
+        self.check_lease()
         with atomic_write(join(self.folder, DONE)) as file:
             file.write(as_json_bytes(self.identity))
         self.clean()
@@ -126,6 +131,15 @@ class PartStore:
         """Forgets what any run did here; results that are there are overwritten at the end."""
         self.clean()
         _remove(join(self.folder, DONE))
+
+    def check_lease(self) -> None:
+        """Returns if the folder is still this process's to write.
+
+        Raises:
+            LeaseLostError: another process has taken it over.
+        """
+        if self.lease is not None:
+            self.lease.check()
 
     def _read_part(self, name: str, first: int) -> Scores | None:
         with open_read(join(self.folder, PARTS, name)) as file:

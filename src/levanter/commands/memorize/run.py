@@ -8,6 +8,7 @@ import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from haliax_ext.abstract import with_arrays
 from levanter.commands.memorize.plan import Job, MemorizationWork, Opened
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import plain
-from levanter.io import Output, Progress, is_remote, join
+from levanter.io import Output, Progress, is_remote, join, leased
 from levanter.memorization.books import flat, weights_digest
 from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY, write_outputs
 from levanter.memorization.parts import PartStore
@@ -55,7 +56,11 @@ def execute_jobs(
 ) -> tuple[Done, ...]:
     """Scores the jobs that are not done yet; nothing runs that is not in `plan`."""
     assert mesh is not None, "models run on devices"
-    session = Session() if session is None else session
+    with ExitStack() as held:
+        return _execute(plan, mesh, Session() if session is None else session, held)
+
+
+def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held: ExitStack) -> tuple[Done, ...]:
     work, tracker = plan.work, session.tracker
     # Process 0 keeps the results, whether it talks or not.
     show = jax.process_index() == 0
@@ -63,6 +68,8 @@ def execute_jobs(
     stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
     done = [Done(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
     replaces = work.config.if_exists == "replace"
+    if show:
+        stores = [store if not replaces and store.is_done() else _held(store, held) for store in stores]
     # Every process refuses another run's folder; whether this run is finished, process 0 says.
     finished = agreed([not replaces and store.is_done() for store in stores])
     for each, store, is_done in zip(done, stores, finished, strict=True):
@@ -96,6 +103,12 @@ def execute_jobs(
             done[n] = _score(plan, n, opened, stores[n], model, mesh, tracker, before=before)
             before += len(opened.source)
     return tuple(done)
+
+
+def _held(store: PartStore, held: ExitStack) -> PartStore:
+    """A store with the lease of its folder, which is to be written."""
+    lease = leased(store.folder, what="a memorization run", advice="give another output_base_path")
+    return replace(store, lease=held.enter_context(lease))
 
 
 def _score(
@@ -134,6 +147,8 @@ def _score(
         summary = _finish(plan, job, opened, scores, store)
         tracker.log_summary(_numbers(f"{name}memorization", summary))
         _log_pictures(tracker, job)
+        if store.lease is not None:
+            store.lease.release()
     return Done(title=job.title, folder=job.folder, windows=total, summary=summary)
 
 
@@ -199,6 +214,7 @@ def _finish(
     plan: RunPlan[MemorizationWork], job: Job, opened: Opened, scores: Scores, store: PartStore
 ) -> Mapping[str, Any]:
     """Writes a job's results and everything that is said of them; the marker that says so comes last."""
+    store.check_lease()
     scores = opened.aligned(scores)
     result = BookResult(
         title=job.title,

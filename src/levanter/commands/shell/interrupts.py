@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from levanter.commands.shell.termination import ends, polite_ends
+
 AGAIN = 0.05
 """Seconds until a dropped interrupt is raised anew."""
 PATIENCE = 1.0
@@ -144,7 +146,7 @@ def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iter
     def watch() -> None:
         presses = 0
         while number := os.read(reading, 1):
-            if number[0] != signal.SIGINT or own.take():
+            if ends(number[0]) or number[0] != signal.SIGINT or own.take():
                 continue
             presses += 1
             if presses == 1:
@@ -156,7 +158,8 @@ def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iter
     thread = threading.Thread(target=watch, daemon=True, name="interrupts")
     thread.start()
     try:
-        yield
+        with polite_ends():
+            yield
     finally:
         over.set()
         signal.set_wakeup_fd(before)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from levanter.io import setup_logging
+from levanter.io import release_all, setup_logging
 from levanter.io.exit_codes import INTERNAL_ERROR, OK, PEER_LOST, PREEMPTED
 from levanter.processes.barrier import barrier, current_peers, set_peers
 from levanter.processes.distributed import DistributedConfig, find_place, join, on_tpu_pod, platforms, start_jax
@@ -170,11 +170,17 @@ def _end_with(error: PeerLostError) -> NoReturn:
 def _exit(code: int) -> NoReturn:
     """Ends without waiting for anything that waits for peers."""
     # Somebody may hold a stream's lock for ever.
-    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher = threading.Thread(target=_part, daemon=True)
     flusher.start()
     time.sleep(PARTING_SECONDS)
     flusher.join(1.0)
     os._exit(code)
+
+
+def _part() -> None:
+    """What is done before the process ends, as far as it can be."""
+    _flush()
+    release_all()
 
 
 def _flush() -> None:

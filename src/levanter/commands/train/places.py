@@ -4,17 +4,23 @@ All of it is looked at before text is read or anything is computed.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, find_checkpoints
 from levanter.commands.train.config import TrainLmConfig
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.export_place import exports_in, is_whole
-from levanter.io import Output, is_remote, join
+from levanter.io import Lease, Output, is_remote, join, leased
 from levanter.io.paths import base_name, check_writable, filesystem
+from levanter.processes.meeting import meeting
 from levanter.trainer.parts import CheckpointDebugConfig
 
 logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 600.0
+"""How long the others wait for process 0, which may look a minute for signs of life of a run before this one."""
 
 
 class MissingResumeError(ValueError):
@@ -68,6 +74,29 @@ class Places:
     def lacks_export(self, taken: int) -> bool:
         """Whether there is no export after so many steps."""
         return not is_whole(self.export(taken))
+
+
+@contextmanager
+def held_places(places: Places, run_id: str) -> Iterator[tuple[Lease, ...]]:
+    """Holds the leases of the folders of checkpoints; process 0 does, the others wait for it.
+
+    Exports have leases of their own, for as long as one is written.
+
+    Raises:
+        LeaseTakenError: another process writes there.
+        LeaseError: nothing can be written there.
+    """
+    with ExitStack() as stack:
+        held: list[Lease] = []
+
+        def take() -> str:
+            for base in dict.fromkeys(places.bases):
+                advice = "give this run a folder of its own (trainer.id, trainer.checkpointer.base_path)"
+                held.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
+            return "held"
+
+        meeting().follow("the lease of the checkpoints", take, seconds=LEASE_SECONDS)
+        yield tuple(held)
 
 
 def find_resume(config: TrainLmConfig, places: Places) -> CheckpointRef | None:

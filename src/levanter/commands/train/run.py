@@ -8,7 +8,7 @@ follow from the configuration and the step, its losses are those of a run that w
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from levanter.commands.train.places import (
     check_exports_writable,
     checkpoint_watch,
     find_resume,
+    held_places,
     refuse_taken_exports,
 )
 from levanter.commands.train.work import TrainPlan, TrainWork
@@ -38,7 +39,7 @@ from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import plain
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.eval.perplexity import EvalResult
-from levanter.io import Progress
+from levanter.io import Lease, Progress
 from levanter.models.base import LmHeadModel
 from levanter.processes.barrier import agreed, agreed_stop, barrier, process_0_first, require_same
 from levanter.processes.together import jit_together
@@ -145,10 +146,18 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     session = Session(run_id=plan.work.config.trainer.id or Session().run_id) if session is None else session
     if session.show:
         print(f"run {session.run_id}: trainer.id={session.run_id} goes on behind its last checkpoint", flush=True)
-    prepared = _prepare(plan, session)
+    places = Places.of(plan.work.config, session.run_id)
+    # Before anybody looks at what is there: another run may be about to write more.
+    with held_places(places, session.run_id) as leases:
+        return _train(plan, mesh, session, places, leases)
+
+
+def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases: Sequence[Lease]) -> Trained:
+    """Trains in folders that are this run's."""
+    prepared = _prepare(plan, session, places)
     first, stop = prepared.first, prepared.stop
     # Whoever is told to end twice still saves before it does.
-    with _checkpointer(plan, prepared.places) as checkpointer, stop_signal() as stopping:
+    with _checkpointer(plan, places, leases) as checkpointer, stop_signal() as stopping:
         state, frozen = first_state(plan, mesh, prepared.resumed, show=session.show)
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
         keep = _Keep(
@@ -215,10 +224,9 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
         )
 
 
-def _prepare(plan: TrainPlan, session: Session) -> _Prepared:
+def _prepare(plan: TrainPlan, session: Session, places: Places) -> _Prepared:
     """Looks at folders and checkpoints, then at the data; what is wrong with them is said before a weight is read."""
     work, config = plan.work, plan.work.config
-    places = Places.of(config, session.run_id)
     resumed = find_resume(config, places)
     require_same(
         "the checkpoint to resume from",
@@ -384,7 +392,7 @@ def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
         )
 
 
-def _checkpointer(plan: TrainPlan, places: Places) -> Checkpointer:
+def _checkpointer(plan: TrainPlan, places: Places, leases: Sequence[Lease]) -> Checkpointer:
     work: TrainWork = plan.work
     written, vocab = work.config.trainer.checkpointer, work.model.vocab_size
     assert vocab is not None
@@ -397,6 +405,7 @@ def _checkpointer(plan: TrainPlan, places: Places) -> Checkpointer:
         delete_old_temporary=written.delete_old_temp_checkpoints,
         used=used_shapes((each.leaf for each in work.state_plan.whole.leaves), {"vocab": vocab}),
         watch=checkpoint_watch(written.debug),
+        leases=leases,
     )
 
 

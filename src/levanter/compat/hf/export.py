@@ -30,6 +30,7 @@ from levanter.compat.hf.header import DTYPES
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.limits import MAX_SHARD_BYTES
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
+from levanter.io import leased
 from levanter.models.base import LmHeadModel
 from levanter.models.config_json import Spelling
 from levanter.models.registry import LmConfig
@@ -223,25 +224,40 @@ def write_export(
         folder, overwrite, progress: as `export` takes them.
         beside: what lies beside the weights.
     """
-    place = place_of(folder) if jax.process_index() == 0 else None
-    if place is not None:
+    if jax.process_index() != 0:
+        _bring(None, plan, arrays, progress)
+        return folder
+    place = place_of(folder)
+    advice = "name another folder"
+    with leased(place.name, what="an export", advice=advice, folder=place.lease) as lease:
         place.recover()
         if not overwrite:
             place.refuse_taken()
         place.begin()
+        _bring(place, plan, arrays, progress)
+        lease.check()
+        config = _write_beside(place, plan, beside)
+        _check(place, plan.tensors)
+        # Last: with it, the folder is a checkpoint.
+        _write_json(place, CONFIG, config)
+        lease.check()
+        place.finish()
+    return folder
+
+
+def _bring(
+    place: ExportPlace | None,
+    plan: ExportPlan,
+    arrays: Mapping[str, jax.Array | Readable],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Brings the weights to process 0, which writes them."""
     total, done = plan.nbytes, 0
     for shard in plan.shards:
         for size in _write_shard(place, shard, arrays):
             done += size
             if progress is not None:
                 progress(done, total)
-    if place is not None:
-        config = _write_beside(place, plan, beside)
-        _check(place, plan.tensors)
-        # Last: with it, the folder is a checkpoint.
-        _write_json(place, CONFIG, config)
-        place.finish()
-    return folder
 
 
 def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:

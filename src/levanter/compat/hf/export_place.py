@@ -15,7 +15,8 @@ from typing import IO, Protocol
 
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository
-from levanter.io import atomic_write, is_remote, local_path
+from levanter.io import atomic_write, is_remote, join, local_path
+from levanter.io.lease import LEASE
 from levanter.io.paths import filesystem
 
 INCOMPLETE = ".incomplete"
@@ -32,6 +33,11 @@ class ExportPathError(CheckpointError):
 
 class ExportPlace(Protocol):
     """Where one export is written."""
+
+    @property
+    def lease(self) -> str:
+        """The folder of its lease, which is no part of the export."""
+        ...
 
     @property
     def name(self) -> str:
@@ -85,7 +91,7 @@ def is_whole(folder: str) -> bool:
 def exports_in(folder: str) -> list[str]:
     """What lies in a folder for exports, those left out that were killed half-way; nothing where there is no folder."""
     if not is_remote(folder):
-        return [name for name in _names_in(local_path(folder)) if not name.endswith(INCOMPLETE)]
+        return [name for name in _names_in(local_path(folder)) if not name.endswith((INCOMPLETE, LEASE))]
     files = _remote_names(folder)
     return sorted({top for file in files if f"{(top := file.partition('/')[0])}/{MARK}" not in files})
 
@@ -98,7 +104,7 @@ def _names_in(path: str) -> list[str]:
 
 
 def _remote_names(url: str) -> frozenset[str]:
-    """The files below a URL, relative to it."""
+    """The files below a URL, relative to it; those of leases left out."""
     fs, root = filesystem(url)
     # fsspec caches listings; another process may have written since.
     fs.invalidate_cache()
@@ -107,7 +113,8 @@ def _remote_names(url: str) -> frozenset[str]:
     except FileNotFoundError:
         return frozenset()
     inside = root.strip("/") + "/"
-    return frozenset(path.lstrip("/").removeprefix(inside) for path in found if path.lstrip("/").startswith(inside))
+    names = (path.lstrip("/").removeprefix(inside) for path in found if path.lstrip("/").startswith(inside))
+    return frozenset(name for name in names if LEASE not in name.split("/"))
 
 
 class LocalPlace:
@@ -121,6 +128,11 @@ class LocalPlace:
         self._path = path
         self._partial = path.with_name(path.name + INCOMPLETE)
         self._replaced = path.with_name(path.name + REPLACED)
+
+    @property
+    def lease(self) -> str:
+        """A folder beside the final one."""
+        return str(self._path.with_name(f".{self._path.name}{LEASE}"))
 
     @property
     def name(self) -> str:
@@ -174,6 +186,11 @@ class RemotePlace:
     def __init__(self, url: str):
         self._url = url
         self._fs, self._root = filesystem(url)
+
+    @property
+    def lease(self) -> str:
+        """Below the URL, where no other list of files has it."""
+        return join(self._url, LEASE)
 
     @property
     def name(self) -> str:

@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_weight_is_read(tmp_pat
     (tmp_path / "file").write_text("not a folder")
     assert run(config_file(tmp_path, inputs, output_base_path=str(tmp_path / "file" / "out"))) == 2
     shown = capsys.readouterr().err
-    assert "results cannot be written there (Not a directory)" in shown and "loading weights" not in shown
+    assert "output_base_path" in shown and "cannot be" in shown and "loading weights" not in shown
 
 
 def test_an_upstream_model_block_of_another_model_is_noted(tmp_path, inputs, capsys):

@@ -1,0 +1,345 @@
+"""Leases: who writes into a folder, so that a second process does not.
+
+A *lease* is held by one process for one *place* (a folder or URL): from before it reads what is there until it has
+written its last file. The files are in `<place>/.lease/` (see `lease_files`): numbered *claims*, of which the highest
+counts, and a *beat* that its holder renews every few seconds in a thread. Nobody writes another's files, and a claim is
+created only where there is none of its number; so whatever happens, one process at most is the creator of the highest.
+
+A second process is refused. It takes the lease over, and says so, where the holder
+
+- was a process of this machine that is gone: at once (the relaunch after `kill -9`), or
+- has left no sign of life for `stale` seconds, by the clock of the storage, or by watching where that clock does not
+  tell. Clocks of machines are never compared.
+
+Whoever was taken over (suspended, cut off, then back) finds a higher claim and stops before its next write: `check`.
+What it had handed to the storage before may still arrive; the writers guard against that by names of their own.
+"""
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from levanter.io.lease_files import Claim, LeaseFiles, lease_files
+from levanter.io.lease_holder import Holder
+from levanter.io.paths import is_remote, join
+
+logger = logging.getLogger(__name__)
+
+LEASE = ".lease"
+"""The folder of a lease, below its place."""
+
+
+class LeaseError(OSError, ValueError):
+    """A folder cannot be written because of its lease: another process has it, took it over, or nobody can."""
+
+
+class LeaseTakenError(LeaseError):
+    """Another process writes there."""
+
+
+class LeaseLostError(LeaseError):
+    """Another process has taken the folder over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseTimes:
+    """How often a lease is renewed, and how long without it makes it stale, in seconds."""
+
+    beat: float = 10.0
+    stale: float = 60.0
+
+
+TIMES = LeaseTimes()
+"""Those of every lease that is given no others."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """A lease that this process holds; see `leased`.
+
+    Attributes:
+        place: what it is for.
+    """
+
+    place: str
+    _files: LeaseFiles = field(repr=False)
+    _number: int
+    _holder: Holder
+    _times: LeaseTimes
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _confirmed: float = 0.0
+    _beats: int = 0
+    _lost: LeaseLostError | None = None
+    _released: bool = False
+
+    def check(self) -> None:
+        """Returns if the place is still this process's to write; call it before every write.
+
+        Raises:
+            LeaseLostError: another process has taken it over, or the storage has not answered for so long that one
+                may have.
+        """
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            assert not self._released, f"{self.place}: written after its lease was released"
+            # Nobody takes over what was renewed just now. A disk is asked all the same: it answers in microseconds.
+            if is_remote(self.place) and _clock() - self._confirmed < 2 * self._times.beat:
+                return
+            self._confirm()
+
+    def beat(self) -> None:
+        """Renews the lease; called by the thread that does so for all of them."""
+        with self._lock, contextlib.suppress(LeaseLostError):
+            if not self._released and self._lost is None:
+                self._confirm()
+
+    def release(self) -> None:
+        """Gives the place free, unless another process has it already."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+            _keeper.forget(self)
+            with contextlib.suppress(OSError):
+                found = self._files.newest()
+                if found is not None and self._is_mine(found):
+                    self._files.remove(self._number, self._holder.id)
+
+    def _is_mine(self, found: Claim) -> bool:
+        return found.number == self._number and found.content == self._holder.content()
+
+    def _confirm(self) -> None:
+        try:
+            found = self._files.newest()
+            if found is not None and found.number == self._number and Holder.read(found.content) is None:
+                # Whoever takes over makes a claim of its own, and damages none.
+                logger.warning("%s: the files of its lease are damaged; they are written again", self.place)
+                self._files.remove(self._number, self._holder.id)
+                found = None
+            elif found is None and _clock() - self._confirmed < self._times.stale:
+                logger.warning("%s: the files of its lease were deleted; they are written again", self.place)
+            elif found is None:
+                # It may have been taken over by a process that has ended since.
+                self._lost = self._taken_over(None)
+                raise self._lost
+            if found is None:
+                # It is this process's again, unless another was faster.
+                self._files.create(self._number, self._holder.content())
+                found = self._files.newest()
+            if found is None or not self._is_mine(found):
+                self._lost = self._taken_over(found)
+                raise self._lost
+            self._beats += 1
+            self._files.touch(self._number, self._holder.id, self._beats)
+        except LeaseError:
+            raise
+        except OSError as error:
+            # A pause of the storage is no reason to stop before somebody else may have taken over.
+            if _clock() - self._confirmed < self._times.stale / 2:
+                return
+            raise LeaseLostError(
+                f"{self.place}: whether this process may still write there cannot be found out "
+                f"({error.strerror or error}); the last answer is {_clock() - self._confirmed:.0f} s old"
+            ) from error
+        self._confirmed = _clock()
+
+    def _taken_over(self, found: Claim | None) -> LeaseLostError:
+        other = None if found is None else Holder.read(found.content)
+        who = f"by {other}" if other is not None else "by a process that is gone again, or its lease was deleted"
+        return LeaseLostError(
+            f"{self.place}: was taken over {who}; this process writes nothing more there. Two runs shared the folder, "
+            f"or this one gave no sign of life for {self._times.stale:g} s (suspended, or cut off)"
+        )
+
+
+class _Keeper:
+    """The thread that renews this process's leases, which lives as long as there are some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: list[Lease] = []
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Event()
+        self._at_exit = False
+
+    def add(self, lease: Lease) -> None:
+        with self._lock:
+            self._held.append(lease)
+            if not self._at_exit:
+                atexit.register(release_all)
+                self._at_exit = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="leases")
+                self._thread.start()
+        self._changed.set()
+
+    def forget(self, lease: Lease) -> None:
+        with self._lock:
+            if lease in self._held:
+                self._held.remove(lease)
+        self._changed.set()
+
+    def held(self) -> list[Lease]:
+        with self._lock:
+            return list(self._held)
+
+    def _run(self) -> None:
+        while True:
+            # Before looking: what changes from here on ends the wait.
+            self._changed.clear()
+            with self._lock:
+                if not self._held:
+                    self._thread = None
+                    return
+                pause = min(lease._times.beat for lease in self._held)
+            if self._changed.wait(pause):
+                continue
+            for lease in self.held():
+                lease.beat()
+
+
+_keeper = _Keeper()
+
+
+def release_all() -> None:
+    """Releases every lease of this process, which is about to end; from any thread."""
+    for lease in _keeper.held():
+        lease.release()
+
+
+@contextlib.contextmanager
+def leased(
+    place: str,
+    *,
+    what: str,
+    advice: str,
+    folder: str | None = None,
+    wait: bool = False,
+    times: LeaseTimes | None = None,
+) -> Iterator[Lease]:
+    """Holds the lease of a place for as long as the block runs.
+
+    Args:
+        place: the folder or URL that will be written; it is made where needed.
+        what: what is done there, for whoever is refused (`training run 5f0c19be`).
+        advice: what such a user may do instead of waiting (`give trainer.id another name`).
+        folder: where the lease's files lie; None for `.lease` in the place.
+        wait: whether to wait for another process that is there, instead of refusing.
+        times: how often it is renewed; None for `TIMES`.
+
+    Raises:
+        LeaseTakenError: another process writes there, and `wait` is not set.
+        LeaseError: the lease cannot be written there.
+    """
+    lease = take_lease(place, what=what, advice=advice, folder=folder, wait=wait, times=times)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def take_lease(
+    place: str,
+    *,
+    what: str,
+    advice: str,
+    folder: str | None = None,
+    wait: bool = False,
+    times: LeaseTimes | None = None,
+) -> Lease:
+    """Takes the lease of a place, to be released by the caller; see `leased`."""
+    times = TIMES if times is None else times
+    files = lease_files(join(place, LEASE) if folder is None else folder)
+    try:
+        return _Taking(place, files, what=what, advice=advice, wait=wait, times=times).run()
+    except LeaseError:
+        raise
+    except OSError as error:
+        raise LeaseError(f"{place}: nothing can be written there ({error.strerror or error})") from error
+
+
+class _Taking:
+    """How one process gets a lease: looks, judges, watches, and claims."""
+
+    def __init__(self, place: str, files: LeaseFiles, *, what: str, advice: str, wait: bool, times: LeaseTimes):
+        self._place, self._files, self._advice, self._wait, self._times = place, files, advice, wait, times
+        self._holder = Holder.here(what)
+        self._seen: Claim | None = None
+        self._since = 0.0
+        self._told = False
+
+    def run(self) -> Lease:
+        while True:
+            found = self._files.newest()
+            why = "" if found is None else self._why_stale(found)
+            if why is None:
+                time.sleep(min(1.0, self._times.beat / 4))
+                continue
+            number = 1 if found is None else found.number + 1
+            if not self._files.create(number, self._holder.content()):
+                continue  # another process was faster: what it is doing is the next question
+            if found is not None:
+                before = Holder.read(found.content)
+                whose = "a damaged lease" if before is None else f"the lease of {before}"
+                logger.warning("%s: took over %s (%s)", self._place, whose, why)
+            # Else there may be leftovers of others that are on their way to a claim of this number, and will fail.
+            self._files.keep_only(number)
+            lease = Lease(self._place, self._files, number, self._holder, self._times)
+            self._files.touch(number, self._holder.id, 0)
+            lease._confirmed = _clock()
+            _keeper.add(lease)
+            return lease
+
+    def _why_stale(self, found: Claim) -> str | None:
+        """Why a claim counts for nothing; None to look again in a moment.
+
+        Raises:
+            LeaseTakenError: its holder is alive, and waiting was not asked for.
+        """
+        holder = Holder.read(found.content)
+        if holder is not None and holder.gone():
+            return "that process is gone"
+        alive = holder is not None and holder.surely_alive()
+        if self._seen is not None and (found.number, found.content) == (self._seen.number, self._seen.content):
+            if found.beat != self._seen.beat:
+                alive, self._seen, self._since = True, found, _clock()
+        else:
+            self._seen, self._since = found, _clock()
+            age = None if alive else self._files.age(found, None if holder is None else holder.id)
+            if age is not None and age >= self._times.stale:
+                return f"no sign of life for {age:,.0f} s"
+        if alive and not self._wait:
+            raise LeaseTakenError(self._refusal(holder))
+        if not alive and _clock() - self._since >= self._times.stale:
+            return f"no sign of life for {self._times.stale:g} s"
+        self._tell(holder, alive=alive)
+        return None
+
+    def _tell(self, holder: Holder | None, *, alive: bool) -> None:
+        if self._told:
+            return
+        self._told = True
+        whose = "a damaged lease" if holder is None else str(holder)
+        if alive:
+            logger.info("%s: waiting for %s", self._place, whose)
+        else:
+            logger.warning(
+                "%s: there is a lease: %s; looking up to %g s for a sign of life", self._place, whose, self._times.stale
+            )
+
+    def _refusal(self, holder: Holder | None) -> str:
+        return (
+            f"{self._place}: another process is writing here: {holder}\n"
+            f"  wait until it ends, or stop it; or {self._advice}. (If it cannot be alive: delete {self._files.folder})"
+        )
+
+
+def _clock() -> float:
+    """Seconds that only grow, and that count while the machine sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -1,0 +1,293 @@
+"""The files of a lease, on a disk or behind a URL: create what is not there, list, read, touch, remove.
+
+    <place>/.lease/000003.json              the third claim: who holds the place; written once, never again
+    <place>/.lease/000003.5f0c19be.beat     that holder's sign of life, written by nobody else
+
+Of two processes that create one claim only one may succeed. A disk does that (a hard link to a whole file, or an
+exclusive create), and so do `gs://` and `s3://` (conditional writes). Elsewhere it is imitated: look, write, wait a
+moment, read again. Two writers that are farther apart than that moment could then both believe that they won, until
+their next look at the claim, which holds the name of the later one.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from levanter.io.paths import base_name, filesystem, is_remote
+
+CLAIM = re.compile(r"(\d{6,})\.json")
+CONDITIONAL = ("gs", "gcs", "s3", "s3a", "memory")
+"""Protocols whose `pipe_file(mode="create")` the server decides (for `memory://`, the only process there is)."""
+SETTLE_SECONDS = 1.0
+"""How long an imitated exclusive create waits before it reads what it wrote."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim as it lies there: its number, its bytes, and a text that changes with every sign of life."""
+
+    number: int
+    content: bytes
+    beat: str
+
+
+class LeaseFiles(Protocol):
+    """What a lease needs of a file system."""
+
+    folder: str
+
+    def newest(self) -> Claim | None:
+        """The claim of the highest number, or None."""
+        ...
+
+    def create(self, number: int, content: bytes) -> bool:
+        """Creates a claim; False where another process was first."""
+        ...
+
+    def touch(self, number: int, holder: str, count: int) -> None:
+        """Leaves a holder's sign of life."""
+        ...
+
+    def age(self, claim: Claim, holder: str | None) -> float | None:
+        """Seconds since a claim's last sign of life, by the storage's own clock; None where it does not tell."""
+        ...
+
+    def keep_only(self, number: int) -> None:
+        """Removes all files but those of one claim; of all claims for 0."""
+        ...
+
+    def remove(self, number: int, holder: str) -> None:
+        """Removes a claim and its sign of life, and the folder if nothing is left in it."""
+        ...
+
+
+def lease_files(folder: str) -> LeaseFiles:
+    """The files of the lease in a folder or below a URL."""
+    return _Remote(folder) if is_remote(folder) else _Local(folder)
+
+
+def claim_name(number: int) -> str:
+    """The file name of a claim."""
+    return f"{number:06d}.json"
+
+
+def beat_name(number: int, holder: str) -> str:
+    """The file name of a sign of life."""
+    return f"{number:06d}.{holder}.beat"
+
+
+def _newest_in(names: list[str]) -> int:
+    return max((int(found.group(1)) for name in names if (found := CLAIM.fullmatch(name))), default=0)
+
+
+class _Local:
+    def __init__(self, folder: str):
+        self.folder = filesystem(folder)[1]
+        self._made: list[str] = []
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def newest(self) -> Claim | None:
+        while True:
+            try:
+                names = os.listdir(self.folder)
+            except FileNotFoundError:
+                return None
+            number = _newest_in(names)
+            if not number:
+                return None
+            beats = sorted(name for name in names if name.startswith(f"{number:06d}.") and name.endswith(".beat"))
+            with contextlib.suppress(FileNotFoundError):  # released between listing and reading: look again
+                with open(self._at(claim_name(number)), "rb") as file:
+                    content = file.read(1 << 16)
+                signs = [f"{name} {self._modified(name)}" for name in beats]
+                return Claim(number, content, " ".join(signs))
+
+    def _modified(self, name: str) -> int:
+        # Opened, because network file systems ask the server then, and remember what `stat` says.
+        with open(self._at(name), "rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    def create(self, number: int, content: bytes) -> bool:
+        target, temporary = self._at(claim_name(number)), self._at(f".{secrets.token_hex(8)}.tmp")
+        while True:
+            self._made = self._made or _missing(self.folder)
+            os.makedirs(self.folder, exist_ok=True)
+            # Whoever releases removes the empty folder, perhaps right now.
+            with contextlib.suppress(FileNotFoundError):
+                with open(temporary, "xb") as file:
+                    file.write(content)
+                try:
+                    os.link(temporary, target)
+                except FileExistsError:
+                    return False
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    return self._create_exclusively(target, content)
+                finally:
+                    os.unlink(temporary)
+                return True
+
+    def _create_exclusively(self, target: str, content: bytes) -> bool:
+        """For file systems without links: the file is there before its content is, for a moment."""
+        try:
+            with open(target, "xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        return True
+
+    def touch(self, number: int, holder: str, count: int) -> None:
+        del count
+        path = self._at(beat_name(number, holder))
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+
+    def age(self, claim: Claim, holder: str | None) -> float | None:
+        probe = self._at(f".{secrets.token_hex(8)}.tmp")
+        try:
+            with open(probe, "xb") as file:
+                now = os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return None
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(probe)
+        seen = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
+        times = []
+        for name in seen:
+            with contextlib.suppress(FileNotFoundError):
+                times.append(self._modified(name))
+        return (now - max(times)) / 1e9 if times and max(times) <= now else None
+
+    def keep_only(self, number: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.folder):
+                if not name.startswith(f"{number:06d}."):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self._at(name))
+
+    def remove(self, number: int, holder: str) -> None:
+        for name in (claim_name(number), beat_name(number, holder)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._at(name))
+        # Folders that were made for the lease go with it, up to the first that has something in it.
+        with contextlib.suppress(OSError):
+            for folder in dict.fromkeys((self.folder, *self._made)):
+                os.rmdir(folder)
+
+
+def _missing(folder: str) -> list[str]:
+    """The folders that making one would make, from the innermost on."""
+    found = []
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        found.append(folder)
+        folder = os.path.dirname(folder)
+    return found
+
+
+class _Remote:
+    def __init__(self, folder: str):
+        self.folder = folder.rstrip("/")
+        self._fs, self._root = filesystem(self.folder)
+        protocols = self._fs.protocol
+        names = (protocols,) if isinstance(protocols, str) else tuple(protocols)
+        self._conditional = any(name in CONDITIONAL for name in names)
+
+    def _at(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _names(self) -> list[str]:
+        # fsspec caches listings; another process may have written since.
+        self._fs.invalidate_cache()
+        try:
+            return [base_name(each) for each in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(self._at(name)))
+        except FileNotFoundError:
+            return None
+
+    def newest(self) -> Claim | None:
+        while True:
+            names = self._names()
+            number = _newest_in(names)
+            if not number:
+                return None
+            content = self._read(claim_name(number))
+            if content is not None:
+                beats = sorted(name for name in names if name.startswith(f"{number:06d}.") and name.endswith(".beat"))
+                signs = [f"{name} {self._read(name)!r}" for name in beats]
+                return Claim(number, content, " ".join(signs))
+
+    def create(self, number: int, content: bytes) -> bool:
+        path = self._at(claim_name(number))
+        self._fs.makedirs(self._root, exist_ok=True)
+        if not self._conditional:
+            # Not `mode="create"`: who does not know it overwrites.
+            if self._read(claim_name(number)) is None:
+                self._fs.pipe_file(path, content)
+                time.sleep(SETTLE_SECONDS)
+            return self._read(claim_name(number)) == content
+        try:
+            self._fs.pipe_file(path, content, mode="create")
+        except OSError:
+            # Stores have many names for "it exists". What lies there says whose it is.
+            there = self._read(claim_name(number))
+            if there is None:
+                raise
+            return there == content
+        return True
+
+    def touch(self, number: int, holder: str, count: int) -> None:
+        self._fs.pipe_file(self._at(beat_name(number, holder)), str(count).encode())
+
+    def age(self, claim: Claim, holder: str | None) -> float | None:
+        probe = self._at(f".{secrets.token_hex(8)}.tmp")
+        try:
+            self._fs.pipe_file(probe, b"0")
+            now = self._modified(probe)
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.rm_file(probe)
+        seen = [claim_name(claim.number), *([] if holder is None else [beat_name(claim.number, holder)])]
+        times = [found for name in seen if (found := self._modified(self._at(name))) is not None]
+        if now is None or not times or max(times) > now:
+            return None
+        return (now - max(times)).total_seconds()
+
+    def _modified(self, path: str) -> datetime | None:
+        self._fs.invalidate_cache()
+        try:
+            found: object = self._fs.modified(path)
+        except (NotImplementedError, KeyError, OSError):
+            return None
+        return found if isinstance(found, datetime) else None
+
+    def keep_only(self, number: int) -> None:
+        for name in self._names():
+            if not name.startswith(f"{number:06d}."):
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(self._at(name))
+
+    def remove(self, number: int, holder: str) -> None:
+        for name in (claim_name(number), beat_name(number, holder)):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._at(name))
+        # Object stores have no folders; those that have one keep it where it is not empty.
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._fs.rmdir(self._root)
