@@ -29,9 +29,9 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all
 # Work nobody has to do, and transfers that run beside the core.
 _FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-     "copy-start", "copy-done", "slice-start", "slice-done", "async-update", "opt-barrier", "add-dependency",
+     "copy-start", "slice-start", "async-update", "opt-barrier", "add-dependency",
      "get-dimension-size", "domain", "send", "recv", "send-done", "recv-done", "infeed", "outfeed",
-     "dynamic-slice-start", "dynamic-slice-done", "dynamic-update-slice-start", "dynamic-update-slice-done")
+     "dynamic-slice-start", "dynamic-update-slice-start")
 )  # fmt: skip
 _KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 
@@ -210,6 +210,8 @@ class _Reader:
         if estimate is None:
             if (
                 opcode != "custom-call"
+                # What runs beside other work costs the schedule nothing but its traffic.
+                and not opcode.endswith("-done")
                 and any(s.nbytes > 1024 for s in instruction.shapes)
                 and not self._carries(instruction)
             ):

@@ -3,12 +3,18 @@
 `MemoryFigures` holds what `compiled.memory_analysis()` states. `hbm_traffic` counts what one instruction moves.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from haliax_ext.hlo.text import Computation, Instruction, Module, Shape
 
 _SLICING = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert", "bitcast-convert")
+"""What a compiler fuses in front of a slice: only what the slice needs of it is computed."""
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
+"""What updates its first operand in place, and which operand is the update."""
+_ASYNC_COPIES = ("copy-done", "slice-done", "dynamic-slice-done", "dynamic-update-slice-done")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,60 +71,158 @@ def memory_figures(analysis: MemoryStats) -> MemoryFigures:
 def hbm_traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes one execution of a scheduled instruction reads from and writes to HBM.
 
-    Arrays that the layout places in on-chip memory do not count. An operand of which a fusion only takes a slice
-    counts as the slice, and a result that updates an operand in place counts as the update.
+    Arrays that the layout places in on-chip memory do not count. An operand of which only a slice is taken counts as
+    the slice, however the fusion looks at it first (bitcasts, reshapes, conversions, fusions inside the fusion), and a
+    result that updates an operand in place counts as the update. The result of a copy that runs beside other work
+    counts where the copy ends.
     """
-    inner = module.computations.get(instruction.attribute("calls") or "") if instruction.opcode == "fusion" else None
-    total = 0
-    for position, name in enumerate(instruction.operands):
-        operand = computation.by_name.get(name)
-        if operand is None:
-            continue
-        whole = _hbm(operand.shapes)
-        total += min(whole, _read(inner, position, whole)) if inner else whole
-    if instruction.opcode == "dynamic-update-slice":
-        update = computation.by_name.get(instruction.operands[1])
-        return 2 * _hbm(update.shapes) if update else 0
-    if instruction.opcode in _SLICING:
-        return 2 * _hbm(instruction.shapes)
-    return total + (_written(inner, instruction) if inner else _hbm(instruction.shapes))
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "fusion":
+        inner = module.computations.get(instruction.attribute("calls") or "")
+        if inner is None:
+            return _whole(computation, instruction)
+        return _operands_read(module, computation, instruction, inner) + _fusion_written(module, inner, instruction)
+    if opcode in _ASYNC_COPIES:
+        return _copied(computation, instruction)
+    if opcode in _IN_PLACE:
+        return _updated(computation, operands[0], operands[_IN_PLACE[opcode]], adds=opcode == "scatter")
+    source = computation.by_name.get(operands[0]) if operands else None
+    if opcode in _SLICING and source is not None:
+        taken = sum(shape.nbytes for shape in instruction.shapes) if _hbm(source.shapes) else 0
+        return taken + _hbm(instruction.shapes)
+    return _whole(computation, instruction)
+
+
+def _whole(computation: Computation, instruction: Instruction) -> int:
+    read = (computation.by_name.get(name) for name in instruction.operands)
+    return sum(_hbm(operand.shapes) for operand in read if operand is not None) + _hbm(instruction.shapes)
 
 
 def _hbm(shapes: tuple[Shape, ...]) -> int:
     return sum(shape.nbytes for shape in shapes if shape.memory_space == 0)
 
 
-def _through(computation: Computation, name: str) -> Instruction | None:
-    instruction = computation.by_name.get(name)
-    while instruction is not None and instruction.opcode in ("bitcast", "copy", "reshape"):
-        instruction = computation.by_name.get(instruction.operands[0])
-    return instruction
-
-
-def _read(inner: Computation, position: int, whole: int) -> int:
-    """Bytes of a fusion's operand that are read: all of it, or the slices taken."""
-    parameter = inner.parameters.get(position)
-    if parameter is None:
-        return whole
-    users = [i for i in inner.instructions if parameter.name in i.operands]
-    if users and all(u.opcode in _SLICING and u.operands[0] == parameter.name for u in users):
-        return sum(sum(s.nbytes for s in u.shapes) for u in users)
-    if users and all(u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.name for u in users):
+def _updated(computation: Computation, array: str, update: str, *, adds: bool) -> int:
+    """Bytes of an update in place: it is read, and written to the array, which an addition reads too."""
+    target, values = computation.by_name.get(array), computation.by_name.get(update)
+    if target is None or values is None:
         return 0
-    return whole
+    in_hbm = sum(shape.nbytes for shape in values.shapes) if _hbm(target.shapes) else 0
+    return _hbm(values.shapes) + in_hbm * (2 if adds else 1)
 
 
-def _written(inner: Computation, fusion: Instruction) -> int:
+def _copied(computation: Computation, done: Instruction) -> int:
+    """Bytes of an asynchronous copy or slice, told from where it ends: what arrives is what was read."""
+    start = computation.by_name.get(done.operands[0])
+    if start is None or not start.operands:
+        return 0
+    if start.opcode == "dynamic-update-slice-start":
+        return _updated(computation, start.operands[0], start.operands[1], adds=False)
+    source = computation.by_name.get(start.operands[0])
+    arriving = sum(shape.nbytes for shape in done.shapes)
+    from_hbm = source is not None and _hbm(source.shapes) > 0
+    return (arriving if from_hbm else 0) + _hbm(done.shapes)
+
+
+def _operands_read(module: Module, computation: Computation, fusion: Instruction, inner: Computation) -> int:
+    total = 0
+    for position, name in enumerate(fusion.operands):
+        operand = computation.by_name.get(name)
+        parameter = inner.parameters.get(position)
+        if operand is None or parameter is None:
+            continue
+        whole = _hbm(operand.shapes)
+        if whole:
+            use = _use(module, inner, parameter.name)
+            share = 1.0 if use.passed_on and use.moved else min(1.0, use.share)
+            total += math.ceil(whole * share)
+    return total
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What a computation does with an array: the share it reads, and whether the result is the array, seen otherwise.
+
+    `moved` says that the array's elements must be read to make that result: it is more than another shape of them.
+    """
+
+    share: float = 0.0
+    passed_on: bool = False
+    moved: bool = False
+
+    def __add__(self, other: "_Use") -> "_Use":
+        return _Use(self.share + other.share, self.passed_on or other.passed_on, self.moved or other.moved)
+
+
+def _use(module: Module, computation: Computation, name: str) -> _Use:
+    """What the users of `name` inside a fusion take of it."""
+    elements = _elements(computation.by_name[name])
+    found = _Use(passed_on=computation.root.name == name)
+    for user in computation.instructions:
+        for position, operand in enumerate(user.operands):
+            # A parameter's operand is its number, which could be another instruction's name.
+            if operand == name and user.opcode not in ("parameter", "constant"):
+                found += _one_use(module, computation, user, position, elements)
+    return found
+
+
+def _one_use(module: Module, computation: Computation, user: Instruction, position: int, elements: int) -> _Use:
+    if user.opcode in _VIEWS:
+        return _use(module, computation, user.name) + _Use(moved=user.opcode != "bitcast")
+    if user.opcode == "tuple" and user.is_root:
+        return _Use(passed_on=True)
+    if user.opcode == "fusion":
+        inner = module.computations.get(user.attribute("calls") or "")
+        parameter = inner.parameters.get(position) if inner else None
+        if inner is None or parameter is None:
+            return _Use(1.0)
+        within = _use(module, inner, parameter.name)
+        # What the inner fusion hands on is read by whoever uses its result.
+        after = _use(module, computation, user.name) if within.passed_on else _Use()
+        return _Use(within.share) + after + _Use(moved=within.moved)
+    if position == 0 and user.opcode in _SLICING:
+        return _Use(_elements(user) / elements if elements else 1.0)
+    if position == 0 and user.opcode in _IN_PLACE and _is_result(computation, user):
+        # A scatter adds to what is there; an update overwrites it.
+        update = computation.by_name.get(user.operands[_IN_PLACE[user.opcode]])
+        adds = user.opcode == "scatter" and update is not None and elements
+        return _Use(_elements(update) / elements if adds and update is not None else 0.0)
+    return _Use(1.0)
+
+
+def _elements(instruction: Instruction) -> int:
+    return sum(math.prod(shape.sizes) for shape in instruction.shapes)
+
+
+def _is_result(computation: Computation, instruction: Instruction) -> bool:
+    """Whether nothing looks at an instruction inside its fusion but the fusion's result."""
+    users = [user for user in computation.instructions if instruction.name in user.operands]
+    return all(user.opcode == "tuple" or (user.opcode == "bitcast" and _is_result(computation, user)) for user in users)
+
+
+def _fusion_written(module: Module, inner: Computation, fusion: Instruction) -> int:
     root = inner.root
     names = root.operands if root.opcode == "tuple" else (root.name,)
-    total = 0
-    for name, shape in zip(names, fusion.shapes, strict=False):
-        if shape.memory_space != 0:
-            continue
-        source = _through(inner, name)
-        if source is not None and source.opcode == "dynamic-update-slice":
-            update = inner.by_name.get(source.operands[1])
-            total += sum(s.nbytes for s in update.shapes) if update else shape.nbytes
-        else:
-            total += shape.nbytes
-    return total
+    return sum(
+        min(shape.nbytes, _written(module, inner, name, shape.nbytes))
+        for name, shape in zip(names, fusion.shapes, strict=False)
+        if shape.memory_space == 0
+    )
+
+
+def _written(module: Module, computation: Computation, name: str, nbytes: int) -> int:
+    """Bytes written of a result of `nbytes` that the instruction `name` makes: all, or the update in place."""
+    instruction = computation.by_name.get(name)
+    while instruction is not None and instruction.opcode == "bitcast":
+        instruction = computation.by_name.get(instruction.operands[0])
+    if instruction is None:
+        return nbytes
+    if instruction.opcode == "parameter":
+        return 0  # the result is an operand, passed on
+    if instruction.opcode == "fusion" and len(instruction.shapes) == 1:
+        inner = module.computations.get(instruction.attribute("calls") or "")
+        return _written(module, inner, inner.root.name, nbytes) if inner else nbytes
+    if instruction.opcode in _IN_PLACE:
+        update = computation.by_name.get(instruction.operands[_IN_PLACE[instruction.opcode]])
+        return sum(shape.nbytes for shape in update.shapes) if update else nbytes
+    return nbytes

@@ -31,6 +31,9 @@ KERNEL_EFFICIENCY = 0.5
 # are not here are taken as the compiler states them.
 CYCLE_SCALE: Mapping[str, float] = {"v4": 0.97, "v5p": 0.8, "v6e": 0.8}
 
+# How many times the compiled schedule a lower bound must be for one of the two to be wrong.
+SUSPECT = 3.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
@@ -148,6 +151,16 @@ class StepTime:
             "links": max((link.busy for link in self.links), default=0.0),
             "peak": self.peak,
         }
+
+    @property
+    def suspect(self) -> Mapping[str, float]:
+        """Bounds that are no bounds: those more than `SUSPECT` times the schedule that they should be inside of.
+
+        The compiler's cycles wait for memory too, and exposed communication is in the schedule, so neither HBM traffic
+        nor links nor the model's FLOPs can honestly take much longer than the schedule as compiled.
+        """
+        schedule = self.compute + self.exposed
+        return {name: seconds for name, seconds in self.bounds.items() if schedule and seconds > SUSPECT * schedule}
 
 
 def step_time(

@@ -17,6 +17,7 @@ from levanter.plan.cost import (
     step_time,
     training_flops,
 )
+from levanter.plan.report.facts import suspicions
 
 MESH = MeshSpec.of(data=16, model=8)
 POD = parse_accelerator("v4-256")
@@ -194,3 +195,13 @@ def test_links_without_a_bandwidth_are_said():
     step = step_time(figures(collectives=(crossing,)), Network.of(mesh, parse_accelerator("2xv4-128")))
     assert step.unknown == ("all-reduce over slices (dcn): no bandwidth is known",)
     assert step.links[0].total_bytes == 4 << 30
+
+
+def test_a_bound_beyond_the_schedule_that_contains_it_is_suspect():
+    second = int(POD.hbm_bandwidth)
+    plausible = step_time(figures(hbm_bytes=2 * second), NETWORK)
+    assert plausible is not None and plausible.low == 2.0 and not plausible.suspect
+    invented = step_time(figures(hbm_bytes=20 * second), NETWORK)
+    assert invented is not None and invented.suspect == {"memory": 20.0}
+    (sentence,) = suspicions(invented)
+    assert "bound by memory, 20.0 s" in sentence and "20.0 times" in sentence

@@ -311,5 +311,5 @@ def test_a_refusal_says_what_takes_the_room(tmp_path, monkeypatch):
 
 def test_the_configs_of_both_know_the_plan_block():
     for config in (eval_lm.EvalLmConfig, train_lm.TrainLmConfig):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match="must be at least 1"):
             parse(config, overrides={"plan.assume_tokens": "-5"})

@@ -211,6 +211,16 @@ def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
     return tuple((name, seconds) for name, seconds in found if seconds > time.expected / 1000)
 
 
+def suspicions(time: StepTime) -> tuple[str, ...]:
+    """Sentences about bounds of a time that cannot be true beside its compiled schedule."""
+    schedule = time.compute + time.exposed
+    return tuple(
+        f"suspect: bound by {name}, {seconds_text(seconds)}, which is {seconds / schedule:.1f} times the schedule as "
+        f"compiled ({seconds_text(schedule)}): one of the two is counted wrongly, do not plan with this time"
+        for name, seconds in time.suspect.items()
+    )
+
+
 def large_parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     """The same as `parts`, modules of less than a thousandth of the time put together at the end."""
     found, time = parts(program), program.time
