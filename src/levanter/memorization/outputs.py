@@ -16,7 +16,7 @@ largest p_z of the windows over it, prefix included, 0 where there is none; `con
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ def write_outputs(
     calibration: Calibration | None = None,
     names: Mapping[str, str] | None = None,
     with_text: bool = True,
+    on_file: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Measures a book and writes everything that is said of it.
 
@@ -62,6 +63,7 @@ def write_outputs(
         calibration: τ from control texts, instead of `threshold`.
         names: other names for some files, see `DEFAULT_NAMES`; absolute ones and URLs leave the folder.
         with_text: whether `report.html` may hold the text.
+        on_file: told the name of every file that is written.
 
     Returns:
         The content of `summary.json`.
@@ -85,6 +87,7 @@ def write_outputs(
     for name, content in files.items():
         with atomic_write(join(folder, name)) as file:
             file.write(content)
+        on_file(name)
     return summary
 
 

@@ -5,7 +5,7 @@ book's results in `parts/`, with `run.json`: the *identity* of the run, every fa
 tokenizer, model, windows, precision, mesh, batch). A run with another identity may not add to them.
 
 A part names its identity and a checksum of its numbers; one that does not hold what it says is scored again. When the
-book's results are written, `.success` holds the identity and the parts are removed.
+book's results are written, `.success` holds the identity and size and digest of each result; the parts are removed.
 """
 
 import hashlib
@@ -13,20 +13,20 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from levanter.io import Lease, atomic_write, exists, join, open_read
+from levanter.io import Lease, atomic_write, exists, file_size, join, open_read
 from levanter.io.paths import base_name, filesystem
-from levanter.memorization.results import Scores, as_json_bytes, score_columns, scores_of
+from levanter.memorization.results import MANIFEST, WINDOWS, Scores, as_json_bytes, score_columns, scores_of
 
 logger = logging.getLogger(__name__)
 
-PARTS, IDENTITY, DONE = "parts", "run.json", ".success"
+PARTS, IDENTITY, DONE, RESULTS = "parts", "run.json", ".success", "results"
 _PART = re.compile(r"part-(\d{9})\.parquet")
 _LEFT_BEHIND = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
 PartsIdentity = Mapping[str, Any]
@@ -66,7 +66,7 @@ class PartStore:
         """
         path = join(self.folder, DONE)
         if exists(path):
-            self._same(_read_json(path), "holds the results of")
+            self._same(_without_results(_read_json(path)), "holds the results of")
             return True
         path = join(self.folder, PARTS, IDENTITY)
         if exists(path):
@@ -115,12 +115,27 @@ class PartStore:
             done += len(part)
         return found
 
-    def finish(self) -> None:
-        """Says that the results are written, and removes the parts."""
+    def finish(self, results: Sequence[str] = ()) -> None:
+        """Says that the results are written, and removes the parts.
+
+        Args:
+            results: the names of their files, which are read once more for the record.
+        """
         self.check_lease()
+        record = {name: _found(join(self.folder, name)) for name in results}
         with atomic_write(join(self.folder, DONE)) as file:
-            file.write(as_json_bytes(self.identity))
+            file.write(as_json_bytes({**self.identity, RESULTS: record}))
         self.clean()
+
+    def lost(self) -> dict[str, str]:
+        """Results of a finished run that are not there as they were written: name → what is wrong, in words."""
+        value = _read_json(join(self.folder, DONE))
+        record = value.get(RESULTS) if isinstance(value, Mapping) else None
+        if not isinstance(record, Mapping):
+            logger.warning("%s: finished by an earlier version, which kept no digests; unverified", self.folder)
+            record = {name: None for name in (WINDOWS, MANIFEST)}
+        wrong = {name: _difference(join(self.folder, name), told) for name, told in record.items()}
+        return {name: what for name, what in wrong.items() if what is not None}
 
     def clean(self) -> None:
         """Removes the parts, and what killed writers left behind."""
@@ -166,6 +181,32 @@ class PartStore:
                 + "\n".join(lines)
                 + "\ngive another output_base_path, or set if_exists: replace"
             )
+
+
+def _without_results(value: object) -> object:
+    return {key: each for key, each in value.items() if key != RESULTS} if isinstance(value, Mapping) else value
+
+
+def _found(path: str) -> dict[str, int | str]:
+    """Size and digest of a file."""
+    digest, size = hashlib.sha256(), 0
+    with open_read(path) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _difference(path: str, told: object) -> str | None:
+    """What is wrong with a file, in words; None for nothing."""
+    if not exists(path):
+        return "gone"
+    if not isinstance(told, Mapping):
+        return None
+    size = file_size(path)
+    if size != told.get("bytes"):
+        return f"{size:,} bytes, {told.get('bytes')} were written"
+    return None if _found(path) == told else "has other content than was written"
 
 
 def _digest(identity: PartsIdentity) -> str:

@@ -245,6 +245,11 @@ class BookResult:
             )
         return self.normalizers[law.name]
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files that `write` writes."""
+        return (WINDOWS, MANIFEST) if self.text is None else (TEXT, WINDOWS, MANIFEST)
+
     def write(self, folder: str) -> None:
         """Writes the folder's files, each atomically; the same result gives the same bytes."""
         import pyarrow.parquet as pq

@@ -215,7 +215,8 @@ def single_book(config: EvalCarelessLmConfig) -> Book:
     in_default = config.output_base_path == DEFAULT_OUTPUT
     folder = join(config.output_base_path, slug(config.book_title)) if in_default else config.output_base_path
     assert config.txt_path is not None
-    return _book(config, config.book_title, config.book_title, config.txt_path, folder, BookConfig(txt_path=""))
+    own = BookConfig(txt_path=config.txt_path)
+    return _book(config, config.book_title, config.book_title, config.txt_path, folder, own)
 
 
 def book_of(config: EvalCarelessLmConfig, key: str, book: BookConfig) -> Book:

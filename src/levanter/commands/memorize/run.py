@@ -18,12 +18,13 @@ import pyarrow
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
+from levanter.commands.memorize.finished import held_or_finished, write_results
 from levanter.commands.memorize.plan import Job, MemorizationWork, Opened
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import plain
-from levanter.io import Output, Progress, is_remote, join, leased
+from levanter.io import Output, Progress, is_remote, join
 from levanter.memorization.books import flat, weights_digest
-from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY, write_outputs
+from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY
 from levanter.memorization.parts import PartStore
 from levanter.memorization.results import BookResult, Scores
 from levanter.memorization.runner import BatchShape, agreed, score_and_store, score_batches
@@ -67,17 +68,17 @@ def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held
     model_facts = _model_identity(plan)
     stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
     done = [Done(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
-    replaces = work.config.if_exists == "replace"
-    if show:
-        stores = [store if not replaces and store.is_done() else _held(store, held) for store in stores]
     # Every process refuses another run's folder; whether this run is finished, process 0 says.
-    finished = agreed([not replaces and store.is_done() for store in stores])
+    if show:
+        found = [held_or_finished(work, job, store, held) for (job, _, _), store in zip(work.jobs, stores, strict=True)]
+        stores = [store for store, _ in found]
+        finished = agreed([is_done for _, is_done in found])
+    else:
+        finished = agreed([work.config.if_exists != "replace" and store.is_done() for store in stores])
     for each, store, is_done in zip(done, stores, finished, strict=True):
         if show and is_done:
             store.clean()
             print(f"{each.title}: nothing to do, its results are in {each.folder}")
-        elif show and replaces:
-            store.start_over()
     todo = [int(n) for n in np.flatnonzero(~finished)]
     if not todo:
         return tuple(done)
@@ -103,12 +104,6 @@ def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held
             done[n] = _score(plan, n, opened, stores[n], model, mesh, tracker, before=before)
             before += len(opened.source)
     return tuple(done)
-
-
-def _held(store: PartStore, held: ExitStack) -> PartStore:
-    """A store with the lease of its folder, which is to be written."""
-    lease = leased(store.folder, what="a memorization run", advice="give another output_base_path")
-    return replace(store, lease=held.enter_context(lease))
 
 
 def _score(
@@ -231,17 +226,7 @@ def _finish(
         normalizers=scores.normalizers,
     )
     result.write(job.folder)
-    config = plan.work.config
-    summary = write_outputs(
-        job.folder,
-        result,
-        threshold=config.coverage_threshold,
-        cover=config.cover,
-        names=job.output_names,
-        with_text=config.keep_text,
-    )
-    store.finish()
-    return summary
+    return write_results(plan.work, job, result, store)
 
 
 def said_of(done: Done) -> str:
