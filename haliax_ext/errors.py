@@ -73,6 +73,12 @@ def gib(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+LONGEST_WORD = 200
+"""Characters of a word that is compared with others: comparing takes the product of two lengths."""
+
+
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The up to three known words that are closest in spelling to `word`."""
+    if len(word) > LONGEST_WORD:
+        return []
     return get_close_matches(word, sorted(set(known)), n=3, cutoff=0.5)

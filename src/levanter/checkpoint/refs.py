@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
+from levanter.bounds import JSON_BYTES, parse_json, read_bounded
 from levanter.checkpoint.errors import MissingCheckpointError, UnreadableCheckpointError
 from levanter.io.atomic import atomic_write
 from levanter.io.paths import base_name, exists, filesystem, is_remote, join, open_read
@@ -196,11 +197,11 @@ def read_ref(path: str) -> CheckpointRef | None:
     where = join(path, METADATA)
     try:
         with open_read(where) as file:
-            text = file.read()
+            text = read_bounded(file, JSON_BYTES, where=where)
     except FileNotFoundError:
         return None
     try:
-        content = json.loads(text)
+        content = parse_json(text.decode("utf-8"))
     except ValueError as error:
         raise UnreadableCheckpointError(f"{where}: damaged ({error}); move {path} away to go on without it") from error
     found = content.get("format") if isinstance(content, dict) else None

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 
 import draccus
 
+from levanter.bounds import HINTS
 from levanter.config.durations import parse_duration
 from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean
 from levanter.config.nodes import Entry, ListNode, MapNode, Node, Scalar, compose, scalar_value, to_plain
@@ -42,6 +43,8 @@ class _Invalid:
         return "INVALID"
 
 
+LONGEST_TEXT = 200
+"""Characters of a value that are shown."""
 INVALID: Final = _Invalid()
 """What a decoder returns for a node it has noted a problem with."""
 
@@ -59,6 +62,7 @@ class Decoder:
     Attributes:
         problems: what is wrong.
         out_of_range: whether a number has the right type and is outside of its range.
+        unknown: how many keys were not known.
         written: dotted paths of the keys of dataclasses that were there.
     """
 
@@ -67,6 +71,7 @@ class Decoder:
         self.problems: list[Problem] = []
         self.written: set[str] = set()
         self.out_of_range = False
+        self.unknown = 0
 
     def decode(self, node: Node, annotation: Annotation, path: Keys = ()) -> object:
         """The value of `node` as the annotation wants it, or `INVALID`."""
@@ -137,6 +142,10 @@ class Decoder:
         return made
 
     def _unknown_key(self, entry: Entry, known: Keys, path: Keys, choices: Mapping[str, type]) -> None:
+        self.unknown += 1
+        if self.unknown > HINTS:
+            self.wrong("unknown key", entry.mark, (*path, entry.key))
+            return
         others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
         hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
@@ -366,4 +375,5 @@ def shown(node: Node) -> str:
     if value is None:
         return "null"
     kinds = {bool: "true or false", int: "an integer", float: "a number"}
-    return f'"{node.text}"' if isinstance(value, str) else f"{node.text} ({kinds[type(value)]})"
+    text = node.text if len(node.text) <= LONGEST_TEXT else f"{node.text[:LONGEST_TEXT]}…"
+    return f'"{text}"' if isinstance(value, str) else f"{text} ({kinds[type(value)]})"

@@ -9,7 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 
+from levanter.bounds import HINT_CHARACTERS, PROBLEMS, capped
+
 COMMAND_LINE = "command line"
+LONGEST_KEY = 400
+"""Characters of a key that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,8 @@ class Problem:
     key: str = ""
 
     def __str__(self) -> str:
-        head = "".join(f"{part}: " for part in (self.mark, self.key) if part)
+        key = self.key if len(self.key) <= LONGEST_KEY else f"{self.key[:LONGEST_KEY]}…"
+        head = "".join(f"{part}: " for part in (self.mark, key) if part)
         first, *rest = self.message.splitlines()
         return "\n".join([head + first, *(f"    {line}" for line in rest)])
 
@@ -42,14 +47,19 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(dict.fromkeys(problems))
-        lines = [str(problem) for problem in self.problems]
-        if len(lines) > 1:
-            lines = [f"{len(lines)} problems in the configuration:", *(f"[{i}] {p}" for i, p in enumerate(lines, 1))]
+        lines = [str(problem) for problem in self.problems[: PROBLEMS + 1]]
+        if (count := len(self.problems)) > 1:
+            listed = capped([f"[{i}] {p}" for i, p in enumerate(lines, 1)])
+            if count > len(lines):
+                listed[-1] = f"… and {count - PROBLEMS:,} more ({PROBLEMS} are shown)"
+            lines = [f"{count} problems in the configuration:", *listed]
         super().__init__("\n".join(lines))
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The up to three known words that are closest in spelling to `word`, the closest first."""
+    if len(word) > HINT_CHARACTERS:
+        return []
     close = get_close_matches(word, sorted(set(known)), n=3, cutoff=0.6 if len(word) > 3 else 0.5)
     if not close:
         return []

@@ -9,9 +9,11 @@ import os
 import posixpath
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
 import fsspec
 
+from levanter.bounds import DOCUMENT_BYTES, DOCUMENT_FILES, OutOfBoundsError, read_bounded
 from levanter.config.errors import Mark, Problem
 from levanter.config.nodes import ListNode, MapNode, Node, Scalar, compose, merged
 
@@ -25,6 +27,7 @@ class Files:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self._open: list[str] = []
+        self._read = 0
 
     def document(self, path: str, asked_at: Mark | None = None) -> MapNode | None:
         """The document of a file, its bases merged under it; None where it cannot be read.
@@ -45,6 +48,12 @@ class Files:
         if found in self._open:
             chain = " → ".join([*self._open[self._open.index(found) :], found])
             self.problems.append(Problem(message=f"files include one another in a circle: {chain}", mark=asked_at))
+            return None
+        self._read += 1
+        if self._read > DOCUMENT_FILES:
+            if self._read == DOCUMENT_FILES + 1:
+                message = f"more than {DOCUMENT_FILES} files are extended and included, which is the bound"
+                self.problems.append(Problem(message=message, mark=asked_at))
             return None
         text = self._text(found, asked_at)
         if text is None:
@@ -77,13 +86,16 @@ class Files:
     def _text(self, found: str, asked_at: Mark | None) -> str | None:
         try:
             if _is_url(found):
-                with fsspec.open(found, "rt", encoding="utf-8") as stream:
-                    return stream.read()  # type: ignore[union-attr]
-            return Path(found).read_text(encoding="utf-8")
+                with fsspec.open(found, "rb") as stream:
+                    return read_bounded(cast(IO[bytes], stream), DOCUMENT_BYTES, where=found).decode("utf-8")
+            with Path(found).open("rb") as stream:
+                return read_bounded(stream, DOCUMENT_BYTES, where=found).decode("utf-8")
         except FileNotFoundError:
             message = f"no such file: {found}"
             if asked_at is not None:
                 message += " (paths are relative to the file that names them)"
+        except OutOfBoundsError as error:
+            message = str(error)
         except UnicodeDecodeError as error:
             message = f"{found} is not UTF-8 text: {error.reason} at byte {error.start}"
         except (OSError, ImportError, ValueError) as error:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
+from levanter.bounds import DOCUMENT_DEPTH, DOCUMENT_NODES
 from levanter.config.errors import Mark, Problem
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+|0o[0-7_]+")
@@ -166,16 +168,35 @@ def merged(base: Node, over: Node) -> Node:
     types = base.get("type"), over.get("type")
     if all(isinstance(t, Scalar) for t in types) and types[0].text != types[1].text:  # type: ignore[union-attr]
         return over
-    result = replace(base, mark=over.mark if not base.entries else base.mark, text=None)
+    result = {entry.key: entry for entry in base}
     for entry in over:
-        mine = base.get(entry.key)
-        result = result.with_entry(entry if mine is None else replace(entry, node=merged(mine, entry.node)))
-    return result
+        mine = result.get(entry.key)
+        result[entry.key] = entry if mine is None else replace(entry, node=merged(mine.node, entry.node))
+    mark = over.mark if not base.entries else base.mark
+    return MapNode(entries=tuple(result.values()), mark=mark)
 
 
 class _Composer(yaml.BaseLoader):
     # A tag of our own tells a scalar without a tag from one that was tagged `!!str`.
     DEFAULT_SCALAR_TAG = "untagged"
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.depth > DOCUMENT_DEPTH:
+            mark = self.peek_event().start_mark
+            raise ComposerError(None, None, _TOO_DEEP, mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+_TOO_DEEP = f"lists and mappings are nested more than {DOCUMENT_DEPTH} deep, which is the bound of a configuration"
+
+
+class _TooMuch(Exception):
+    """A document has more values, or is deeper, than a configuration may be."""
 
 
 def compose(
@@ -203,7 +224,11 @@ def compose(
     except yaml.YAMLError as error:
         problems.append(Problem(message=f"not valid YAML: {error}", mark=Mark(source=source)))
         return None
-    return None if root is None else _Conversion(source, problems, include).node(root)
+    try:
+        return None if root is None else _Conversion(source, problems, include).node(root)
+    except _TooMuch as much:
+        problems.append(Problem(message=str(much), mark=Mark(source=source)))
+        return None
 
 
 class _Conversion:
@@ -212,9 +237,16 @@ class _Conversion:
     def __init__(self, source: str, problems: list[Problem], include: Callable[[str, Mark], Node | None]):
         self.source, self.problems, self.include = source, problems, include
         self.open: set[int] = set()
+        self.values = 0
 
     def node(self, raw: yaml.Node) -> Node:
         mark = self.mark(raw)
+        self.values += 1
+        if self.values > DOCUMENT_NODES:
+            said = f"more than {DOCUMENT_NODES:,} values, which is the bound of a configuration (aliases count wherever"
+            raise _TooMuch(f"{said} they stand)")
+        if len(self.open) > DOCUMENT_DEPTH:
+            raise _TooMuch(_TOO_DEEP)
         if id(raw) in self.open:
             return self.wrong(mark, "an alias contains itself")
         if raw.tag == "!include":

@@ -5,20 +5,18 @@ A template is Jinja, in the dialect that Hugging Face tokenizers carry: `message
 endgeneration %}` encloses what the assistant wrote. It is run in a sandbox: a template is data.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from levanter.data.errors import DataError
+from levanter.data.sandbox import Sandbox, run
 
 # Marks around generated text while a template runs: noncharacters, which no text has.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -62,14 +60,11 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Template:
-        environment: Environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        environment = Sandbox(extensions=[_Generation, "jinja2.ext.loopcontrols"])
         try:
             return environment.from_string(self.text)
+        except (RecursionError, MemoryError, SyntaxError):
+            raise DataError(f"{self.where}: not a template that can be run: it is nested too deep") from None
         except TemplateError as error:
             raise DataError(f"{self.where}: not a Jinja template ({error})") from error
 
@@ -87,8 +82,9 @@ class ChatTemplate:
         """
         known = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": False}
         try:
-            marked = self._template.render(**{**known, **more, "messages": messages})
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+            template = self._template
+            marked = run(lambda: template.render(**{**known, **more, "messages": messages}))
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{origin}: the chat template refuses these messages ({error})") from error
         pieces = _MARKS.split(marked)
         marks = _MARKS.findall(marked)
@@ -101,7 +97,3 @@ class ChatTemplate:
                 spans.append((opened, place))
                 opened = None
         return "".join(pieces), spans
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from levanter.bounds import JSON_BYTES, parse_json, read_bounded
 from levanter.data.errors import DataError
 from levanter.io.paths import exists, join, open_read
 
@@ -144,9 +145,9 @@ def read_json(path: str) -> Any:
         StoreError: it is no JSON.
     """
     with open_read(path) as file:
-        content = file.read()
+        content = read_bounded(file, JSON_BYTES, where=path)
     try:
-        return json.loads(content)
+        return parse_json(content.decode("utf-8"))
     except ValueError as error:
         raise StoreError(f"{path}: is damaged ({error}); delete the folder and let it be built again") from error
 

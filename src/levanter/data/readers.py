@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import zstandard
 
+from levanter.bounds import RECORD_BYTES, OutOfBoundsError, lines_bounded, parse_json, read_bounded
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
 from levanter.io.paths import base_name, filesystem, missing_file, open_read
@@ -117,8 +118,13 @@ def _decompressed(path: str, compression: str | None) -> Iterator[IO[bytes]]:
                     yield file
             else:
                 yield raw
+        except OutOfBoundsError as error:
+            raise DataError(str(error)) from error
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise DataError(f"{path}: the .{compression} stream is damaged or cut off ({error})") from error
+
+
+_ZSTD_BYTES = 4096
 
 
 class _ZstdStream(io.RawIOBase):
@@ -138,7 +144,9 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         while not self._ready:
-            block, self._rest = self._rest or self._raw.read(1 << 18), b""
+            block = self._rest or self._raw.read(1 << 18)
+            # A few bytes may stand for megabytes; so many at a time stand for 128 MiB at most.
+            block, self._rest = block[:_ZSTD_BYTES], block[_ZSTD_BYTES:]
             if not block:
                 if self._frame is not None:
                     raise EOFError("the last frame is incomplete")
@@ -146,7 +154,7 @@ class _ZstdStream(io.RawIOBase):
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
             self._ready = memoryview(self._frame.decompress(block))
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                self._rest, self._frame = self._frame.unused_data + self._rest, None
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
@@ -167,16 +175,23 @@ def _without_mark(content: bytes) -> tuple[bytes, int]:
     return (content[3:], 3) if content.startswith(BYTE_ORDER_MARK) else (content, 0)
 
 
+def _content(path: str, file: IO[bytes]) -> bytes:
+    """The whole of a file. What is compressed is bounded, since its size does not say what it holds."""
+    if kind_of(path)[1] is None:
+        return file.read()
+    return read_bounded(file, RECORD_BYTES, where=path)
+
+
 def _whole(path: str, file: IO[bytes]) -> Iterator[Document]:
-    content, offset = _without_mark(file.read())
+    content, offset = _without_mark(_content(path, file))
     if content:
         yield Document(_decode(path, content, offset), path)
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
+def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
     """Lines that are not blank: (number from 1, byte offset, content without the line end)."""
     offset = 0
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(lines_bounded(file, where=path), 1):
         content, skipped = _without_mark(line) if number == 1 else (line, 0)
         content = content.rstrip(b"\r\n")
         if content.strip():
@@ -185,7 +200,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _lines_as_text(path: str, file: IO[bytes]) -> Iterator[Document]:
-    for number, offset, line in _lines(file):
+    for number, offset, line in _lines(path, file):
         yield Document(_decode(path, line, offset), f"{path}:{number}")
 
 
@@ -195,11 +210,13 @@ def _json_lines(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
 
 
 def _json_values(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
-    for number, offset, line in _lines(file):
+    for number, offset, line in _lines(path, file):
         origin = f"{path}:{number}"
         text = _decode(path, line, offset)
         try:
-            record = json.loads(text)
+            record = parse_json(text)
+        except OutOfBoundsError as error:
+            raise DataError(f"{origin}: {error}") from error
         except json.JSONDecodeError as error:
             hint = "; the file looks like one JSON value: name it .json" if number == 1 and text.strip() in "[{" else ""
             raise DataError(f"{origin}: not JSON at column {error.colno} ({error.msg}){hint}") from error
@@ -213,10 +230,12 @@ def _json(path: str, file: IO[bytes], key: str) -> Iterator[Document]:
 
 
 def _json_list(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
-    content, offset = _without_mark(file.read())
+    content, offset = _without_mark(_content(path, file))
     text = _decode(path, content, offset)
     try:
-        value = json.loads(text)
+        value = parse_json(text)
+    except OutOfBoundsError as error:
+        raise DataError(f"{path}: {error}") from error
     except json.JSONDecodeError as error:
         hint = "; one JSON value a line is called .jsonl" if error.msg == "Extra data" else ""
         raise DataError(f"{path}:{error.lineno}: not JSON at column {error.colno} ({error.msg}){hint}") from error

@@ -7,6 +7,7 @@ A path is a local path, or a URL of anything fsspec knows: `gs://`, `s3://`, `hf
 
 import contextlib
 import itertools
+import math
 import os
 import re
 import secrets
@@ -16,6 +17,14 @@ from typing import IO, Any
 
 import fsspec
 from fsspec import AbstractFileSystem
+
+from levanter.bounds import (
+    PATTERN_CHARACTERS,
+    PATTERN_DEPTH,
+    PATTERN_FILES,
+    OutOfBoundsError,
+    capped,
+)
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
@@ -152,13 +161,13 @@ def expand(patterns: str | Iterable[str]) -> list[str]:
     """
     found, problems = [], []
     for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
-        for path in expand_braces(pattern):
+        for path in list(expand_braces(pattern)):
             try:
                 found += _match(path)
             except MissingFileError as error:
                 problems.append(str(error))
     if problems:
-        raise MissingFileError("\n".join(problems))
+        raise MissingFileError("\n".join(capped(problems)))
     return found
 
 
@@ -168,6 +177,11 @@ def expand_braces(pattern: str) -> Iterator[str]:
     Raises:
         ValueError: a brace without its partner, a step of zero.
     """
+    if len(pattern) > PATTERN_CHARACTERS:
+        said = f"{len(pattern):,} characters; a path has {PATTERN_CHARACTERS:,} at most"
+        raise OutOfBoundsError(f"{pattern[:60]}…: {said}")
+    if _brace_depth(pattern) > PATTERN_DEPTH:
+        raise OutOfBoundsError(f"{pattern}: braces are nested more than {PATTERN_DEPTH} deep, which is the bound")
     if pattern.count("{") != pattern.count("}"):
         raise ValueError(f"{pattern}: braces do not match")
     innermost = _INNERMOST_BRACES.search(pattern)
@@ -186,7 +200,10 @@ def expand_braces(pattern: str) -> Iterator[str]:
             break
         stop = _closing(pattern, start)
         groups.append([pattern[position:start]])
-        groups.append(list(_alternatives(pattern[start + 1 : stop], pattern)))
+        groups.append(list(itertools.islice(_alternatives(pattern[start + 1 : stop], pattern), PATTERN_FILES + 1)))
+        if math.prod(map(len, groups)) > PATTERN_FILES:
+            said = f"names more than {PATTERN_FILES:,} files, which is the bound of a pattern"
+            raise OutOfBoundsError(f"{pattern}: {said}")
         position = stop + 1
     for parts in itertools.product(*groups):
         yield "".join(parts)
@@ -237,6 +254,11 @@ def _match(path: str) -> list[str]:
             f"{path}: matches no file; {folder or '/'} holds {shown}{', …' if len(names) > 5 else ''}"
         )
     return matches
+
+
+def _brace_depth(pattern: str) -> int:
+    depths = itertools.accumulate({"{": 1, "}": -1}.get(sign, 0) for sign in pattern)
+    return max(depths, default=0)
 
 
 def _closing(pattern: str, start: int) -> int:

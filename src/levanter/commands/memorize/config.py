@@ -4,7 +4,7 @@ The keys are the upstream script's, with its defaults: a window at every tenth c
 `preset:` replaces these defaults by a convention's; what is written down overrides both, for all books or for one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class BookConfig(Ranged):
         max_examples: score the first so many windows.
     """
 
-    txt_path: PathText
+    txt_path: str
     book_title: str | None = None
     plot_path: str | None = None
     histogram_path: str | None = None
@@ -114,7 +114,7 @@ class EvalCarelessLmConfig(Ranged):
     model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tokenizer_name: str | None = None
-    txt_path: PathText | None = None
+    txt_path: str | None = None
     book_title: str = "Book"
     books: dict[str, BookConfig] = field(default_factory=dict)
     preset: str | None = None
@@ -286,7 +286,7 @@ def output_problems(config: Any) -> list[str]:
     return problems
 
 
-def _collected(attempt: Any) -> list[str]:
+def _collected(attempt: Callable[[], object]) -> list[str]:
     try:
         attempt()
     except ValueError as error:

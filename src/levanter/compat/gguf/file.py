@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from levanter.compat.gguf.header import check_header
 from levanter.compat.hf.errors import CorruptFileError, MissingFileError, raise_if
 
 MAGIC = b"GGUF"
@@ -80,6 +81,7 @@ def open_gguf(path: str | Path) -> GgufFile:
         raise MissingFileError(path, "there is no such file") from None
     if magic != MAGIC:
         raise CorruptFileError(path, f"it is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+    check_header(path)
     metadata, tensors = _parse(path)
     size = path.stat().st_size
     raise_if(

@@ -8,7 +8,6 @@ overlap or hole, and they end exactly where the file ends.
 Format: https://github.com/huggingface/safetensors#format
 """
 
-import json
 import math
 import struct
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from levanter.bounds import parse_json
 from levanter.compat.hf.errors import CorruptFileError, raise_if
 from levanter.compat.hf.readers import ByteReader
 
@@ -135,10 +135,10 @@ def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
         CorruptFileError: with everything that is wrong in the header.
     """
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        document = parse_json(text.decode("utf-8"), object_pairs_hook=_unique)
     except _DuplicateKey as error:
         raise CorruptFileError(file, f"corrupt safetensors header: it names {error.args[0]!r} twice") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptFileError(
             file, f"corrupt safetensors header: it is not UTF-8 JSON ({error})", suggestion=_AGAIN
         ) from None

@@ -4,7 +4,6 @@
 `hub.HubRepository` is the Hugging Face Hub through its cache. All answer the same four questions.
 """
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from haliax_ext.errors import nearest
+from levanter.bounds import JSON_BYTES, OutOfBoundsError, parse_json, read_bounded
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingFileError
 from levanter.compat.hf.readers import REMOTE_PARALLEL, ByteReader, LocalFile, RemoteFile, with_retry
 from levanter.io.paths import filesystem
@@ -95,7 +95,8 @@ class LocalFolder:
 
     def text(self, file: str) -> bytes:
         """The whole of a small file."""
-        return (self.path / file).read_bytes()
+        with (self.path / file).open("rb") as stream:
+            return read_bounded(stream, JSON_BYTES, where=self.where(file))
 
     def reader(self, file: str) -> ByteReader:
         """The file, read by ranges."""
@@ -144,7 +145,7 @@ class RemoteFolder:
         present = {file for file in KNOWN_FILES if self._has(file)}
         if INDEX in present:
             try:
-                named = set(json.loads(self.text(INDEX))["weight_map"].values())
+                named = set(parse_json(self.text(INDEX).decode())["weight_map"].values())
             except (ValueError, KeyError, TypeError, AttributeError):
                 return frozenset(present)  # reading the index says what is wrong with it
             present |= {file for file in named if isinstance(file, str) and stays_inside(file) and self._has(file)}
@@ -206,8 +207,10 @@ def read_json(repository: Repository, file: str, *, purpose: str) -> Mapping[str
     """
     require_file(repository, file, purpose=purpose)
     try:
-        document = json.loads(repository.text(file).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        document = parse_json(repository.text(file).decode("utf-8"))
+    except OutOfBoundsError as error:
+        raise CorruptFileError(repository.where(file), str(error)) from None
+    except ValueError as error:
         raise CorruptFileError(repository.where(file), f"it is not UTF-8 JSON ({error})") from None
     if not isinstance(document, dict):
         raise CorruptFileError(repository.where(file), "it is not a JSON object")
