@@ -15,6 +15,7 @@ from levanter.data.documents import FileDocuments
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.evaluation import EvaluationSet
 from levanter.data.formats import LmDatasetFormatBase
+from levanter.data.freshness import refuse_stale
 from levanter.data.manifest import StoreError, compare, read_manifest
 from levanter.data.row_sequences import RowSet, joined, row_sequences
 from levanter.data.rows import PackedRows
@@ -133,7 +134,9 @@ def _opened(config: LmDataConfig, one: EvaluationSet, tokenizer: Tokenizer) -> S
         manifest = read_manifest(one.folder)
         if manifest is None or manifest.shards is None:
             return None
-        compare(one.folder, manifest.identity, store_identity(config, as_records(one), tokenizer), sources=True)
+        wanted = store_identity(config, as_records(one), tokenizer)
+        compare(one.folder, manifest.identity, wanted, sources=True)
+        refuse_stale(one.folder, manifest, wanted)
     except (OSError, ValueError) as error:
         # Another model's store in the same folder, or storage that is out of reach: neither keeps the text from use.
         told = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]

@@ -2,6 +2,7 @@
 
 The *identity* is everything that decides a store's ids: the tokenizer, what is put around documents, the format, the
 source files with their sizes. A store whose identity is not the configuration's is refused, with every difference.
+Beside it stands what tells whether those files have another text now (`freshness`).
 """
 
 import itertools
@@ -31,11 +32,13 @@ class SourceFile:
         name: its path, or what else names it.
         size: its bytes as stored.
         digest: hex SHA-256 of the text, for sources that have no file.
+        version: of a file, what storage says of it (`io.versions`); not compared, a copy has another time.
     """
 
     name: str
     size: int
     digest: str | None = None
+    version: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,8 @@ class ShardMark:
         skipped: empty documents, which are left out.
         largest_id: the largest id; −1 where there is none.
         files: bytes of each file of the shard.
+        digests: hex SHA-256 of those on a disk.
+        source_digests: hex SHA-256 of the content of each source, in order; None where there is none.
     """
 
     documents: int
@@ -95,6 +100,8 @@ class ShardMark:
     skipped: int
     largest_id: int
     files: Mapping[str, int]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    source_digests: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from levanter.data.freshness import digests_of_sources
 from levanter.data.manifest import (
     MANIFEST,
     SHARD_MARK,
     Manifest,
     ShardMark,
+    SourceFile,
     StoreError,
     StoreIdentity,
     compare,
@@ -49,6 +51,15 @@ class Source(Protocol):
 
     def records(self) -> Iterator[Any]:
         """Its records, in order."""
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A source that says what it is at the moment."""
+
+    def describe(self) -> SourceFile:
+        """Its name, size and version."""
         ...
 
 
@@ -111,7 +122,7 @@ def build_store(
         on_progress: told how far it is.
 
     Raises:
-        StoreError: the folder holds a store of another identity.
+        StoreError: the folder holds a store of another identity; a source changed while it was read.
         LeaseError: it cannot be written, or another process has taken it over.
         DataError: a document cannot be read or tokenized.
     """
@@ -127,12 +138,11 @@ def build_store(
         manifest = read_manifest(folder)
         if manifest is not None:
             compare(folder, manifest.identity, identity, sources=True)
-            identity = manifest.identity
             if manifest.shards is not None:
                 return manifest
-        else:
-            write_file(join(folder, MANIFEST), Manifest(identity=identity, shards=None).content())
-        marks = [_finished_mark(folder, number) for number in range(len(identity.shards))]
+        # With the versions of today.
+        write_file(join(folder, MANIFEST), Manifest(identity=identity, shards=None).content())
+        marks = [_finished_mark(folder, number, identity) for number in range(len(identity.shards))]
         waiting = [number for number, mark in enumerate(marks) if mark is None]
         done = sum(mark.tokens for mark in marks if mark is not None)
         if len(waiting) < len(marks):
@@ -147,7 +157,10 @@ def build_store(
             meter.update(batch.shard, writer.sums)
             if batch.last:
                 lease.check()
-                marks[batch.shard] = writer.finish()
+                its = [identity.sources[number] for number in identity.shards[batch.shard]]
+                digests = digests_of_sources(its)
+                _refuse_changed(its, sources, identity.shards[batch.shard])
+                marks[batch.shard] = writer.finish(digests)
                 meter.finished(batch.shard, writer.sums)
                 writer = None
         finished = [mark for mark in marks if mark is not None]
@@ -156,6 +169,15 @@ def build_store(
         lease.check()
         write_file(join(folder, MANIFEST), manifest.content())
         return manifest
+
+
+def _refuse_changed(before: Sequence[SourceFile], sources: Sequence[Source], numbers: Sequence[int]) -> None:
+    """Refuses files that were written while they were read: what is in the store would be neither text."""
+    for was, number in zip(before, numbers, strict=True):
+        source = sources[number]
+        now = source.describe() if was.version is not None and isinstance(source, Described) else was
+        if (now.size, now.version) != (was.size, was.version):
+            raise StoreError(f"{was.name}: changed while it was tokenized ({was.version}, now {now.version})")
 
 
 def tokenize_in_memory(
@@ -288,8 +310,8 @@ def _encoded(
             reader.join()
 
 
-def _finished_mark(folder: str, number: int) -> ShardMark | None:
-    """The mark of a shard that counts: its mark is there, and so are its files."""
+def _finished_mark(folder: str, number: int, identity: StoreIdentity) -> ShardMark | None:
+    """The mark of a shard that counts: its mark is there, so are its files, and its sources are what they were."""
     path = join(shard_folder(folder, number), SHARD_MARK)
     if not exists(path):
         return None
@@ -297,7 +319,10 @@ def _finished_mark(folder: str, number: int) -> ShardMark | None:
         mark = ShardMark(**read_json(path))
     except (StoreError, TypeError):
         return None
-    return mark if file_sizes(shard_folder(folder, number)) == dict(mark.files) else None
+    if file_sizes(shard_folder(folder, number)) != dict(mark.files):
+        return None
+    its = [identity.sources[source] for source in identity.shards[number]]
+    return mark if not mark.source_digests or tuple(mark.source_digests) == digests_of_sources(its) else None
 
 
 def _sweep(folder: str) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from levanter.data.manifest import SHARD_MARK, ShardMark
 from levanter.data.store import kvstore, tensorstore_context
 from levanter.io.atomic import atomic_write
-from levanter.io.paths import filesystem, join
+from levanter.io.paths import filesystem, is_remote, join
+from levanter.io.versions import digest_of
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -77,19 +78,26 @@ class ShardWriter:
         self.sums.documents += len(encoded)
         self.sums.tokens = int(ends[-1])
 
-    def finish(self) -> ShardMark:
-        """Writes what is left, and then the mark that makes it count."""
+    def finish(self, source_digests: tuple[str | None, ...] = ()) -> ShardMark:
+        """Writes what is left, and then the mark that makes it count.
+
+        Args:
+            source_digests: of the content that it was made from, see `ShardMark`.
+        """
         for array in (self._ids, self._weights, self._offsets):
             if array is not None:
                 array.finish()
         sums = self.sums
+        files = file_sizes(self.folder)
         mark = ShardMark(
             documents=sums.documents,
             tokens=sums.tokens,
             chars=sums.chars,
             skipped=sums.skipped,
             largest_id=sums.largest_id,
-            files=file_sizes(self.folder),
+            files=files,
+            digests={} if is_remote(self.folder) else {file: digest_of(join(self.folder, file)) for file in files},
+            source_digests=source_digests,
         )
         write_file(join(self.folder, SHARD_MARK), _json(asdict(mark)))
         return mark

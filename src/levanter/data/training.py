@@ -18,6 +18,7 @@ from levanter.data.formats import (
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
 )
+from levanter.data.freshness import refuse_stale
 from levanter.data.manifest import StoreError, StoreIdentity, compare
 from levanter.data.mixture import plan_mixture
 from levanter.data.rows import ConcatenatedRows, Rows, TrainRows, packed_rows
@@ -171,6 +172,8 @@ def _identities(
         if one.built is not None and one.folder is not None:
             try:
                 compare(one.folder, one.built.identity, identity, sources=one.parts is not None)
+                if one.parts is not None:
+                    refuse_stale(one.folder, one.built, identity)
             except StoreError as error:
                 problems.append(str(error))
     return identities, problems

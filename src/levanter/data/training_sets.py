@@ -24,6 +24,7 @@ from levanter.data.formats import ChatLmDatasetFormat, LmDatasetFormatBase, Text
 from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
 from levanter.data.readers import read_documents, read_records
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
+from levanter.io.versions import version_of
 
 UPSTREAMS_LEDGER = "shard_ledger.json"
 _COUNTED = "tokens that reach into a generation span"
@@ -45,8 +46,8 @@ class FileSource:
         )
 
     def describe(self) -> SourceFile:
-        """The file's path and size, by which a store is recognized."""
-        return SourceFile(name=self.path, size=file_size(self.path))
+        """The file's path and size, by which a store is recognized, and its version, by which a change is."""
+        return SourceFile(name=self.path, size=file_size(self.path), version=version_of(self.path))
 
 
 @dataclass(frozen=True, kw_only=True)

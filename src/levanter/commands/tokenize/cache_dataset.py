@@ -35,7 +35,10 @@ from levanter.data import (
     resolve_evaluation,
     resolve_training,
 )
+from levanter.data.freshness import changed_files, compare_sources, stale
+from levanter.data.manifest import StoreError, StoreIdentity
 from levanter.data.store import StoredTokens
+from levanter.data.training import store_identity
 from levanter.io import Output, Progress, probe
 from levanter.io.progress import amount, duration
 from levanter.processes.barrier import is_process_0, process_0_first
@@ -52,7 +55,8 @@ class CacheDatasetConfig(TrainLmConfig):
     """A training configuration, of which `data:` and the vocabulary's size are used.
 
     Attributes:
-        verify: whether finished stores are read as a whole, which checks every checksum.
+        verify: whether finished stores are read as a whole, which checks every checksum, and their sources too, which
+            finds those that have another text since.
     """
 
     verify: bool = False
@@ -110,7 +114,10 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
     else:
         say("nothing was missing")
     if config.verify:
-        _verify([its for its in tokens if isinstance(its, StoredTokens)], show=show)
+        pairs = [(one, its) for one, its in zip(stored, tokens, strict=True) if isinstance(its, StoredTokens)]
+        _verify([its for _, its in pairs], show=show)
+        for one, its in pairs:
+            say(_verify_sources(one, its, store_identity(config.data, one, tokenizer)))
         say("verified: every token was read against its checksum")
 
 
@@ -164,8 +171,36 @@ def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
     )
 
 
+def _verify_sources(one: TrainingSet, tokens: StoredTokens, wanted: StoreIdentity) -> str:
+    """Reads the sources of a store against the digests that it kept; what was found, in a line.
+
+    Raises:
+        StoreError: listing those that have another text now.
+    """
+    if one.parts is None:
+        return f"{one.name}: unverified: its sources are not here"
+    found = compare_sources(tokens.manifest, wanted, thorough=True)
+    if found.problems:
+        raise StoreError(stale(tokens.folder, found.problems))
+    if found.unverified:
+        return f"{one.name}: unverified: the store kept no digests of {found.unverified:,} of its sources"
+    return f"{one.name}: {len(wanted.sources):,} sources are what the store was made from"
+
+
+def _verify_files(stores: list[StoredTokens]) -> None:
+    """Reads every file against the digest that was kept of it, which also finds files that were exchanged."""
+    for each in stores:
+        problems, unknown = changed_files(each.folder, each.manifest)
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems[:8])
+            raise StoreError(f"{each.folder}: this token store is damaged; delete it to build it again\n{listed}")
+        if unknown:
+            logger.info("%s: %d files have no digest; their checksums are read alone", each.folder, unknown)
+
+
 def _verify(stores: list[StoredTokens], *, show: bool) -> None:
     """Reads every token; raises a `StoreError` where a checksum is wrong."""
+    _verify_files(stores)
     everything = sum(int(each.starts[-1]) for each in stores)
     with Progress("verifying", total=everything, unit="tokens", show=show) as progress:
         for each in stores:
