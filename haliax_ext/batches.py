@@ -28,7 +28,7 @@ def shardings(declared: Input, mesh: Mesh) -> dict[str, NamedSharding]:
         mesh: the devices.
     """
     placement = declared.placement
-    assert placement is not None, f"nothing says where {declared.name} goes"
+    assert placement is not None, f"input {declared.name} has no placement"
     return {leaf.path: NamedSharding(mesh, spec_of(leaf, placement)) for leaf in leaves(declared.value)}
 
 

@@ -1,11 +1,11 @@
 """`best_effort_sharding`: a place for an array whose axes have no names.
 
 With names there is a mapping, and the planner decides. Without them there are only a shape and a mesh, and one duty:
-a large array must not end up whole on every device by accident. All mesh axes are considered, on one dimension or on
-several. Among the placements that divide, the one with the most pieces is taken; between equals, large arrays prefer
-the model axes, then data, then the rest, and each mesh axis takes the last dimension that divides and is still whole.
-Small arrays prefer data, then model, and stay whole over the rest and where nothing divides. A large array whose piece
-is still large and repeated is an error.
+a large array must not end up replicated on every device by accident. All mesh axes are considered, on one dimension or
+on several. Among the placements that divide, the one with the most shards wins; among equals, large arrays prefer the
+model axes, then data, then the rest, and each mesh axis takes the last dimension that it divides and that is not yet
+sharded. Small arrays prefer data, then model; they are replicated over the rest, and wherever nothing divides. A large
+array whose shard is still large and replicated is an error.
 """
 
 import functools
@@ -20,11 +20,11 @@ from haliax_ext.errors import ReplicationError, ShardingError, gib
 from haliax_ext.meshspec import AnyMesh, Device, MeshSpec, mesh_in_scope
 
 LARGE_BYTES = 32 << 20
-"""Arrays of at least this many bytes must not stay whole."""
+"""Arrays of at least this many bytes must not be replicated."""
 MODEL_AXES = ("model", "group")
 DATA_AXES = ("data",)
 DEVICES = "devices_"
-"""How the mesh axes of a mesh that is made of bare devices begin."""
+"""Prefix of the axis names of a mesh that is made from a bare list of devices."""
 
 
 def best_effort_sharding(
@@ -165,7 +165,7 @@ def _reason(
     ]
     text = f"{list(shape)}: {gib(nbytes)}, {'large' if large else 'small'}; " + (", ".join(said) or "whole")
     text += f"; {gib(share)} on each device"
-    return text + (f", repeated over {' and '.join(whole)}" if whole and nbytes else "")
+    return text + (f", replicated over {' and '.join(whole)}" if whole and nbytes else "")
 
 
 def _refusal(

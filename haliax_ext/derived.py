@@ -54,15 +54,15 @@ class DerivedRule:
     def check(self, leaves: Mapping[str, Leaf]) -> list[str]:
         """What is wrong with this rule for a model's leaves, as sentences; empty if nothing."""
         if absent := [path for path in self.targets if path not in leaves]:
-            return [f"{self.path} gives {path}, which is no leaf of this model" for path in absent]
+            return [f"{self.path} produces {path}, which is not a leaf of this model" for path in absent]
         if self.like not in self.targets:
-            return [f"{self.path} is to be cut like {self.like}, which is none of {list(self.targets)}"]
+            return [f"{self.path} is to be sharded like {self.like}, which is not one of {list(self.targets)}"]
         found = eval_shape(self.derive, abstract_leaf(self.read_leaf(leaves)))
         if set(found) != set(self.targets):
-            return [f"{self.path} gives {sorted(found)}, not {sorted(self.targets)}"]
+            return [f"{self.path} produces {sorted(found)}, not {sorted(self.targets)}"]
         made = [Leaf(path, tuple((a.name, a.size) for a in x.axes), np.dtype(x.dtype)) for path, x in found.items()]
         return [
-            f"{self.path} gives {leaf}, but the model has {leaves[leaf.path]}"
+            f"{self.path} produces {leaf}, but the model has {leaves[leaf.path]}"
             for leaf in made
             if leaf != leaves[leaf.path]
         ]

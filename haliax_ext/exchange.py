@@ -35,7 +35,7 @@ from haliax_ext.program import Input, Placement, Program
 from haliax_ext.slices import Span
 
 Cuts = tuple[tuple[str, ...], ...]
-"""For each axis of a leaf, the mesh axes that cut it, major first."""
+"""For each axis of a leaf, the mesh axes that shard it, major first."""
 
 ByPath = Mapping[str, hax.NamedArray]
 """What an exchange's Program returns: leaves by path."""
@@ -267,7 +267,7 @@ def plan_exchange(
         still: whether every device reads what it holds in the end, so that nothing moves: for a leaf that is read
             directly, but in pieces.
     """
-    assert order, f"{leaf.path}: an exchange needs an axis to cut into slabs"
+    assert order, f"{leaf.path}: an exchange needs an axis that can be split into slabs"
     # A mesh axis of size 1 cuts nothing.
     final = tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in final)
 

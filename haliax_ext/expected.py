@@ -51,4 +51,4 @@ class ExpectedSource:
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         """Never called: a plan whose checkpoint is missing does not run."""
         del index, out
-        raise AssertionError(f"{name} is expected, not there: RunPlan.check() comes before reading")
+        raise AssertionError(f"{name} is expected but does not exist: call RunPlan.check() before reading")

@@ -359,13 +359,12 @@ class LoadPlan:
         lines = [
             f"loading {len(self.loads)} arrays ({ways}): {gib(self.source_bytes)} in storage, read "
             f"{self.amplification:.3f}× by {hosts}, at most {gib(most)} by one;",
-            f"  {gib(self.bytes_per_device)} on each device, "
-            f"{gib(self.transient_device_bytes)} beyond that while loading",
+            f"  {gib(self.bytes_per_device)} on each device, {gib(self.transient_device_bytes)} more while loading",
         ]
         if self.skipped:
-            lines.append(f"  not in the source: {', '.join(self.skipped)}")
+            lines.append(f"  missing from the source: {', '.join(self.skipped)}")
         if self.initial:
-            lines.append(f"  made, not read: {'; '.join(str(each) for each in self.initial)}")
+            lines.append(f"  initialized, not read: {'; '.join(str(each) for each in self.initial)}")
         for load in self.loads:
             if load.derived is not None:
                 results = ", ".join(result.leaf.path for result in load.derived.results)

@@ -90,7 +90,7 @@ class LoadReport:
             slowest = f", slowest host {self.slowest_host} with {self.seconds_by_host[self.slowest_host]:.2f} s"
         return (
             f"read {gib(self.bytes_read)} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s), peak host memory "
-            f"{peak} above the start, {gib(self.bytes_per_device)} on each device{slowest}"
+            f"{peak} above the starting level, {gib(self.bytes_per_device)} on each device{slowest}"
         )
 
 

@@ -59,7 +59,7 @@ def plan_loading(
     if len(of_device) != mesh.size or set(of_device.tolist()) != set(range(int(of_device.max()) + 1)):
         raise ValueError(
             f"hosts names {sorted(set(of_device.tolist()))} for {len(of_device)} devices; mesh {mesh} has {mesh.size}, "
-            "and hosts are numbered from 0 without gaps"
+            "and hosts must be numbered from 0 without gaps"
         )
     matches = rules.match([leaf_plan.leaf for leaf_plan in plan.leaves], source.tensors)
     limit = transient_limit
@@ -151,7 +151,7 @@ def _direct(
         direct_amplification=amplification,
         amplification=amplification,
         transient_host_bytes=largest,
-        reason="one host reads all of it once" if len(by_host) == 1 else f"hosts read {amplification:.2f}× of it",
+        reason="a single host reads it once" if len(by_host) == 1 else f"the hosts read it {amplification:.2f}×",
     )
 
 
@@ -185,7 +185,7 @@ def _exchanged(load: LeafLoad, leaf_plan: LeafPlan, hosts: np.ndarray, mesh: Mes
     changed = replace(
         arrives,
         strategy="exchange",
-        reason=f"direct reading would read {load.direct_amplification:.2f}× of it; {arrives.exchange}",
+        reason=f"reading it directly would read it {load.direct_amplification:.2f}×; {arrives.exchange}",
     )
     by_host, largest = _host_bytes(changed, hosts, mesh)
     return replace(

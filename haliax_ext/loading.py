@@ -31,7 +31,7 @@ from haliax_ext.reading import distinct
 from haliax_ext.sources import TensorSource
 
 PROGRESS_SECONDS = 0.2
-"""How often progress is told."""
+"""How often progress is reported."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def load(
     Raises:
         ValueError: the plan is for other hosts than `mesh` has.
     """
-    assert load_plan.sharding.leaves == sharding_plan.leaves, "the load plan was made from another sharding plan"
+    assert load_plan.sharding.leaves == sharding_plan.leaves, "the load plan was made from a different sharding plan"
     host = _this_host(load_plan, mesh)
     budget = default_memory_bytes(load_plan.local_bytes(host)) if memory_bytes is None else memory_bytes
     workers = threads or min(16, max(2, os.cpu_count() or 2))
@@ -125,7 +125,7 @@ def _this_host(plan: LoadPlan, mesh: Mesh) -> int:
     found = hosts_of(mesh).reshape(-1).tolist()
     if found != list(plan.hosts):
         raise ValueError(
-            f"the load plan is for {plan.num_hosts} hosts, or for another order of them: this mesh has "
+            f"the load plan is for {plan.num_hosts} hosts, or for a different order of hosts: this mesh has "
             f"{max(found) + 1}; make it with plan_loading(…, hosts=hosts_of(mesh))"
         )
     here = jax.process_index()

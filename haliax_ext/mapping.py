@@ -117,11 +117,13 @@ class AxisMapping(Mapping[str, MeshAxes]):
         strangers = [name for name in (*self, *sorted(self.unmapped)) if name not in everything]
         for name in strangers:
             problems.append(
-                f"{where}: {name!r} is not an axis of this model, nor a known axis name{_hint(name, everything)}"
+                f"{where}: {name!r} is neither an axis of this model nor a known axis name{_hint(name, everything)}"
             )
         for name in self:
             if name not in used and name not in strangers:
-                notes.append(f"{where}: {name!r} is known, but this model has no such axis; the rule has no effect")
+                notes.append(
+                    f"{where}: {name!r} is a known axis, but this model does not have it; the rule has no effect"
+                )
             problems.extend(unknown_mesh_axes(where, name, self.mesh_axes(name), mesh))
         if problems:
             suggestion = f"axes of this model: {', '.join(sorted(set(used)))}" if strangers else None
@@ -157,7 +159,7 @@ def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | No
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredReplication:
-    """Arrays with axis `has` but without axis `lacks` stay whole over `mesh_axes`, and that is meant.
+    """Arrays with axis `has` but without axis `lacks` are replicated over `mesh_axes`, and that is meant.
 
     Grouped-query attention is the case: query groups are cut over a mesh axis that K/V heads cannot be cut over.
     """

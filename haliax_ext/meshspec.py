@@ -20,7 +20,7 @@ from haliax_ext.errors import MeshError, UnknownAxisError, nearest
 
 MeshAxes = str | tuple[str, ...]
 AnyMesh = Mesh | AbstractMesh
-"""A mesh of devices, or one that only has names and sizes."""
+"""A mesh of devices, or an abstract one with only names and sizes."""
 
 
 class Device(Protocol):
@@ -71,7 +71,9 @@ class MeshSpec:
             raise MeshError(f"mesh {self} names an axis twice")
         for name, size in self.axes:
             if size < 1:
-                raise MeshError(f"mesh axis {name!r} has size {size}; sizes are positive here (-1 is resolved before)")
+                raise MeshError(
+                    f"mesh axis {name!r} has size {size}; sizes must be positive (-1 must be resolved beforehand)"
+                )
         if stray := set(self.dcn) - set(names):
             raise MeshError(f"dcn names {sorted(stray)}, which are not axes of mesh {self}")
 

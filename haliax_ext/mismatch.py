@@ -6,7 +6,7 @@ from haliax_ext.errors import nearest
 from haliax_ext.sources import TensorInfo
 
 SHOWN = 20
-"""How many problems of one kind a message spells out before it only counts them."""
+"""How many problems of one kind a message lists before it only counts them."""
 
 
 class WeightMismatchError(ValueError):

@@ -134,7 +134,7 @@ def place(
         shard_shape.append(-(-size // ways))
         if axes:
             reasons.append(f"{name} → {'×'.join(axes)} ({size}/{ways})")
-    reason = ", ".join(reasons) or ("no axis of it is mapped" if leaf.axes else "a scalar")
+    reason = ", ".join(reasons) or ("none of its axes is mapped" if leaf.axes else "a scalar")
     if overrides:
         reason += f" by overrides[{', '.join(repr(pattern) for pattern in overrides)}]"
     while entries and entries[-1] is None:
@@ -158,7 +158,7 @@ def _collision(
     if on_conflict == "first_wins":
         message = (
             f"{named}: axes {first!r} and {second!r} are both mapped to mesh axis {axis!r} (rules {rules}); "
-            f"{first!r} keeps it, its rule comes first (on_conflict: first_wins)"
+            f"{first!r} keeps it because its rule comes first (on_conflict: first_wins)"
         )
         return Finding(kind="collision", severity="note", path=leaf.path, message=message)
     if role == "activation":
@@ -169,7 +169,7 @@ def _collision(
         )
     error = AxisCollisionError(
         f"{named}: axes {first!r} and {second!r} are both mapped to mesh axis {axis!r} (rules {rules}); "
-        "a mesh axis can cut an array only once",
+        "a mesh axis can shard an array only once",
         path=leaf.path,
         suggestion=way_out,
     )

@@ -26,7 +26,7 @@ def plan_report(plan: ShardingPlan, *, groups: Groups | None = None, largest: in
     Args:
         plan: what to show.
         groups: how to group the arrays; by default the module that holds them.
-        largest: how many of the arrays that are largest on a device to list again.
+        largest: how many of the arrays that are largest arrays on a device to list again.
     """
     sections = [_heading(plan), _table(plan, groups), _total(plan), _largest(plan, largest), *_findings(plan)]
     return "\n\n".join(section for section in sections if section)
@@ -56,7 +56,7 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan, *, names: tuple[str, st
     plans = dict(zip(names, (first, second), strict=True))
     figures = [
         ("on each device", [gib(p.bytes_per_device) for p in plans.values()]),
-        ("of it repeated elsewhere", [gib(p.replicated_bytes) for p in plans.values()]),
+        ("of it replicated", [gib(p.replicated_bytes) for p in plans.values()]),
         ("errors", [str(len(p.errors)) for p in plans.values()]),
         (
             "largest array on a device",
@@ -75,7 +75,7 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan, *, names: tuple[str, st
     different = [path for path in paths if shapes[names[0]].get(path) != shapes[names[1]].get(path)]
     counts = {path: row.count for of_plan in rows.values() for path, row in of_plan.items()}
     elsewhere, total = (sum(counts[path] for path in some) for some in (different, paths))
-    lines += ["", f"{elsewhere} of {total} arrays go elsewhere" + (":" if different else "")]
+    lines += ["", f"{elsewhere} of {total} arrays are placed differently" + (":" if different else "")]
     label = max(len(name) for name in names)
     for path in different:
         lines.append(f"  {_clip(path, WIDTH - 2)}")
@@ -173,7 +173,7 @@ def _table(plan: ShardingPlan, groups: Groups | None) -> str:
     grouped = _by_group(_rows(plan.leaves), groups)
     if not grouped:
         return ""
-    lines = [f"{'':<82}{'pieces':>10}{'on each device':>18}"]
+    lines = [f"{'':<82}{'shards':>10}{'on each device':>18}"]
     for title, rows in grouped.items():
         lines.append(f"{_clip(title, 92):<92}{gib(sum(row.bytes_per_device for row in rows)):>18}")
         for row in rows:
@@ -194,7 +194,7 @@ def _pieces(row: LeafPlan, plan: ShardingPlan) -> int:
 def _total(plan: ShardingPlan) -> str:
     text = (
         f"total {gib(plan.total_bytes)} in {len(plan.leaves)} arrays; {gib(plan.bytes_per_device)} on each device, "
-        f"{gib(plan.replicated_bytes)} of it repeated elsewhere"
+        f"{gib(plan.replicated_bytes)} of it replicated"
     )
     lines = _wrapped(text, indent=2)
     if plan.hbm_bytes is not None:
@@ -206,20 +206,20 @@ def _largest(plan: ShardingPlan, count: int) -> str:
     rows = sorted(_rows(plan.leaves), key=lambda row: -row.bytes_per_device)[:count]
     if not rows:
         return ""
-    lines = ["largest on a device"]
+    lines = ["largest arrays on a device"]
     lines += [f"  {gib(row.bytes_per_device):>12}  {_clip(row.path, 102)}" for row in rows]
     return "\n".join(lines)
 
 
 def _findings(plan: ShardingPlan) -> list[str]:
-    """What stays whole, other notes, and errors, each a section."""
+    """What is replicated, other notes, and errors, each a section."""
     whole = [f for f in plan.findings if f.kind == "replicated" and f.severity == "note"]
     whole.sort(key=lambda f: -f.nbytes)
     wasted = gib(sum(f.nbytes for f in whole))
     notes = [f.message for f in plan.notes if f.kind != "replicated"]
     sections: list[str] = []
     for title, messages in (
-        (f"stays whole ({wasted} repeated on each device)", [f.message for f in whole]),
+        (f"replicated ({wasted} redundant on each device)", [f.message for f in whole]),
         ("notes", notes),
         (f"errors ({len(plan.errors)})", [str(error) for error in plan.errors]),
     ):

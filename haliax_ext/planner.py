@@ -91,7 +91,7 @@ class ShardingPlan:
     def __str__(self) -> str:
         return (
             f"{len(self.leaves)} arrays, {gib(self.total_bytes)}, on mesh {self.mesh}: {gib(self.bytes_per_device)} "
-            f"on each device, {gib(self.replicated_bytes)} of it repeated elsewhere; {len(self.errors)} errors, "
+            f"on each device, {gib(self.replicated_bytes)} of it replicated; {len(self.errors)} errors, "
             f"{len(self.notes)} notes"
         )
 

@@ -36,7 +36,7 @@ from haliax_ext.pytree import (
 
 Placement = AxisMapping | Mappings | ShardingPlan | None
 Jit = Callable[["Program", Mesh], Callable[..., Any]]
-"""What makes a Program callable: `Program.jit`, or what has processes wait for each other around its first call."""
+"""What makes a Program callable: `Program.jit`, or a wrapper that synchronizes the processes around its first call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Program:
 
     def __post_init__(self):
         names = [i.name for i in self.inputs]
-        assert len(set(names)) == len(names), f"program {self.name} has two inputs of one name: {names}"
+        assert len(set(names)) == len(names), f"program {self.name} has two inputs with the same name: {names}"
         assert set(self.donate) <= set(names), f"program {self.name} donates unknown inputs: {self.donate}"
 
     def input(self, name: str) -> Input:
@@ -230,12 +230,14 @@ def _assert_same_arrays(program: str, declared: Input, value: PyTree) -> None:
     have = {path: (x.shape, x.dtype) for path, x in _arrays(value).items()}
     if want != have:
         different = sorted(p for p in want.keys() | have.keys() if want.get(p) != have.get(p))
-        lines = "\n".join(f"  {p}: planned {want.get(p)}, given {have.get(p)}" for p in different[:10])
-        raise AssertionError(f"program {program}, input {declared.name}: not the arrays it was planned for\n{lines}")
+        lines = "\n".join(f"  {p}: planned {want.get(p)}, got {have.get(p)}" for p in different[:10])
+        raise AssertionError(
+            f"program {program}, input {declared.name}: these are not the arrays that it was planned for\n{lines}"
+        )
 
 
 Resources: TypeAlias = Mapping[str, str | Iterable[str] | None]
-"""Logical axis name → mesh axes, in whatever form a user writes it."""
+"""Logical axis name → mesh axes, in any of the forms that users write."""
 Donate: TypeAlias = tuple[bool, ...] | bool | None
 
 

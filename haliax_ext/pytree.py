@@ -19,12 +19,12 @@ T = TypeVar("T")
 PyTree: TypeAlias = Any
 """Any nesting that JAX flattens (modules, states, dictionaries, tuples) of arrays, abstract arrays and plain values.
 
-The type checker cannot say more of it; the name says that a whole tree is meant and not a single value.
+The type checker can express no more; the name says that a tree is meant and not a single value.
 """
 Array: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 """An array, with elements or without."""
 KeyPath: TypeAlias = tuple[Any, ...]
-"""Where a leaf is, as JAX has it: keys of attributes, dictionaries and sequences."""
+"""The place of a leaf in JAX's terms: keys of attributes, dictionaries and sequences."""
 
 
 def is_named(x: object) -> TypeGuard[hax.NamedArray]:

@@ -18,7 +18,7 @@ from haliax_ext.placement import flat
 from haliax_ext.slices import Box, Copy, LeafLayout, Span, cut_digits, digit_boxes, spans_size
 
 GAP_BYTES = 256 << 10
-"""Gaps up to this size are read through: skipping them costs a request, or a seek, that takes as long."""
+"""Gaps up to this size are read through: skipping one costs a request, or a seek, that takes just as long."""
 
 Stack = tuple[int, ...]
 

@@ -1,6 +1,6 @@
 """Rule 3: what stays whole on devices that could share it.
 
-An array larger than 0.1 % of a chip's memory that stays whole over a mesh axis is reported with the bytes it repeats.
+An array larger than 0.1 % of a chip's memory that is replicated over a mesh axis is reported with the bytes it repeats.
 It is an error when that mesh axis cuts another parameter of the model (so the mesh axis is meant for sharding) and the
 array's share on a chip exceeds 5 % of its memory, unless the mapping *declares* the replication (K/V heads over the
 mesh axis of query groups) or the user accepts it (`allow_replicated`). Replication over mesh axes that cut no
@@ -17,9 +17,9 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import Finding, LeafPlan, place, show_axes
 
 REPORT_SHARE = 0.001
-"""An array above this share of a chip's memory is reported where it stays whole."""
+"""An array above this share of a chip's memory is reported where it is replicated."""
 ERROR_SHARE = 0.05
-"""A whole array above this share of a chip's memory is an error."""
+"""A replicated array above this share of a chip's memory is an error."""
 REPORT_BYTES = 1 << 20
 """What is reported where the chip's memory is unknown."""
 
@@ -27,7 +27,7 @@ REPORT_BYTES = 1 << 20
 def replication_findings(
     plans: Sequence[LeafPlan], mappings: Mappings, mesh: MeshSpec, hbm_bytes: int | None
 ) -> list[Finding]:
-    """One finding for each leaf that is large enough and stays whole over a mesh axis."""
+    """One finding for each leaf that is large enough and is replicated over a mesh axis."""
     cutting = {axis for plan in plans for axes in plan.mesh_axes for axis in axes}
     threshold = REPORT_BYTES if hbm_bytes is None else REPORT_SHARE * hbm_bytes
     return [
@@ -49,14 +49,14 @@ def _judge(
     wasted = share - -(-share // mesh.ways(plan.replicated_over))
     over = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in plan.replicated_over)
     message = (
-        f"{path} {named_shape(plan.leaf.axes)} {plan.leaf.dtype.name} stays whole over {over}: "
-        f"{gib(share)} on each chip, {gib(wasted)} of it repeated"
+        f"{path} {named_shape(plan.leaf.axes)} {plan.leaf.dtype.name} is replicated over {over}: "
+        f"{gib(share)} on each chip, {gib(wasted)} of it redundant"
     )
     excuses = {axis: _excuse(plan, axis, mappings, cutting) for axis in plan.replicated_over}
     faults = [axis for axis, excuse in excuses.items() if excuse is None]
     if not faults or hbm_bytes is None or share <= ERROR_SHARE * hbm_bytes:
         if hbm_bytes is None:
-            unexcused = "not judged, the memory of a device is unknown"
+            unexcused = "not checked, because the memory of a device is unknown"
         else:
             unexcused = f"{share / hbm_bytes:.2%} of a chip's memory, below {ERROR_SHARE:.0%}"
         why = "; ".join(f"{axis}: {excuse or unexcused}" for axis, excuse in excuses.items())
@@ -71,9 +71,9 @@ def _judge(
 
 
 def _excuse(plan: LeafPlan, axis: str, mappings: Mappings, cutting: set[str]) -> str | None:
-    """Why it is no fault that the leaf stays whole over `axis`; None if it is one."""
+    """Why it is no fault that the leaf is replicated over `axis`; None if it is one."""
     if axis not in cutting:
-        return "cuts no parameter, data parallelism"
+        return "it shards no parameter (data parallelism)"
     if axis in mappings.allow_replicated or any(path_matches(p, plan.leaf.path) for p in mappings.allow_replicated):
         return "accepted by allow_replicated"
     for rule in mappings.declared:
@@ -83,7 +83,7 @@ def _excuse(plan: LeafPlan, axis: str, mappings: Mappings, cutting: set[str]) ->
 
 
 def _cuts(mesh_axes: Sequence[str]) -> str:
-    return f"mesh axis {mesh_axes[0]} cuts" if len(mesh_axes) == 1 else f"mesh axes {' and '.join(mesh_axes)} cut"
+    return f"mesh axis {mesh_axes[0]} shards" if len(mesh_axes) == 1 else f"mesh axes {' and '.join(mesh_axes)} shard"
 
 
 def _way_out(
@@ -103,9 +103,9 @@ def _way_out(
             continue
         shown = "{" + ", ".join(f"{name}: {show_axes(axes)}" for name, axes in rules.items()) + "}"
         if all(legal(other, rules) for other in plans if rules.keys() & set(other.leaf.names)):
-            return f"cut it, e.g. {shown}, {accept}"
-        alone = alone or f'cut it, for it alone: overrides: {{"{path}": {shown}}}, {accept}'
-    return alone or f"no axis of it divides by {mesh.ways(tuple(faults))}; {accept}"
+            return f"shard it, e.g. {shown}, {accept}"
+        alone = alone or f'shard it, for this array alone: overrides: {{"{path}": {shown}}}, {accept}'
+    return alone or f"none of its axes is divisible by {mesh.ways(tuple(faults))}; {accept}"
 
 
 def _rules(plan: LeafPlan, faults: Sequence[str], mesh: MeshSpec) -> Iterator[dict[str, tuple[str, ...]]]:

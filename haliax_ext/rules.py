@@ -103,11 +103,11 @@ class WeightRule:
         for name in sorted(set(named) - set(leaf.names)):
             close = nearest(name, leaf.names)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-            problems.append(f"the rule names {name!r}, which is no axis of {leaf}{hint}")
+            problems.append(f"the rule names {name!r}, which is not an axis of {leaf}{hint}")
         absent = [n for n in leaf.names if n not in named]
-        problems += [f"axis {n!r} of {leaf} is in neither {self.source!r} nor axes" for n in absent]
+        problems += [f"axis {n!r} of {leaf} appears in neither {self.source!r} nor `axes`" for n in absent]
         problems += [f"the rule uses axis {n!r} more than once" for n in sorted(set(named)) if named.count(n) > 1]
-        problems += [f"padded axis {n!r} is no axis of {leaf}" for n in self.padded if n not in leaf.names]
+        problems += [f"padded axis {n!r} is not an axis of {leaf}" for n in self.padded if n not in leaf.names]
         problems += [
             f"padded axis {n!r} must come first in its source axis"
             for n in self.padded
@@ -128,13 +128,15 @@ class WeightRule:
     def _check_piece(self, part: FusedPart, leaf: Leaf) -> list[str]:
         group, repeated = self.axes[part.axis], len(part.each)
         if group[:repeated] != part.each or (part.each and group == part.each):
-            return [f"the part is in each of {part.each}; source axis {group} must begin with them and go on"]
+            return [
+                f"the part is in each of {part.each}; source axis {group} must begin with them and have more after them"
+            ]
         sizes = [leaf.axis_size(name) for name in group[repeated:]]
         if math.prod(sizes) != part.size:
             return [f"the part is {part.size} long, but {' × '.join(group[repeated:])} is {math.prod(sizes)}"]
         unit = math.prod(sizes[1:])
         if part.each and (part.start % unit or part.of % unit):
-            return [f"the part begins at {part.start} of {part.of}, which are no multiples of {unit}"]
+            return [f"the part begins at {part.start} of {part.of}, and both must be multiples of {unit}"]
         return []
 
     def source_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -372,7 +374,9 @@ class WeightRules:
         self.check(leaves)
         table = self.by_target()
         if homeless := [leaf.path for leaf in leaves if leaf.path not in table]:
-            raise WeightRuleError(f"no tensor of a checkpoint holds {', '.join(homeless)}: made or computed in loading")
+            raise WeightRuleError(
+                f"no tensor of a checkpoint contains {', '.join(homeless)}: initialized or computed while loading"
+            )
         found: dict[str, tuple[tuple[int, ...], tuple[SourcePiece, ...]]] = {}
         for leaf in leaves:
             rule = table[leaf.path]
@@ -401,7 +405,7 @@ def _misfit(rule: WeightRule, leaf: Leaf, info: TensorInfo) -> str | None:
     if expected is not None:
         return f"{info.name} {list(info.shape)}: {expected} for {leaf.path} {named_shape(leaf.axes)}"
     if _kind(info.dtype) != _kind(leaf.dtype):
-        return f"{info.name} is {info.dtype.name}, but {leaf.path} holds {leaf.dtype.name}"
+        return f"{info.name} is {info.dtype.name}, but {leaf.path} is {leaf.dtype.name}"
     return None
 
 

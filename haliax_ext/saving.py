@@ -168,7 +168,7 @@ def _lies(array: jax.Array) -> tuple[Mesh, Cuts]:
         assert isinstance(array.sharding.mesh, Mesh)
         return array.sharding.mesh, _cuts(array.sharding.spec, array.ndim)
     found = array.devices()
-    assert len(found) == 1, f"an array on several devices lies as a NamedSharding says, not {array.sharding}"
+    assert len(found) == 1, f"an array on several devices must have a NamedSharding, not {array.sharding}"
     devices = np.asarray(list(found))
     return Mesh(devices, ("device",)), ((),) * array.ndim
 

@@ -196,7 +196,7 @@ class _Reader:
         if opcode == "call":
             return sum(self.visit(self.module.computations[name], times) for name in instruction.called())
         if opcode == "conditional":
-            self.unknown[f"{instruction.name}: which branch runs is not known; every branch is counted"] = None
+            self.unknown[f"{instruction.name}: it is not known which branch runs; all branches are counted"] = None
             return sum(self.visit(self.module.computations[name], times) for name in instruction.called())
         if opcode in _FREE or opcode.startswith(KINDS) or opcode.startswith("async-"):
             return 0
@@ -225,9 +225,9 @@ class _Reader:
         count = trip_count(self.module, computation, loop)
         count = self.trips.get(count, count) if count is not None else None
         if count is None:
-            self.unknown[f"{loop.name} ({loop.op_name or 'no name'}): how often it runs is not known; counted once"] = (
-                None
-            )
+            self.unknown[
+                f"{loop.name} ({loop.op_name or 'no name'}): its trip count is not known; it is counted once"
+            ] = None
         body = self.module.computations[loop.attribute("body") or ""]
         return (count if count is not None else 1) * self.visit(body, times * (count if count is not None else 1))
 
@@ -316,8 +316,9 @@ class _Reader:
         inside = inner_mesh(self.mesh, self.module.num_partitions)
         if inside is None:
             self.unknown[
-                f"the module is cut in {self.module.num_partitions}, mesh {self.mesh} in {self.mesh.size}: "
-                "mesh axes of its collectives are not known"
+                f"the module has {self.module.num_partitions} partitions, mesh {self.mesh} has {self.mesh.size} "
+                "devices: "
+                "the mesh axes of its collectives cannot be determined"
             ] = None
             return None, "unknown", 0
         if flight.kind == "collective-permute":
@@ -326,7 +327,7 @@ class _Reader:
             return covered, network(covered, self.mesh), 2
         groups = parse_groups(source.attributes, inside.size)
         if groups is None:
-            self.unknown[f"{source.name}: its replica groups are in a form not known here"] = None
+            self.unknown[f"{source.name}: the format of its replica groups is not recognized"] = None
             return None, "unknown", 0
         covered = spans(groups, inside)
         return covered, network(covered, self.mesh), groups.shape[1]

@@ -48,7 +48,7 @@ def test_collision_in_the_residual_stream():
     findings = check_activations(activations(), mappings(residual={"embed": "data"}), MESH)
     assert [f.message for f in findings] == [
         "activation residual [batch 8, position 128, embed 64]: axes 'batch' and 'embed' are both mapped to mesh axis "
-        "'data' (rules batch → data and embed → data); a mesh axis can cut an array only once\n"
+        "'data' (rules batch → data and embed → data); a mesh axis can shard an array only once\n"
         "  → map one of them elsewhere, or unmap it for activations: compute_mapping: {embed: null}"
     ]
 

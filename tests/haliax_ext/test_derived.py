@@ -140,12 +140,12 @@ def test_the_plan_says_what_is_computed():
 def test_a_table_that_does_not_fit_is_refused():
     q = "transformer.layers.stacked.self_attn.q_proj.weight"
     tensors = MemorySource(tiny_tensors()).tensors
-    with pytest.raises(WeightRuleError, match=rf"{q} gives {q}\.scale, which is no leaf of this model"):
+    with pytest.raises(WeightRuleError, match=rf"{q} produces {q}\.scale, which is not a leaf of this model"):
         RULES.match([leaf for leaf in LEAVES if leaf.path != f"{q}.scale"], tensors)
     wide = [Leaf(x.path, x.axes, np.dtype(np.int16)) if x.path == f"{q}.values" else x for x in LEAVES]
-    with pytest.raises(WeightRuleError, match=r"gives .*int8\[.*, but the model has .*int16"):
+    with pytest.raises(WeightRuleError, match=r"produces .*int8\[.*, but the model has .*int16"):
         RULES.match(wide, tensors)
-    with pytest.raises(WeightRuleError, match=rf"no tensor of a checkpoint holds {q}\.values"):
+    with pytest.raises(WeightRuleError, match=rf"no tensor of a checkpoint contains {q}\.values"):
         RULES.sources(LEAVES)
 
 

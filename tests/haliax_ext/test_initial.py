@@ -115,7 +115,7 @@ def test_the_plan_says_what_is_made():
         plan = plan_loading(sharding, RULES, source, dtype=np.dtype(np.float16))
         assert [each.path for each in plan.initial] == ["q.up", "q.down", "k.down", "counts"]
         assert plan.skipped == ()
-        (line,) = (line for line in str(plan).splitlines() if "made, not read" in line)
+        (line,) = (line for line in str(plan).splitlines() if "initialized, not read" in line)
         assert "q.up float16[layers 3, kv_head 4, low_rank 2]: 0.5 everywhere" in line
         assert "k.down float16[layers 3, low_rank 2, embed 1024]: normal, σ 0.25; counts int32" in line
         for program in plan.programs:
@@ -143,7 +143,7 @@ def test_what_neither_has_is_refused():
     partly = WeightRules(rules=RULES.rules, initial=(*RULES.initial, InitialRule(target=path, values=Filled())))
     with pytest.raises(WeightMismatchError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight"):
         partly.match(LEAVES, MemorySource(tensors).tensors)
-    with pytest.raises(WeightRuleError, match=r"no tensor of a checkpoint holds q\.up, q\.down, k\.down, counts"):
+    with pytest.raises(WeightRuleError, match=r"no tensor of a checkpoint contains q\.up, q\.down, k\.down, counts"):
         RULES.sources(LEAVES)
 
 

@@ -105,7 +105,7 @@ def test_strategies_follow_what_direct_reading_would_cost():
         "norm": "direct",
     }
     assert found["gate_proj"].direct_amplification == 2.0
-    assert found["gate_proj"].reason.startswith("direct reading would read 2.00× of it")
+    assert found["gate_proj"].reason.startswith("reading it directly would read it 2.00×")
     assert all(load.amplification == 1.0 for load in plan.loads)
     assert plan.bytes_by_host == (source.nbytes // 2, source.nbytes // 2)
     plan = planned({"mlp": "data", "embed": "model"}, None, source)

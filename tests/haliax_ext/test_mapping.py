@@ -57,7 +57,7 @@ def test_unknown_names_are_listed_with_near_matches():
     with pytest.raises(UnknownAxisError) as caught:
         mapping.check(known=["token", "expert"], used=["embed", "mlp"], mesh=MeshSpec.of(data=8), where="param_mapping")
     message = str(caught.value)
-    assert "'embd' is not an axis of this model, nor a known axis name (did you mean embed?)" in message
+    assert "'embd' is neither an axis of this model nor a known axis name (did you mean embed?)" in message
     assert "mlp → modle, but the mesh has only ['data']" in message
 
 
@@ -66,7 +66,7 @@ def test_known_but_unused_names_are_notes():
         known=["expert"], used=["embed"], mesh=MeshSpec.of(data=8), where="shared_mapping"
     )
     assert len(notes) == 1
-    assert "'expert' is known, but this model has no such axis" in notes[0]
+    assert "'expert' is a known axis, but this model does not have it" in notes[0]
 
 
 def test_overrides_apply_by_path():

@@ -28,7 +28,7 @@ def test_sizes():
         (lambda: MeshSpec(axes=(("a", 2), ("a", 2))), "mesh a 2 × a 2 names an axis twice"),
         (
             lambda: MeshSpec(axes=(("a", -1),)),
-            "mesh axis 'a' has size -1; sizes are positive here (-1 is resolved before)",
+            "mesh axis 'a' has size -1; sizes must be positive (-1 must be resolved beforehand)",
         ),
         (lambda: MeshSpec(axes=(("a", 2),), dcn=("b",)), "dcn names ['b'], which are not axes of mesh a 2"),
     ],

@@ -42,7 +42,7 @@ mesh data 4 × model 2: 8 devices
 parameters {mlp: model, embed: data}
 compute {batch: data}
 
-                                                                                      pieces    on each device
+                                                                                      shards    on each device
 embeddings                                                                                           16.00 MiB
   tokens.weight float32                                                                    4         16.00 MiB
     [vocab 32768, embed 512 → data]
@@ -56,20 +56,20 @@ head                                                                            
   head float32                                                                             4         16.00 MiB
     [vocab 32768, embed 512 → data]
 
-total 136.00 MiB in 6 arrays; 33.00 MiB on each device, 16.00 MiB of it repeated elsewhere
+total 136.00 MiB in 6 arrays; 33.00 MiB on each device, 16.00 MiB of it replicated
   that is 206.3% of a chip's 16.00 MiB
 
-largest on a device
+largest arrays on a device
      16.00 MiB  embeddings.tokens.weight
      16.00 MiB  head
 
 errors (2)
-  embeddings.tokens.weight [vocab 32768, embed 512] float32 stays whole over model 2: 16.00 MiB on each chip, 8.00 MiB
-      of it repeated; that is 100.0% of a chip's 16.00 MiB, and mesh axis model cuts other parameters of this model
-    → cut it, e.g. {vocab: model}, or accept it: allow_replicated: ["embeddings.tokens.weight"]
-  head [vocab 32768, embed 512] float32 stays whole over model 2: 16.00 MiB on each chip, 8.00 MiB of it repeated; that
-      is 100.0% of a chip's 16.00 MiB, and mesh axis model cuts other parameters of this model
-    → cut it, e.g. {vocab: model}, or accept it: allow_replicated: ["head"]"""
+  embeddings.tokens.weight [vocab 32768, embed 512] float32 is replicated over model 2: 16.00 MiB on each chip, 8.00 MiB
+      of it redundant; that is 100.0% of a chip's 16.00 MiB, and mesh axis model shards other parameters of this model
+    → shard it, e.g. {vocab: model}, or accept it: allow_replicated: ["embeddings.tokens.weight"]
+  head [vocab 32768, embed 512] float32 is replicated over model 2: 16.00 MiB on each chip, 8.00 MiB of it redundant;
+      that is 100.0% of a chip's 16.00 MiB, and mesh axis model shards other parameters of this model
+    → shard it, e.g. {vocab: model}, or accept it: allow_replicated: ["head"]"""
     )
 
 
@@ -84,7 +84,7 @@ on each device
   tables  32.00 MiB
   MLP      2.00 MiB
   other    1.00 KiB
-total 136.00 MiB in 6 arrays; 34.00 MiB on each device, 0 B of it repeated elsewhere"""
+total 136.00 MiB in 6 arrays; 34.00 MiB on each device, 0 B of it replicated"""
     )
 
 
@@ -98,9 +98,9 @@ def test_numbered_layers_that_differ_are_shown_one_by_one():
 
 def test_what_stays_whole_is_listed_worst_first():
     text = plan_report(made(hbm_bytes=None))
-    whole = text[text.index("stays whole") :].splitlines()
-    assert whole[0] == "stays whole (16.00 MiB repeated on each device)"
-    assert [line.split()[0] for line in whole[1:] if line[2] != " "] == ["embeddings.tokens.weight", "head"]
+    listed = text[text.index("replicated (") :].splitlines()
+    assert listed[0] == "replicated (16.00 MiB redundant on each device)"
+    assert [line.split()[0] for line in listed[1:] if line[2] != " "] == ["embeddings.tokens.weight", "head"]
 
 
 def test_a_diff_of_two_mappings():
@@ -110,13 +110,13 @@ def test_a_diff_of_two_mappings():
         """\
                                  default    with vocab
 on each device                 33.00 MiB     17.00 MiB
-of it repeated elsewhere       16.00 MiB         512 B
+of it replicated               16.00 MiB         512 B
 errors                                 2             0
 largest array on a device      16.00 MiB      8.00 MiB
 default: mesh data 4 × model 2; parameters {mlp: model, embed: data}; compute {batch: data}
 with vocab: mesh data 4 × model 2; parameters {mlp: model, embed: data, vocab: model}; compute {batch: data}
 
-2 of 6 arrays go elsewhere:
+2 of 6 arrays are placed differently:
   embeddings.tokens.weight
     default     16.00 MiB  [vocab 32768, embed 512 → data]
     with vocab   8.00 MiB  [vocab 32768 → model, embed 512 → data]
@@ -128,12 +128,12 @@ with vocab: mesh data 4 × model 2; parameters {mlp: model, embed: data, vocab: 
 
 def test_a_diff_of_different_models():
     text = plan_diff(made(), made(leaves=LEAVES[:-1]))
-    assert "1 of 6 arrays go elsewhere:\n  head\n" in text
+    assert "1 of 6 arrays are placed differently:\n  head\n" in text
     assert "    second absent" in text
 
 
 def test_equal_plans():
-    assert plan_diff(made(), made()).endswith("\n0 of 6 arrays go elsewhere")
+    assert plan_diff(made(), made()).endswith("\n0 of 6 arrays are placed differently")
 
 
 @pytest.mark.parametrize("show", [plan_report, summarize, lambda plan: plan_diff(plan, made())])

@@ -55,7 +55,7 @@ class TestPlacement:
         assert made.by_path[UP.path].shard_shape == (4, 1024, 128)
         assert made.by_path[UP.path].reason == "mlp → model (2048/2), embed → data (512/4)"
         assert made.by_path[SCALE.path].reason == "a scalar"
-        assert plan([NORM], {}).by_path[NORM.path].reason == "no axis of it is mapped"
+        assert plan([NORM], {}).by_path[NORM.path].reason == "none of its axes is mapped"
         assert made.by_path[NORM.path].replicated_over == ("model",)
         assert made.by_path[SCALE.path].replicated_over == ("data", "model")
         assert made.total_bytes == sum(x.nbytes for x in (Q, K, UP, NORM, SCALE))
@@ -65,8 +65,8 @@ class TestPlacement:
 
     def test_it_says_itself_in_a_line(self):
         assert str(plan([UP, NORM])) == (
-            "2 arrays, 16.01 MiB, on mesh data 4 × model 2: 2.00 MiB on each device, 1.00 KiB of it repeated "
-            "elsewhere; 0 errors, 0 notes"
+            "2 arrays, 16.01 MiB, on mesh data 4 × model 2: 2.00 MiB on each device, 1.00 KiB of it replicated; "
+            "0 errors, 0 notes"
         )
 
     def test_several_mesh_axes_on_one_axis(self):
@@ -140,7 +140,7 @@ class TestConflict:
             plan([UP, NORM], self.RULES).check()
         assert str(caught.value) == (
             "mlp.up_proj.weight [layers 4, mlp 2048, embed 512]: axes 'mlp' and 'embed' are both mapped to mesh axis "
-            "'model' (rules mlp → model and embed → [data, model]); a mesh axis can cut an array only once\n"
+            "'model' (rules mlp → model and embed → [data, model]); a mesh axis can shard an array only once\n"
             "  → map one of them elsewhere, or unmap it for this array: "
             'overrides: {"mlp.up_proj.weight": {embed: null}}'
         )
@@ -164,7 +164,7 @@ class TestConflict:
         (note,) = made(self.RULES).notes
         assert note.message == (
             "mlp.up_proj.weight [layers 4, mlp 2048, embed 512]: axes 'mlp' and 'embed' are both mapped to mesh axis "
-            "'model' (rules mlp → model and embed → [data, model]); 'mlp' keeps it, its rule comes first "
+            "'model' (rules mlp → model and embed → [data, model]); 'mlp' keeps it because its rule comes first "
             "(on_conflict: first_wins)"
         )
 
@@ -216,10 +216,11 @@ class TestReplication:
         with pytest.raises(ReplicationError) as caught:
             plan([EMBED, BIG_UP], {"mlp": "model"}, MeshSpec.of(model=8), hbm_bytes=HBM).check()
         assert str(caught.value) == (
-            "embeddings.weight [vocab 1048576, embed 1024] float32 stays whole over model 8: 4.00 GiB on each chip, "
-            "3.50 GiB of it repeated; that is 12.5% of a chip's 32.00 GiB, and mesh axis model cuts other parameters "
+            "embeddings.weight [vocab 1048576, embed 1024] float32 is replicated over model 8: 4.00 GiB on each chip, "
+            "3.50 GiB of it redundant; that is 12.5% of a chip's 32.00 GiB, and mesh axis model shards other "
+            "parameters "
             "of this model\n"
-            '  → cut it, e.g. {vocab: model}, or accept it: allow_replicated: ["embeddings.weight"]'
+            '  → shard it, e.g. {vocab: model}, or accept it: allow_replicated: ["embeddings.weight"]'
         )
 
     def test_the_suggestion_is_tried_out(self):
@@ -228,7 +229,7 @@ class TestReplication:
         rules = {"mlp": "model"}
         (error,) = plan([odd, BIG_UP], rules, MeshSpec.of(model=8), hbm_bytes=HBM).errors
         assert error.suggestion == (
-            'cut it, for it alone: overrides: {"embeddings.weight": {embed: model}}, '
+            'shard it, for this array alone: overrides: {"embeddings.weight": {embed: model}}, '
             'or accept it: allow_replicated: ["embeddings.weight"]'
         )
         override = (("embeddings.weight", AxisMapping({"embed": "model"})),)
@@ -241,15 +242,15 @@ class TestReplication:
         o = leaf("attn.o_proj.weight", layers=4, embed=16384, kv_head=8, q_heads_per_group=16, head_size=128)
         (error,) = plan([BIG_Q, o, BIG_UP], rules, mesh, hbm_bytes=HBM, overrides=overrides).errors
         assert error.suggestion == (
-            "cut it, e.g. {kv_head: model, q_heads_per_group: group}, "
+            "shard it, e.g. {kv_head: model, q_heads_per_group: group}, "
             'or accept it: allow_replicated: ["attn.q_proj.weight"]'
         )
-        assert "mesh axes model and group cut other parameters" in error.problem
+        assert "mesh axes model and group shard other parameters" in error.problem
 
     def test_nothing_divides(self):
         prime = leaf("table", vocab=1_073_741_789)
         (error,) = plan([prime, BIG_UP], {"mlp": "model"}, MeshSpec.of(model=8), hbm_bytes=HBM).errors
-        assert error.suggestion == 'no axis of it divides by 8; or accept it: allow_replicated: ["table"]'
+        assert error.suggestion == 'none of its axes is divisible by 8; or accept it: allow_replicated: ["table"]'
 
     @pytest.mark.parametrize("accepted", ["embeddings.weight", "embeddings", "**.weight", "model"])
     def test_the_user_may_accept_it(self, accepted):
@@ -257,16 +258,17 @@ class TestReplication:
             [EMBED, BIG_UP], {"mlp": "model"}, MeshSpec.of(model=8), hbm_bytes=HBM, allow_replicated=(accepted,)
         )
         note = made.check().notes[0]
-        assert note.message.endswith("3.50 GiB of it repeated (model: accepted by allow_replicated)")
+        assert note.message.endswith("3.50 GiB of it redundant (model: accepted by allow_replicated)")
         assert note.nbytes == 7 * GIB // 2
 
     def test_data_parallelism_is_reported_never_refused(self):
         made = plan([EMBED, BIG_UP], {"vocab": "model", "mlp": "model"}, MeshSpec.of(data=4, model=8), hbm_bytes=GIB)
         assert [n.message for n in made.check().notes] == [
-            "embeddings.weight [vocab 1048576, embed 1024] float32 stays whole over data 4: 512.00 MiB on each chip, "
-            "384.00 MiB of it repeated (data: cuts no parameter, data parallelism)",
-            "mlp.up_proj.weight [layers 4, mlp 65536, embed 4096] float32 stays whole over data 4: 512.00 MiB on each "
-            "chip, 384.00 MiB of it repeated (data: cuts no parameter, data parallelism)",
+            "embeddings.weight [vocab 1048576, embed 1024] float32 is replicated over data 4: 512.00 MiB on each chip, "
+            "384.00 MiB of it redundant (data: it shards no parameter (data parallelism))",
+            "mlp.up_proj.weight [layers 4, mlp 65536, embed 4096] float32 is replicated over data 4: 512.00 MiB on "
+            "each "
+            "chip, 384.00 MiB of it redundant (data: it shards no parameter (data parallelism))",
         ]
 
     def test_declared_replication_is_reported(self):
@@ -277,8 +279,9 @@ class TestReplication:
         mesh = MeshSpec.of(model=2, group=16)
         made = plan([BIG_Q, BIG_K], rules, mesh, hbm_bytes=HBM, declared=(declared,))
         assert [n.message for n in made.check().notes] == [
-            "attn.k_proj.weight [layers 64, kv_head 8, head_size 128, embed 16384] float32 stays whole over group 16: "
-            "2.00 GiB on each chip, 1.88 GiB of it repeated (group: declared, query heads are cut further)"
+            "attn.k_proj.weight [layers 64, kv_head 8, head_size 128, embed 16384] float32 is replicated over group "
+            "16: "
+            "2.00 GiB on each chip, 1.88 GiB of it redundant (group: declared, query heads are cut further)"
         ]
         (error,) = plan([BIG_Q, BIG_K], rules, mesh, hbm_bytes=HBM).errors
         assert isinstance(error, ReplicationError)
@@ -300,7 +303,7 @@ class TestReplication:
 
     def test_a_chip_of_unknown_size_judges_nothing(self):
         (note,) = plan([EMBED, BIG_UP], {"mlp": "model"}, MeshSpec.of(model=8)).check().notes
-        assert note.message.endswith("(model: not judged, the memory of a device is unknown)")
+        assert note.message.endswith("(model: not checked, because the memory of a device is unknown)")
 
     def test_mesh_axes_of_size_one_repeat_nothing(self):
         assert plan([EMBED, BIG_UP], {"mlp": "model"}, MeshSpec.of(model=1, data=1), hbm_bytes=HBM).findings == ()

@@ -128,7 +128,7 @@ def test_wrong_arrays_are_our_own_bug(devices):
     spec = MeshSpec.of(data=8)
     prog, _ = program(MeshSpec.of(data=4, model=2))
     spec = MeshSpec.of(data=4, model=2)
-    with pytest.raises(AssertionError, match="not the arrays it was planned for"):
+    with pytest.raises(AssertionError, match="these are not the arrays that it was planned for"):
         prog.jit(spec.build(devices))(Mlp2.init(jax.random.PRNGKey(0)), hax.zeros((Embed, Batch)))
 
 

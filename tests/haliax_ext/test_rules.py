@@ -50,7 +50,7 @@ def test_everything_that_does_not_fit_is_listed_together_with_nearest_names():
         "wrong shape or dtype:\n"
         "  model.layers.2.self_attn.k_proj.weight [8, 16]: expected [16, 16] = [kv_head 4 × head_size 4, embed 16] "
         "for transformer.layers.stacked.self_attn.k_proj.weight [layers 3, kv_head 4, head_size 4, embed 16]\n"
-        "  model.norm.weight is int32, but transformer.norm.weight holds float32"
+        "  model.norm.weight is int32, but transformer.norm.weight is float32"
     )
 
 
@@ -71,9 +71,10 @@ def test_rules_that_misname_axes_are_the_tables_fault():
     with pytest.raises(WeightRuleError) as caught:
         rules.check(leaves)
     assert str(caught.value) == (
-        "rule for a: the rule names 'layer', which is no axis of a float32[layers 3, embed 16, mlp 32] (did you mean "
+        "rule for a: the rule names 'layer', which is not an axis of a float32[layers 3, embed 16, mlp 32] (did you "
+        "mean "
         "layers?)\n"
-        "rule for a: axis 'layers' of a float32[layers 3, embed 16, mlp 32] is in neither 'a.{layer}' nor axes\n"
+        "rule for a: axis 'layers' of a float32[layers 3, embed 16, mlp 32] appears in neither 'a.{layer}' nor `axes`\n"
         "rule for a: the rule uses axis 'mlp' more than once\n"
         "rule for b: part is on source axis 1, but the rule has 1\n"
         "rule for b: part [0, 8) is not inside an axis of 4\n"
@@ -217,7 +218,7 @@ def test_hosts_read_each_byte_of_fused_tensors_once(mapping):
         ({"each": ("head_size",)}, "is in each of ('head_size',); source axis ('kv_head', 'head_size') must begin"),
         (
             {"each": ("kv_head", "head_size"), "size": 1},
-            "('kv_head', 'head_size') must begin with them and go on",
+            "('kv_head', 'head_size') must begin with them and have more after them",
         ),
         ({"size": 3}, "the part is 3 long, but head_size is 4"),
         ({"each": (), "size": 3}, "the part is 3 long, but kv_head × head_size is 16"),
@@ -235,7 +236,7 @@ def test_a_piece_begins_where_a_head_begins():
     axes = (("kv_head", "q_heads_per_group", "head_size"),)
     part = FusedPart(axis=0, start=2, size=8, of=16, each=("kv_head",))
     rules = WeightRules(rules=(WeightRule(target="q", source="qkv", axes=axes, part=part),))
-    with pytest.raises(WeightRuleError, match="begins at 2 of 16, which are no multiples of 4"):
+    with pytest.raises(WeightRuleError, match="begins at 2 of 16, and both must be multiples of 4"):
         rules.check([leaf("q", "kv_head", "q_heads_per_group", "head_size")])
 
 
