@@ -14,8 +14,8 @@ from levanter.plan.aot import Compiled, Refused
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
-EXCUSES = ("data parallelism", "allow_replicated", "declared", "below", "not judged")
-"""Why an array may stay whole, each by a word that its sentence has."""
+EXCUSES = ("data parallelism", "allow_replicated", "declared", "below", "not checked")
+"""Why an array may be replicated, each by a word that its sentence has."""
 
 
 def mesh_facts(mesh: MeshSpec) -> dict[str, Json]:
@@ -91,7 +91,7 @@ def _finding(plan: ShardingPlan, finding: Finding) -> dict[str, Json]:
 
 
 def _excuses(message: str) -> dict[str, Json]:
-    """`(model: declared, K and V; data: cuts no parameter, data parallelism)` by mesh axis."""
+    """`(model: declared, K and V; data: it shards no parameter (data parallelism))` by mesh axis."""
     reasons = re.search(r" \(([^()]*(?:\([^()]*\)[^()]*)*)\)$", message)
     assert reasons, message
     found: dict[str, Json] = {}

@@ -164,7 +164,7 @@ def check_named(ended: Sequence[Ended], victim: int) -> None:
     for number, each in enumerate(ended):
         if number != victim:
             assert each.code == 5, (number, each.code, each.output[-4000:])
-            said = f"process {victim} of {len(ended)} is missing; process {number} noticed "
+            said = f"process {victim} of {len(ended)} is missing; noticed by process {number} "
             assert said in each.output, each.output[-4000:]
 
 

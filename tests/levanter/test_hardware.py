@@ -112,10 +112,10 @@ def test_f32_costs_six_passes():
         ("tpu", ["unknown accelerator"]),
         ("0xv4-8", ["0 slices"]),
         ("v6e:3x3", ["must be even", "v6e:2x4"]),
-        ("v6e:32x32", ["larger than a v6e slice gets"]),
-        ("v6e:4x4x4", ["2 sides, this one has 3"]),
+        ("v6e:32x32", ["larger than the largest v6e slice"]),
+        ("v6e:4x4x4", ["2 dimensions, this one has 3"]),
         ("h100x12", ["hosts of 8", "h100x8 or h100x16"]),
-        ("h100:8", ["named by their number alone"]),
+        ("h100:8", ["specified by their count alone"]),
         ("v4x8", ["write v4-8"]),
     ],
 )

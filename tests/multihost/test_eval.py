@@ -47,8 +47,8 @@ def test_who_is_killed_while_weights_are_loaded_is_named(tmp_path, inputs):
         ended = run.wait()
     assert ended[0].code == 5 and ended[0].at - killed < SECONDS
     # Reading, or waiting for the other to have compiled an exchange.
-    where = r"(behind barrier 'loading weights'|(in|behind) barrier 'the first load\.\S+')"
-    assert re.search(f"error: process 1 of 2 is missing; process 0 noticed {where}", ended[0].output)
+    where = r"(after barrier 'loading weights'|(in|behind) barrier 'the first load\.\S+')"
+    assert re.search(f"error: process 1 of 2 is missing; noticed by process 0 {where}", ended[0].output)
     assert re.search(rf"process 1 \(.*\) is gone: .*killed.*; last seen {where}", ended[0].output)
     assert not (tmp_path / "out.json").exists()
 
@@ -58,7 +58,7 @@ def test_who_never_starts_is_named(tmp_path, inputs):
     with Run(tmp_path, 2, command, absent=[1]) as run:
         ended = run.wait()[0]
     assert ended.code == 5
-    assert "1 of 2 processes are here after 2 s; missing: 1; here: 0 (" in ended.output
+    assert "1 of 2 processes joined within 2 s; missing: 1; joined: 0 (" in ended.output
     assert "Traceback" not in ended.output
 
 
@@ -101,8 +101,8 @@ def test_killed_while_they_come_together(tmp_path, inputs, count, seed):
         if number != victim:
             assert each.code == 5, each.output[-4000:]
             assert re.search(
-                rf"process {victim} of {count} is missing; process {number} noticed"
-                rf"|{count - 1} of {count} processes are here after {roll} s; missing: {victim};"
+                rf"process {victim} of {count} is missing; noticed by process {number}"
+                rf"|{count - 1} of {count} processes joined within {roll} s; missing: {victim};"
                 + ("|process 0 does not answer at localhost" if victim == 0 else ""),
                 each.output,
             ), each.output[-4000:]
@@ -121,7 +121,7 @@ def test_a_process_that_hangs_is_noticed(tmp_path, inputs):
         run.kill(2)
         ended = run.wait()
     check_named(ended, 2)
-    assert "no sign of life for 4 s" in ended[0].output
+    assert "no heartbeat for 4 s" in ended[0].output
 
 
 @pytest.mark.slow

@@ -63,7 +63,10 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
         else:
             overrides.append((key, values[0]))
     if len(paths) > 1 or any(len(given) > 1 for flag, given in paths.items() if flag != "configs"):
-        message = "give one of --config_path X, --config X and --configs A B … (several files go after --configs)"
+        message = (
+            "give one of --config_path X, --config X and --configs A B … (to merge several files, list them after "
+            "--configs)"
+        )
         problems.append(Problem(message=message, mark=_HERE))
     if problems:
         raise ConfigError(problems)

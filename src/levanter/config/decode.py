@@ -46,7 +46,7 @@ class _Invalid:
 LONGEST_TEXT = 200
 """Characters of a value that are shown."""
 INVALID: Final = _Invalid()
-"""What a decoder returns for a node it has noted a problem with."""
+"""What a decoder returns for a node whose problem has been recorded."""
 
 # YAML 1.1 has more words for true and false; they count only where a bool is asked for.
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -154,7 +154,7 @@ class Decoder:
         if not hint and elsewhere:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
         if not hint:
-            hint = f"; the keys here are {', '.join(known)}" if known else "; no key is taken here"
+            hint = f"; valid keys here are {', '.join(known)}" if known else "; no keys are accepted here"
         self.wrong(f"unknown key{hint}", entry.mark, (*path, entry.key))
 
     def _choice(self, node: Node, base: Annotation, path: Keys) -> object:
@@ -169,7 +169,7 @@ class Decoder:
         if given is None:
             name = base.default_choice_name()
             if name is None:
-                message = f"needs `{TYPE_KEY}:`, one of {names}"
+                message = f"needs `{TYPE_KEY}:` with one of {names}"
                 if node.entries and all(entry.mark.source == COMMAND_LINE for entry in node):
                     message += f"; add --{'.'.join(path)}.{TYPE_KEY}"
                 return self.wrong(message, node.mark, path)
@@ -178,7 +178,7 @@ class Decoder:
         else:
             name = given.node.text
         if name not in choices:
-            assert given is not None, f"{base.__name__} has a default choice {name!r} that is not registered"
+            assert given is not None, f"{base.__name__} names a default choice {name!r} that is not registered"
             message = f"unknown {TYPE_KEY} `{name}`{did_you_mean(name, choices)} (known: {names})"
             return self.wrong(message, given.node.mark, (*path, TYPE_KEY))
         try:
@@ -282,7 +282,7 @@ class Decoder:
                 return self.expected(annotation, node, path, did_you_mean(node.text, names))
         codec = draccus.decode.dispatch(annotation) if isinstance(annotation, type) else None  # type: ignore[attr-defined]
         if codec is None or annotation in (bool, int, float, str, Path, timedelta):
-            hint = "; quote it if text is meant" if annotation is str and isinstance(node, Scalar) else ""
+            hint = "; quote it if you mean text" if annotation is str and isinstance(node, Scalar) else ""
             return self.expected(annotation, node, path, hint)
         try:
             return draccus.decode(annotation, to_plain(node))

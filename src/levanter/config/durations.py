@@ -32,7 +32,7 @@ def parse_duration(text: str) -> timedelta:
         total += float(part[1]) * _UNITS[part[2]] if "." in part[1] else int(part[1]) * _UNITS[part[2]]
         at = part.end()
     if not body:
-        raise ValueError("a duration such as 15m is needed, got nothing")
+        raise ValueError("expected a duration such as 15m, got nothing")
     return sign * total
 
 

@@ -39,7 +39,7 @@ class Files:
         node = self._file(path, asked_at)
         if node is None or isinstance(node, MapNode):
             return node
-        message = f"{path} must hold a mapping (`key: value` lines)"
+        message = f"{path} must contain a mapping (`key: value` lines)"
         self.problems.append(Problem(message=message, mark=node.mark))
         return None
 
@@ -47,7 +47,7 @@ class Files:
         found = _locate(path)
         if found in self._open:
             chain = " → ".join([*self._open[self._open.index(found) :], found])
-            self.problems.append(Problem(message=f"files include one another in a circle: {chain}", mark=asked_at))
+            self.problems.append(Problem(message=f"circular !include: {chain}", mark=asked_at))
             return None
         self._read += 1
         if self._read > DOCUMENT_FILES:

@@ -252,7 +252,7 @@ class _Conversion:
         if raw.tag == "!include":
             return self.included(raw, mark)
         if not raw.tag.startswith("tag:yaml.org,2002:") and raw.tag != "untagged":
-            return self.wrong(mark, f"unknown tag {raw.tag} (the only tag of ours is !include)")
+            return self.wrong(mark, f"unknown tag {raw.tag} (the only custom tag is !include)")
         if isinstance(raw, yaml.ScalarNode):
             plain = raw.style is None and raw.tag != "tag:yaml.org,2002:str"
             return Scalar(text=raw.value, mark=mark, plain=plain)
@@ -271,7 +271,7 @@ class _Conversion:
         for key, value in raw.value:
             where = self.mark(key)
             if not isinstance(key, yaml.ScalarNode):
-                self.wrong(where, "a key must be a word, not a list or a mapping")
+                self.wrong(where, "a key must be a scalar, not a list or a mapping")
             elif key.value == "<<" and key.style is None:
                 for entry in self.inherited(self.node(value)):
                     inherited.setdefault(entry.key, entry)

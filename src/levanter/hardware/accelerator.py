@@ -146,7 +146,7 @@ def parse_accelerator(name: str) -> Accelerator:
         )
     slices = int(match["slices"] or 1)
     if slices < 1:
-        raise AcceleratorError(f"{name!r}: {slices} slices; at least one is needed")
+        raise AcceleratorError(f"{name!r}: {slices} slices; there must be at least one")
     sizes = tuple(int(part) for part in match["size"].split("x"))
     if generation.platform == "gpu":
         return _gpus(name, generation, sizes, slices, match["sep"])
@@ -173,7 +173,7 @@ def _canonical_name(generation: Generation, topology: tuple[int, ...], slices: i
 def _gpus(name: str, generation: Generation, sizes: tuple[int, ...], slices: int, separator: str) -> Accelerator:
     count = sizes[0]
     if separator == ":" or len(sizes) > 1 or slices > 1:
-        raise AcceleratorError(f"{name!r}: GPUs are named by their number alone, e.g. {generation.name}x{count}")
+        raise AcceleratorError(f"{name!r}: GPUs are specified by their count alone, e.g. {generation.name}x{count}")
     host = generation.chips_per_host
     if count < 1 or (count > host and count % host) or count > generation.max_chips:
         lower, upper = max(host, count // host * host), (count // host + 1) * host
@@ -199,18 +199,20 @@ def _sized(name: str, generation: Generation, sizes: tuple[int, ...]) -> tuple[i
     nearest = sorted(known, key=lambda c: abs(c - chips))[:2]
     legal = " or ".join(f"{generation.name}-{c * per_chip}" for c in sorted(nearest))
     counts = f"counts {per_chip} cores a chip" if per_chip > 1 else "counts chips"
-    raise AcceleratorError(f"{name!r}: {generation.name} ({counts}) is not made in size {cores}; nearest: {legal}")
+    raise AcceleratorError(f"{name!r}: {generation.name} ({counts}) does not come in size {cores}; nearest: {legal}")
 
 
 def _explicit(name: str, generation: Generation, sizes: tuple[int, ...]) -> tuple[int, ...]:
     axes, chips = generation.topology_axes, math.prod(sizes)
     if len(sizes) != axes:
-        raise AcceleratorError(f"{name!r}: a {generation.name} topology has {axes} sides, this one has {len(sizes)}")
+        raise AcceleratorError(
+            f"{name!r}: a {generation.name} topology has {axes} dimensions, this one has {len(sizes)}"
+        )
     fits = all(side <= limit for side, limit in zip(sorted(sizes), generation.pod, strict=True))
     if not fits or chips > generation.max_chips:
         pod = "x".join(map(str, generation.pod))
         raise AcceleratorError(
-            f"{name!r}: larger than a {generation.name} slice gets (at most {pod} and {generation.max_chips} chips)"
+            f"{name!r}: larger than the largest {generation.name} slice ({pod} and {generation.max_chips} chips)"
         )
     whole_host = sizes[0] % 2 == 0 and sizes[1] % 2 == 0
     if chips < 1 or not (whole_host or (axes == 2 and chips == 1)):

@@ -6,7 +6,7 @@ from typing import IO
 
 HANDLER_NAME = "levanter"
 QUIET = ("fsspec", "urllib3", "httpx", "httpcore", "filelock", "h5py", "jax._src", "absl")
-"""Libraries whose information is of no use to the user of a run; their warnings are shown."""
+"""Libraries whose INFO records are of no use to the user of a run; their warnings are shown."""
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -21,7 +21,7 @@ from rich.progress import Progress as RichProgress
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW = 30.0
-"""Seconds over which the current rate is measured."""
+"""Seconds over which the current rate is averaged."""
 
 
 @dataclass

@@ -3,4 +3,4 @@
 from typing import TypeAlias
 
 Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
-"""A JSON value. What is read from a file that may hold anything is `object` until it has been looked at."""
+"""A JSON value. What is read from a file that may contain anything is `object` until it has been checked."""

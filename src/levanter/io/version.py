@@ -4,7 +4,7 @@ import importlib.metadata
 import json
 
 UNKNOWN = "unknown"
-"""Of sources that are on the path and not installed."""
+"""The version of sources that are on the path but not installed."""
 
 
 def version() -> str:

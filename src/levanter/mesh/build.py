@@ -128,7 +128,7 @@ def _heads(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
     for name, projections in reached.items():
         axes = () if mappings is None else mappings.params.mesh_axes(name)
         if (ways := spec.ways(axes)) > 1:
-            cut.append(f"{name} → {show_axes(axes)} cuts {projections} {ways} ways")
+            cut.append(f"{name} → {show_axes(axes)} shards {projections} {ways} ways")
     return ["; ".join(cut)] if cut else []
 
 
@@ -142,8 +142,8 @@ def _crossing(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
     cut = {f"{name} → {axis}" for rule in rules for name in rule for axis in rule.mesh_axes(name) if axis in crossing}
     if cut:
         lines.append(
-            f"warning: parameters are cut across {spec.granule}s ({', '.join(sorted(cut))}): each use of such a weight "
-            "gathers it over DCN, which is slower than ICI by an order of magnitude or more"
+            f"warning: parameters are sharded across {spec.granule}s ({', '.join(sorted(cut))}): each use of such a "
+            "weight gathers it over DCN, which is at least an order of magnitude slower than ICI"
         )
     return lines
 

@@ -1,7 +1,7 @@
 """`heads` in a mapping means all attention heads, of q, k, v and o alike.
 
 A model has `kv_head` groups of `q_heads_per_group` query heads. For `heads: [A, B, …]`, `kv_head` takes the leading
-mesh axes while they divide it and `q_heads_per_group` takes the rest; K and V then stay whole over that rest, which
+mesh axes while they divide it and `q_heads_per_group` takes the rest; K and V then are replicated over that rest, which
 is declared. A single mesh axis larger than `kv_head` can be *factored* into two (`split_heads: auto`): itself, for
 `kv_head`, and `group`, for `q_heads_per_group`. That is the published "duplicate KV heads so that tensor parallelism
 can exceed them", without copying a weight.
@@ -41,10 +41,10 @@ class HeadsMapping:
 
 
 def declared_by_groups(mesh_axes: Sequence[str]) -> tuple[DeclaredReplication, ...]:
-    """K and V have no axis of query heads, so they stay whole over the mesh axes that cut it."""
+    """K and V have no axis of query heads, so they are replicated over the mesh axes that cut it."""
     if not mesh_axes:
         return ()
-    reason = "query heads are cut over it further than K/V heads can be"
+    reason = "it shards query heads further than K/V heads can be sharded"
     return (DeclaredReplication(has=KV_HEAD, lacks=Q_PER_GROUP, mesh_axes=tuple(mesh_axes), reason=reason),)
 
 
@@ -105,7 +105,7 @@ def _cannot(
     product = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in mesh_axes)
     problem = (
         f"heads → {show_axes(mesh_axes)}: {kv_heads * q_per_group} attention heads = {kv_heads} {KV_HEAD} × "
-        f"{q_per_group} {Q_PER_GROUP} cannot be cut over {product}" + (f" = {ways}" if len(mesh_axes) > 1 else "")
+        f"{q_per_group} {Q_PER_GROUP} cannot be sharded over {product}" + (f" = {ways}" if len(mesh_axes) > 1 else "")
     )
     reordered = next(
         (
@@ -117,7 +117,7 @@ def _cannot(
     )
     both = factor(ways, kv_heads=kv_heads, q_per_group=q_per_group)
     if reordered is not None:
-        suggestion = f"{KV_HEAD} takes the leading mesh axes; in this order they divide: heads: {show_axes(reordered)}"
+        suggestion = f"{KV_HEAD} takes the leading mesh axes; they divide in this order: heads: {show_axes(reordered)}"
     elif both is not None and len(mesh_axes) == 1 and GROUP_AXIS not in mesh.shape:
         name = mesh_axes[0]
         pair = f"[{name}, {GROUP_AXIS}]"
@@ -131,8 +131,8 @@ def _cannot(
         legal = ", ".join(map(str, legal_ways(kv_heads, q_per_group)))
         others = _others(mesh_axes, show_axes(mesh_axes), mesh, sizes)
         suggestion = (
-            f"the heads of this model can be cut into {legal}; choose such a size, "
-            f"or keep them whole and cut the rest:\n"
+            f"the heads of this model can be sharded {legal} ways; choose such a size, "
+            f"or leave the heads unsharded and shard the rest:\n"
             f"      mesh:\n"
             f"        shared_mapping: {{{others}, heads: null}}"
         )

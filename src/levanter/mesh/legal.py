@@ -41,7 +41,9 @@ def _with_heads(verdict: SizeVerdict, kv: int, groups: int, mesh_axis: str) -> S
     both = factor(size, kv_heads=kv, q_per_group=groups)
     if done is not None:
         whole = size > 1 and not done.kv_head
-        return SizeVerdict(size=size, blockers=verdict.blockers, remark="K and V stay whole over it" if whole else "")
+        return SizeVerdict(
+            size=size, blockers=verdict.blockers, remark="K and V are replicated over it" if whole else ""
+        )
     if both is not None:
         remark = f"heads divide as {mesh_axis} {both[0]} × {GROUP_AXIS} {both[1]}"
         blockers = ((KV_HEAD, kv, kv % size), (Q_PER_GROUP, groups, groups % size))

@@ -164,7 +164,7 @@ def _spelled(
         if target in out and _as_list(out[target]) != _as_list(value):
             problems.append(
                 ShardingError(
-                    f"{where}: {written[target]!r} and {name!r} are the same axis, but are mapped differently "
+                    f"{where}: {written[target]!r} and {name!r} are the same axis but are mapped differently "
                     f"({_shown(out[target])} and {_shown(value)})",
                     suggestion=f"keep one of them, spelled {target!r}",
                 )
@@ -226,9 +226,9 @@ def _better_factoring(heads: list[str], spec: MeshSpec, *, kv_heads: int, q_per_
     if both is None or 1 in both or GROUP_AXIS in spec.shape:
         return []
     return [
-        f"heads → {axis}: K and V stay whole over {axis} {spec.shape[axis]}, which does not divide {kv_heads} "
+        f"heads → {axis}: K and V are replicated over {axis} {spec.shape[axis]}, which does not divide {kv_heads} "
         f"{KV_HEAD}; axes {{{axis}: {both[0]}, {GROUP_AXIS}: {both[1]}}} with heads: [{axis}, {GROUP_AXIS}] "
-        f"would cut them {both[0]} ways"
+        f"would shard them {both[0]} ways"
     ]
 
 
@@ -247,9 +247,11 @@ def _split(model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str
         if vocab % ways == 0:
             added = compute if "vocab" in compute else {**compute, "vocab": axis}
             every = [{**params, "vocab": axis}, added, *every[2:]]
-            notes.append(f"vocab → {axis} was added (split_heads: auto): else embedding and head stay whole over it")
+            notes.append(
+                f"vocab → {axis} was added (split_heads: auto): otherwise embedding and head are replicated over it"
+            )
         else:
-            notes.append(f"vocab {vocab} stays whole over {axis}: {vocab} % {ways} = {vocab % ways}")
+            notes.append(f"vocab {vocab} is replicated over {axis}: {vocab} % {ways} = {vocab % ways}")
     if kv_heads % ways == 0:
         return spec, every
     done = split_axis(spec, axis, kv_heads=kv_heads, q_per_group=q_per_group)
@@ -258,7 +260,7 @@ def _split(model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str
     new, (a, b) = done
     notes.append(
         f"mesh axis {axis} {ways} was factored into {axis} {a} × {GROUP_AXIS} {b} (split_heads: auto): "
-        f"this model has {kv_heads} {KV_HEAD} × {q_per_group} {Q_PER_GROUP}; K and V stay whole over {GROUP_AXIS}"
+        f"this model has {kv_heads} {KV_HEAD} × {q_per_group} {Q_PER_GROUP}; K and V are replicated over {GROUP_AXIS}"
     )
     return new, [with_group(rules, axis) for rules in every]
 
@@ -268,8 +270,8 @@ def _idle_mesh_axes(spec: MeshSpec, mappings: Mappings, batch: str) -> list[str]
     busy = mappings.compute.used_mesh_axes | mappings.residual.used_mesh_axes
     batch_axes = mappings.compute.mesh_axes(batch)
     return [
-        f"mesh axis {name} {size} cuts no activation: the devices along it repeat each other's work; to give it a part "
-        f"of the batch: compute_mapping: {{{batch}: [{', '.join((*batch_axes, name))}]}}"
+        f"mesh axis {name} {size} shards no activation: the devices along it duplicate each other's work; to "
+        f"shard the batch over it: compute_mapping: {{{batch}: [{', '.join((*batch_axes, name))}]}}"
         for name, size in spec.axes
         if size > 1 and name not in busy
     ]

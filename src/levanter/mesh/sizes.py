@@ -18,7 +18,7 @@ def resolve_sizes(config: MeshConfig, *, devices: int, granules: int = 1) -> Mes
         MeshError: an axis in both groups, two absorbing axes, or products that do not match; every factor is listed.
     """
     if devices < 1 or granules < 1 or devices % granules:
-        raise MeshError(f"{devices} devices do not form {_count(granules, config.granule)} of one size")
+        raise MeshError(f"{devices} devices do not form {_count(granules, config.granule)} of equal size")
     axes = _merged(DEFAULT_AXES, config.axes)
     dcn_axes = _merged(DEFAULT_DCN_AXES, config.dcn_axes)
     problems: list[ShardingError] = []
@@ -72,7 +72,7 @@ def _merged(defaults: Mapping[str, int], given: Mapping[str, int]) -> dict[str, 
 def _absorb(sizes: Mapping[str, int], total: int, *, group: str, what: str, hint: str | None) -> dict[str, int]:
     absorbing = [name for name, size in sizes.items() if size == -1]
     if len(absorbing) > 1:
-        raise MeshError(f"{group}: only one mesh axis can be -1, got {', '.join(absorbing)}")
+        raise MeshError(f"{group}: only one mesh axis may be -1, got {', '.join(absorbing)}")
     fixed = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(fixed.values())
     factors = " × ".join(f"{name} {size}" for name, size in sizes.items())
@@ -87,6 +87,6 @@ def _absorb(sizes: Mapping[str, int], total: int, *, group: str, what: str, hint
     if product != total:
         raise MeshError(
             f"{group}: {factors} = {product}, but there {'is' if total == 1 else 'are'} {what}",
-            suggestion=hint or "set one of them to -1 to absorb what is left",
+            suggestion=hint or "set one of them to -1 to absorb the remaining devices",
         )
     return dict(sizes)

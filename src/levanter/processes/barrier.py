@@ -116,7 +116,7 @@ def require_same_values(name: str, values: Mapping[str, str], *, advice: str) ->
         return
     wanted = json.loads(agreed(name, text))
     wrong = [
-        f"{key} {values.get(key, 'is not there')} (process 0: {wanted.get(key, 'not there')})"
+        f"{key} {values.get(key, 'absent')} (process 0: {wanted.get(key, 'absent')})"
         for key in sorted({*values, *wanted})
         if values.get(key) != wanted.get(key)
     ]

@@ -22,7 +22,7 @@ from levanter.processes.roll_call import Place, call_roll
 COORDINATOR, PROCESSES, PROCESS = "LEVANTER_COORDINATOR", "LEVANTER_NUM_PROCESSES", "LEVANTER_PROCESS_ID"
 LOCAL_DEVICES = "LEVANTER_LOCAL_DEVICE_IDS"
 _JAX_PATIENCE = 3
-"""`jax.distributed` waits so many times as long as we do."""
+"""`jax.distributed` waits this many times as long as we do."""
 
 
 class PlaceError(ValueError):
@@ -130,7 +130,7 @@ def find_place(
         }
         missing = ", ".join(f"trainer.distributed.{name}" for name, absent in lacking.items() if absent)
         raise PlaceError(
-            f"a run of several processes was asked for, but {missing} is not known: give it, or start every process "
+            f"several processes were requested, but {missing} is not known: give it, or start every process "
             f"with {COORDINATOR}, {PROCESSES} and {PROCESS} set (docs/multihost.md), with srun, or on a TPU pod"
         )
     if not 0 <= process < processes:
@@ -296,4 +296,4 @@ def _integer(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise PlaceError(f"{name}: a whole number is needed, got {text!r}") from None
+        raise PlaceError(f"{name}: expected a whole number, got {text!r}") from None

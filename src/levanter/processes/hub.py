@@ -20,7 +20,7 @@ from levanter.processes.wire import Message, Wire
 logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
-"""How often those that are here are told who is."""
+"""How often processes that have joined are told who else has."""
 
 
 @dataclass(kw_only=True)
@@ -125,8 +125,8 @@ class Hub:
                 if now >= deadline:
                     missing = shown(set(range(self._processes)) - self._guests.keys())
                     self._refuse(
-                        f"{len(self._guests)} of {self._processes} processes are here after "
-                        f"{self._roll_seconds:.0f} s; missing: {missing}; here: {self._names()}"
+                        f"{len(self._guests)} of {self._processes} processes joined within "
+                        f"{self._roll_seconds:.0f} s; missing: {missing}; joined: {self._names()}"
                     )
                     break
                 if now - told >= TELL_SECONDS:
@@ -194,15 +194,12 @@ class Hub:
         """Why a process does not belong to this run."""
         number, there = guest.process, self._guests.get(guest.process)
         if count != self._processes:
-            return (
-                f"process {number} on {guest.host} was told that there are {count} processes, "
-                f"process 0 that there are {self._processes}"
-            )
+            return f"process {number} on {guest.host} expects {count} processes, process 0 expects {self._processes}"
         if not 0 <= number < count:
-            return f"a process on {guest.host} was given number {number}; numbers go from 0 to {count - 1}"
+            return f"a process on {guest.host} has number {number}; numbers range from 0 to  {count - 1}"
         if there is not None:
             return (
-                f"two processes were given number {number}: on {there.host} (pid {there.pid}) and "
+                f"two processes have number {number}: on {there.host} (pid {there.pid}) and "
                 f"on {guest.host} (pid {guest.pid})"
             )
         if versions != self._versions:
@@ -238,7 +235,7 @@ class Hub:
         first = barrier.here[0]
         others = {n: value for n, value in sorted(barrier.here.items()) if value != first}
         for each in self._guests.values():
-            each.where, each.since = f"behind barrier {name!r}", time.monotonic()
+            each.where, each.since = f"after barrier {name!r}", time.monotonic()
         self._tell("open", barrier=name, first=first, others=others)
 
     def _closed(self, guest: Guest) -> None:
@@ -249,7 +246,7 @@ class Hub:
                 self._changed.notify_all()
             elif not guest.ended:
                 guest.ended = True
-                self._gone(guest, why="its connection closed without a word: it was killed, or its host was", code=None)
+                self._gone(guest, why="its connection closed without notice: it or its host was killed", code=None)
 
     def _gone(self, guest: Guest, *, why: str, code: int | None) -> None:
         self._tell("gone", **guest.facts, why=why, code=code, where=guest.told())
@@ -271,7 +268,7 @@ class Hub:
                         guest.wire.heard = now
                     elif not guest.ended and now - guest.wire.heard > self._heartbeat:
                         guest.ended = True
-                        self._gone(guest, why=f"no sign of life for {self._heartbeat:.0f} s", code=None)
+                        self._gone(guest, why=f"no heartbeat for {self._heartbeat:.0f} s", code=None)
 
 
 def listen(port: int) -> socket.socket:
@@ -287,7 +284,7 @@ def listen(port: int) -> socket.socket:
     except OSError as error:
         raise RollCallError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()}: {error.strerror or error}; "
-            "another run may still be ending here, or another program has the port"
+            "another run may still be shutting down here, or another program is using the port"
         ) from error
 
 

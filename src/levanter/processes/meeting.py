@@ -19,7 +19,7 @@ from levanter.processes.barrier import current_peers
 from levanter.processes.peers import PeerLostError, Peers
 
 _LIVES = 200
-"""So many answers are left to be read; older ones are deleted. No process is so many questions behind."""
+"""This many answers are kept to be read; older ones are deleted. No process lags behind by that many questions."""
 
 
 class Meeting(Protocol):
@@ -48,7 +48,7 @@ class Meeting(Protocol):
 
         Args:
             point: new each time.
-            seconds: how long to wait for the others.
+            seconds: how long to wait for the other processes.
 
         Raises:
             PeerLostError: a process does not come in time.
@@ -137,7 +137,8 @@ class JaxService:
     def _late(self, point: str, seconds: float, error: Exception) -> PeerLostError:
         first = str(error).splitlines()[0]
         return PeerLostError(
-            f"process {jax.process_index()} of {jax.process_count()} waited {seconds:g} s at {point!r} for the others "
+            f"process {jax.process_index()} of {jax.process_count()} waited {seconds:g} s at {point!r} for the other "
+            "processes "
             f"({first})"
         )
 

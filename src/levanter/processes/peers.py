@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 PEER_LOST = 5
 """The exit code of a process whose peers are missing."""
 SECOND_THOUGHTS = 1.0
-"""Seconds between the first bad news and the report, so that it names all who went at once."""
+"""Seconds between the first lost peer and the report, so that it names all that were lost together."""
 OWN_ERROR_SECONDS = 10.0
-"""Seconds that a process has to find the error itself which another one has ended with: all may have it."""
+"""Seconds that a process has to hit the error itself that another one has ended with: all may share it."""
 WHO_SECONDS = 10.0
-"""How often a process that waits asks for whom."""
+"""How often a waiting process asks which processes it is waiting for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Departure:
     code: int | None
 
     def __str__(self) -> str:
-        how = f"ended with exit code {self.code}: {self.why}" if self.code is not None else f"is gone: {self.why}"
+        how = f"ended with exit code {self.code}: {self.why}" if self.code is not None else f"was lost: {self.why}"
         return f"{self.member} {how}; last seen {self.where}"
 
 
@@ -173,7 +173,7 @@ class Peers:
                 self._changed.wait(min(1.0, limit / 10))
             found = self._opened.pop(key)
             self._missing.pop(key, None)
-            self._where = f"behind barrier {key!r}"
+            self._where = f"after barrier {key!r}"
         return found["first"], {int(n): text for n, text in found["others"].items()}
 
     def follow(self, question: str, decide: Callable[[], str], *, seconds: float | None = None) -> str:
@@ -214,7 +214,7 @@ class Peers:
         found = self._missing.get(key)
         start = f"process {self.process} of {self.count} waited {limit:g} s in barrier {key!r}"
         if found is None:
-            return f"{start}, and process 0 did not say for whom"
+            return f"{start}, and process 0 did not say which processes are missing"
         lines = [f"  {self.roster[n]}: last seen {found['where'][str(n)]}" for n in found["processes"]]
         here = sorted(set(range(self.count)) - set(found["processes"]))
         return "\n".join([f"{start}; missing:", *lines, f"  here: {shown(here)}"])
@@ -229,7 +229,7 @@ class Peers:
             "\n".join(
                 [
                     f"{plural} {shown(gone)} of {self.count} {'is' if len(gone) == 1 else 'are'} missing; "
-                    f"process {self.process} noticed {where or self._where}",
+                    f"noticed by process {self.process} {where or self._where}",
                     *(f"  {each}" for each in causes),
                     f"  here: {shown(here)}",
                 ]
@@ -307,7 +307,7 @@ class Peers:
                 )
             self._changed.notify_all()
 
-    def hub_closed(self, why: str = "its connection closed without a word: it was killed, or its host was") -> None:
+    def hub_closed(self, why: str = "its connection closed without notice: it or its host was killed") -> None:
         """Takes in that the hub, and process 0 with it, is gone."""
         with self._changed:
             if any(each.member.process == 0 for each in self._departed):
@@ -327,5 +327,5 @@ class Peers:
             last = now
             self._wire.send("beat")
             if self.process != 0 and now - self._wire.heard > self._timeouts.heartbeat:
-                self.hub_closed(f"no sign of life for {self._timeouts.heartbeat:.0f} s")
+                self.hub_closed(f"no heartbeat for {self._timeouts.heartbeat:.0f} s")
                 return

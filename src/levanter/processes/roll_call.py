@@ -86,7 +86,8 @@ def call_roll(place: Place, *, versions: Mapping[str, str], timeouts: Timeouts) 
         if now - began >= timeouts.roll:
             raise RollCallError(
                 f"process {place.process} of {place.processes}: process 0 does not answer at {place.coordinator} "
-                f"({why}) after {timeouts.roll:.0f} s: it did not start, it started elsewhere, or a firewall is between"
+                f"({why}) after {timeouts.roll:.0f} s: it did not start, it started elsewhere, or a firewall blocks "
+                "the connection"
             )
         if now - told >= WHO_SECONDS:
             told = now
@@ -156,7 +157,7 @@ class _Arrival:
         missing = set(range(count)) - set(here)
         if missing and message["seconds"] > 0 and self._place.process == 0:
             logger.warning(
-                "%d of %d processes are here after %d s; missing: %s",
+                "%d of %d processes have joined after %d s; missing: %s",
                 len(here),
                 count,
                 message["seconds"],

@@ -23,7 +23,7 @@ from levanter.processes.barrier import barrier
 logger = logging.getLogger(__name__)
 
 SAID_AFTER = 2.0
-"""Seconds after which a compilation is spoken of."""
+"""Seconds after which a compilation is logged."""
 
 
 def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_MESSAGE = 1 << 20
-"""Bytes; who sends more is not one of ours."""
+"""Bytes; a longer message does not come from one of our processes."""
 
 SEND_SECONDS = 10
-"""So long a message may wait for room in the connection's buffer."""
+"""How long a message may wait for room in the connection's buffer."""
 
 Message = Mapping[str, Any]
 

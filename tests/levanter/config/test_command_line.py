@@ -34,7 +34,10 @@ def test_the_three_ways_to_name_files(argv: list[str], paths: tuple[str, ...]):
     assert parse_argv(argv).paths == paths
 
 
-ONE_OF = "command line: give one of --config_path X, --config X and --configs A B … (several files go after --configs)"
+ONE_OF = (
+    "command line: give one of --config_path X, --config X and --configs A B … (to merge several files, list them "
+    "after --configs)"
+)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_draccus_decodes_the_dump_of_a_registry_config_alike():
         ("count: null", "run.yaml:1: count: expected an integer, got null"),
         ("count: [1]", "run.yaml:1: count: expected an integer, got a list"),
         ("rate: fast", 'run.yaml:1: rate: expected a number, got "fast"'),
-        ("name: true", "run.yaml:1: name: expected text, got true (true or false); quote it if text is meant"),
+        ("name: true", "run.yaml:1: name: expected text, got true (true or false); quote it if you mean text"),
         ("name: {a: 1}", "run.yaml:1: name: expected text, got a mapping"),
         ("maybe: x", 'run.yaml:1: maybe: expected an integer or null, got "x"'),
         ("every: 10x", 'run.yaml:1: every: expected a duration such as 15m or null, got "10x"'),
@@ -232,7 +232,7 @@ def test_draccus_decodes_the_dump_of_a_registry_config_alike():
         ("inner: 5", "run.yaml:1: inner: expected a mapping, got 5 (an integer)"),
         ("inner:\nflag: true", "run.yaml:1: inner: expected a mapping, got null; write {} for the defaults"),
         ("skip: {rat: 1}", "run.yaml:1: skip.rat: unknown key; did you mean `rate`?"),
-        ("model: {heads: 4}", "run.yaml:1: model: needs `type:`, one of huge, tiny"),
+        ("model: {heads: 4}", "run.yaml:1: model: needs `type:` with one of huge, tiny"),
         ("model: {type: tny}", "run.yaml:1: model.type: unknown type `tny`; did you mean `tiny`? (known: huge, tiny)"),
         ("model: {type: }", "run.yaml:1: model.type: expected one of huge, tiny, got null"),
         ("model: tiny", 'run.yaml:1: model: expected a mapping with `type:`, got "tiny"; write {type: tiny}'),
@@ -268,7 +268,7 @@ def test_unknown_keys_suggest_the_nearest_key_the_right_place_or_all_keys():
     assert errors(text) == [
         "run.yaml:1: conut: unknown key; did you mean `count`?",
         "run.yaml:3: inner.sizs: unknown key; did you mean `sizes`?",
-        "run.yaml:5: inner.qqq: unknown key; the keys here are rate, every, sizes",
+        "run.yaml:5: inner.qqq: unknown key; valid keys here are rate, every, sizes",
         "run.yaml:6: sizes: unknown key; it belongs at `skip.sizes` or `inner.sizes`",
     ]
 
@@ -284,7 +284,7 @@ def test_all_problems_come_in_one_error():
         "[3] run.yaml:3: model.type: unknown type `hug`; did you mean `huge`? (known: huge, tiny)",
         '[4] run.yaml:5: inners.0.rate: expected a number, got "fast"',
         "[5] run.yaml:6: inners.1.rte: unknown key; did you mean `rate`?",
-        "[6] run.yaml:7: nope_nope: unknown key; the keys here are " + ", ".join(Everything.__dataclass_fields__),
+        "[6] run.yaml:7: nope_nope: unknown key; valid keys here are " + ", ".join(Everything.__dataclass_fields__),
     ]
 
 

@@ -69,7 +69,7 @@ def test_several_files_merge_later_ones_win(here: Path):
 
 def test_circles_are_shown_whole(here: Path):
     written(here, a="x: 1\nextends: b.yaml\n", b="extends: c.yaml\n", c="y: !include a.yaml\n")
-    assert read("a.yaml")[1] == ["c.yaml:1: files include one another in a circle: a.yaml → b.yaml → c.yaml → a.yaml"]
+    assert read("a.yaml")[1] == ["c.yaml:1: circular !include: a.yaml → b.yaml → c.yaml → a.yaml"]
 
 
 def test_every_file_that_cannot_be_read_is_named_at_its_place(here: Path):
@@ -80,7 +80,7 @@ def test_every_file_that_cannot_be_read_is_named_at_its_place(here: Path):
         "top.yaml:1: no such file: nope.yaml (paths are relative to the file that names them)",
         "top.yaml:1: extends: expected a file name or a list of file names",
         "no such file: missing.yaml",
-        "words.yaml:1: words.yaml must hold a mapping (`key: value` lines)",
+        "words.yaml:1: words.yaml must contain a mapping (`key: value` lines)",
         "latin.yaml is not UTF-8 text: invalid continuation byte at byte 3",
     ]
 

@@ -116,15 +116,15 @@ def test_every_key_is_reported():
     changes, problems = lines("data:\n  id: org/set\n  format: {type: text}\n  shuffle: false\n")
     assert problems == []
     assert changes == [
-        "old.yaml:2: data.id: org/set → data.components.train.source.id: org/set (one source becomes one component)",
+        "old.yaml:2: data.id: org/set → data.components.train.source.id: org/set (a single source is one component)",
         "old.yaml:3: data.format: {type: text} → data.components.train.format: {type: text} "
-        "(one source becomes one component)",
+        "(a single source is one component)",
     ]
     changes, _ = lines("data:\n  configs:\n    a: {train_urls: [x]}\n    b: {id: y}\n")
     assert changes == [
         "old.yaml:2: data.configs: {a, b} → data.components: {a, b} "
         "(data sets are components, each with a source and a format)",
-        "data.shuffle: (absent, false) → data.shuffle: false (old shapes did not shuffle unless told to)",
+        "data.shuffle: (absent, false) → data.shuffle: false (the old layouts did not shuffle by default)",
     ]
 
 
@@ -134,22 +134,22 @@ def test_every_key_is_reported():
         (
             "data:\n  components: {}\n  train_urls: [x]\n  configs: {}\n",
             [
-                "old.yaml:3: data.train_urls: contradicts `data.components` (old.yaml:2): a document has one of them; "
-                "keep data.components",
-                "old.yaml:4: data.configs: contradicts `data.components` (old.yaml:2): a document has one of them; "
-                "keep data.components",
+                "old.yaml:3: data.train_urls: contradicts `data.components` (old.yaml:2): a document may have only "
+                "one of them; keep data.components",
+                "old.yaml:4: data.configs: contradicts `data.components` (old.yaml:2): a document may have only one "
+                "of them; keep data.components",
             ],
         ),
         (
             "data:\n  configs: {}\n  id: x\n",
             [
-                "old.yaml:3: data.id: contradicts `data.configs` (old.yaml:2): a mixture names its sources under "
+                "old.yaml:3: data.id: contradicts `data.configs` (old.yaml:2): the sources of a mixture belong under "
                 "`configs` only"
             ],
         ),
         (
             "data:\n  id: x\n  train_urls: [y]\n",
-            ["old.yaml:3: data.train_urls: contradicts `data.id`: a source is files or a data set of the Hub"],
+            ["old.yaml:3: data.train_urls: contradicts `data.id`: a source is either files or a Hub data set"],
         ),
         ("data:\n  configs: [a]\n", ["old.yaml:2: data.configs: expected a mapping of named sources, got [a]"]),
         ("data:\n  configs:\n    a: 5\n", ["old.yaml:3: data.configs.a: expected a mapping, got 5"]),
@@ -205,7 +205,7 @@ def test_misspelt_keys_of_an_old_source_are_its_own_problem():
     )
     assert problems == [
         "old.yaml:3: data.configs.web.train_url: unknown key; did you mean `train_urls`?",
-        "old.yaml:4: data.configs.b.weight: unknown key; the keys here are train_urls, validation_urls, id, name, "
+        "old.yaml:4: data.configs.b.weight: unknown key; valid keys here are train_urls, validation_urls, id, name, "
         "stream, splits, tags, format, cache_dir",
     ]
 

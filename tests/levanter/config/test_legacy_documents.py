@@ -129,7 +129,7 @@ def assert_printed(differences: list[str], new: ResolvedMesh, *, devices: int, s
         elif line.endswith("(vocab)"):
             word = "vocab → "
         else:
-            word = "cuts q"
+            word = "shards q"
         assert any(word in each for each in said), f"{line} is not printed:\n" + "\n".join(said)
 
 
@@ -297,7 +297,7 @@ def test_an_evaluation_reads_rows_of_the_length_it_read(entry_point: str, tmp_pa
     assert (loaded.config.max_eval_length, loaded.config.model.max_seq_len) == (96, 96)
     assert str(loaded.changes[0]) == (
         f"{path}:2: model.seq_len: 96 → max_eval_length: 96 "
-        "(an evaluation of that generation read rows of the model's length)"
+        "(evaluations of that generation used rows of the model's length)"
     )
     assert parse_text(cls, migrate(str(path), entry_point).text) == loaded.config
     assert "it also means max_eval_length: 96" in migrate(str(path)).notes[0]
@@ -367,7 +367,7 @@ def test_a_document_of_2025_is_told_all_its_mistakes_at_once():
         "7: data.tokeniser: unknown key; did you mean `tokenizer`?",
         "8: model.type: unknown type `lama`; did you mean `llama`?",
         "10: trainer.model_axis_size: expected an integer, got four",
-        "11: trainer.tensor_parallel_axes: is one word of text, 'mlp, heads'; write a list: [mlp, heads]",
+        "11: trainer.tensor_parallel_axes: is a single string, 'mlp, heads'; write a list: [mlp, heads]",
         '12: trainer.num_train_steps: expected an integer, got "10k"',
         '13: trainer.checkpointer.save_interval: expected a duration such as 15m or null, got "10x"',
         "13: trainer.checkpointer.keep: expected a list of a mapping, got a mapping",

@@ -213,16 +213,16 @@ GOLDEN_CHANGES = """\
 trainer.replica_dcn_axis_size: (absent, 1) → trainer.mesh.dcn_axes: {replica_dcn: 1, data_dcn: -1}, \
 trainer.mesh.compute_mapping.batch: [replica_dcn, data_dcn, replica, data] \
 (the default of the generation this file was written for)
-old.yaml:6: trainer.model_axis_size: 128 → trainer.mesh.axes.model: 128 (a size of the mesh)
+old.yaml:6: trainer.model_axis_size: 128 → trainer.mesh.axes.model: 128 (a mesh size)
 old.yaml:5: trainer.batch_axis: batch → trainer.mesh.batch_axis_name: batch (the logical name of the batch axis)
 old.yaml:4: trainer.tensor_parallel_axes: [mlp, heads] → trainer.mesh.shared_mapping: {mlp: model, heads: model}, \
 trainer.mesh.split_heads: auto \
-(a mapping for parameters and compute; `heads` cuts q, k, v and o alike here, before it reached o only)
+(a mapping for parameters and compute; `heads` now shards q, k, v and o alike, where it used to reach o only)
 trainer.fsdp_axis: (absent, embed) → trainer.mesh.param_mapping: {embed: [data_dcn, data]} \
 (the default of the generation this file was written for)
-old.yaml:7: trainer.ray is ignored: jobs are not started through Ray; the launcher starts one process per host
+old.yaml:7: trainer.ray is ignored: jobs do not run on Ray; the launcher starts one process per host
 old.yaml:10: model.seq_len: 101 → model.max_seq_len: 101 \
-(it is the longest sequence the model takes; each run chooses its own length)
+(it is the longest sequence that the model accepts; each run chooses its own length)
 """
 
 
@@ -284,9 +284,9 @@ model:
 """
     assert problems_of(text) == [
         "old.yaml:6: trainer.model_axis_size: contradicts `trainer.mesh.axes.model` (old.yaml:4): the old key means "
-        "trainer.mesh.axes.model: 4, the document says 8; keep one of them",
+        "trainer.mesh.axes.model: 4, the document also has 8; keep one of them",
         "old.yaml:7: trainer.fsdp_axis: contradicts `trainer.mesh.param_mapping` (old.yaml:5): the old key means "
-        "trainer.mesh.param_mapping: {}, the document says {embed: data}; keep one of them",
+        "trainer.mesh.param_mapping: {}, the document also has {embed: data}; keep one of them",
         "old.yaml:11: model.seq_len: contradicts `model.max_seq_len` (old.yaml:10): the old key means "
         "model.max_seq_len: 2, the document says 1; keep one of them",
     ]
@@ -313,7 +313,7 @@ def test_a_profiler_block_beside_an_old_profiler_key():
     assert trainer(profiler={"enabled": True}, profiler_num_steps=3)["profiler"] == {"enabled": True, "num_steps": 3}
     assert problems_of("trainer:\n  profiler: {num_steps: 5}\n  profiler_num_steps: 3\n") == [
         "old.yaml:3: trainer.profiler_num_steps: contradicts `trainer.profiler.num_steps` (old.yaml:2): the old key "
-        "means trainer.profiler.num_steps: 3, the document says 5; keep one of them"
+        "means trainer.profiler.num_steps: 3, the document also has 5; keep one of them"
     ]
 
 
@@ -326,7 +326,7 @@ def test_a_profiler_block_beside_an_old_profiler_key():
         ("fsdp_axis: {a: b}", "trainer.fsdp_axis: expected an axis name or a list, got {a: b}"),
         (
             "tensor_parallel_axes: mlp, heads",
-            "trainer.tensor_parallel_axes: is one word of text, 'mlp, heads'; write a list: [mlp, heads]",
+            "trainer.tensor_parallel_axes: is a single string, 'mlp, heads'; write a list: [mlp, heads]",
         ),
         ("tensor_parallel_axes: [1]", "trainer.tensor_parallel_axes: expected an axis name or a list, got [1]"),
         ("axis_resources: [a]", "trainer.axis_resources: expected a mapping, got [a]"),

@@ -148,7 +148,7 @@ def test_errors_of_files_and_command_line_come_together(write: Callable[[str, st
 def test_model_overrides_without_a_type():
     with pytest.raises(ConfigError) as caught:
         load(RunConfig, ["--name", "x", "--model.hidden", "4"])
-    assert str(caught.value) == "command line: model: needs `type:`, one of small; add --model.type"
+    assert str(caught.value) == "command line: model: needs `type:` with one of small; add --model.type"
 
 
 def test_a_misspelt_old_key_suggests_the_old_key():
@@ -168,11 +168,11 @@ def test_old_keys_are_translated_and_each_is_logged_once(
     assert config.model == SmallModel(max_seq_len=7)
     assert caplog.messages == [
         "old.yaml:3: trainer.replica_dcn_axis_size: -1 → trainer.mesh.dcn_axes: {replica_dcn: -1} "
-        "(a size of the mesh; `data` spans the other slices)",
+        "(a mesh size; `data` spans the other slices)",
         "trainer.fsdp_axis: (absent, embed) → trainer.mesh.param_mapping: {embed: data} "
         "(the default of the generation this file was written for)",
         "old.yaml:4: model.seq_len: 7 → model.max_seq_len: 7 "
-        "(it is the longest sequence the model takes; each run chooses its own length)",
+        "(it is the longest sequence that the model accepts; each run chooses its own length)",
     ]
     assert len(read(RunConfig, paths=["old.yaml"]).changes) == 3
 

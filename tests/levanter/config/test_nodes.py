@@ -109,8 +109,8 @@ def test_what_is_not_yaml_names_its_line():
 
 
 def test_unknown_tags_and_keys_that_are_no_words():
-    assert composed("a: !thing 1\n")[1] == ["x.yaml:1: unknown tag !thing (the only tag of ours is !include)"]
-    assert composed("a: 1\n? [b, c]\n: 2\n")[1] == ["x.yaml:2: a key must be a word, not a list or a mapping"]
+    assert composed("a: !thing 1\n")[1] == ["x.yaml:1: unknown tag !thing (the only custom tag is !include)"]
+    assert composed("a: 1\n? [b, c]\n: 2\n")[1] == ["x.yaml:2: a key must be a scalar, not a list or a mapping"]
     assert composed("a:\n  <<: 5\n")[1] == ["x.yaml:2: `<<` takes a mapping or a list of mappings"]
 
 

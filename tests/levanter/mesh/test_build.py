@@ -61,10 +61,10 @@ def test_report_of_attention_that_is_cut():
     spec = resolve_sizes(MeshConfig(axes={"model": 4, "group": 2}), devices=16, granules=1)
     both = Mappings(params=AxisMapping({"kv_head": "model", "q_heads_per_group": ["group"], "embed": "data"}))
     assert mesh_report(spec, found, mappings=both).splitlines()[2] == (
-        "kv_head → model cuts q, k, v and o 4 ways; q_heads_per_group → group cuts q and o 2 ways"
+        "kv_head → model shards q, k, v and o 4 ways; q_heads_per_group → group shards q and o 2 ways"
     )
     whole = Mappings(params=AxisMapping({"kv_head": "replica", "embed": "data"}))
-    assert "cuts" not in mesh_report(spec, found, mappings=whole)
+    assert "shards" not in mesh_report(spec, found, mappings=whole)
 
 
 def test_report_of_two_slices_warns_of_parameters_across_them():
@@ -79,8 +79,9 @@ def test_report_of_two_slices_warns_of_parameters_across_them():
         "16 chips (TPU stand-in), 4 hosts, 2 slices\n"
         "mesh data 8 × replica 1 × model 1 × replica_dcn 2 (DCN)\n"
         "replica_dcn crosses DCN\n"
-        "warning: parameters are cut across slices (embed → replica_dcn): each use of such a weight gathers it over "
-        "DCN, which is slower than ICI by an order of magnitude or more"
+        "warning: parameters are sharded across slices (embed → replica_dcn): each use of such a weight gathers it "
+        "over "
+        "DCN, which is at least an order of magnitude slower than ICI"
     )
 
 

@@ -79,8 +79,9 @@ class TestErrors:
         with pytest.raises(IndivisibleError) as caught:
             expand(["model"], {"model": 2}, sizes={"mlp": 1536, "vocab": 49152}, **SMOL)
         assert str(caught.value) == (
-            "heads → model: 9 attention heads = 3 kv_head × 3 q_heads_per_group cannot be cut over model 2\n"
-            "  → the heads of this model can be cut into 1, 3, 9; choose such a size, or keep them whole and cut the "
+            "heads → model: 9 attention heads = 3 kv_head × 3 q_heads_per_group cannot be sharded over model 2\n"
+            "  → the heads of this model can be sharded 1, 3, 9 ways; choose such a size, or leave the heads unsharded "
+            "and shard the "
             "rest:\n"
             "      mesh:\n"
             "        shared_mapping: {mlp: model, vocab: model, heads: null}"
@@ -90,7 +91,7 @@ class TestErrors:
         with pytest.raises(IndivisibleError) as caught:
             expand(["model"], {"model": 128}, **LLAMA_405B)
         assert str(caught.value) == (
-            "heads → model: 128 attention heads = 8 kv_head × 16 q_heads_per_group cannot be cut over model 128\n"
+            "heads → model: 128 attention heads = 8 kv_head × 16 q_heads_per_group cannot be sharded over model 128\n"
             "  → factor the mesh axis, 8 for kv_head and 16 for q_heads_per_group:\n"
             "      mesh:\n"
             "        axes: {model: 8, group: 16}\n"
@@ -102,9 +103,9 @@ class TestErrors:
         with pytest.raises(IndivisibleError) as caught:
             expand(["model", "group"], {"model": 16, "group": 8}, **LLAMA_405B)
         assert str(caught.value) == (
-            "heads → [model, group]: 128 attention heads = 8 kv_head × 16 q_heads_per_group cannot be cut over "
+            "heads → [model, group]: 128 attention heads = 8 kv_head × 16 q_heads_per_group cannot be sharded over "
             "model 16 × group 8 = 128\n"
-            "  → kv_head takes the leading mesh axes; in this order they divide: heads: [group, model]"
+            "  → kv_head takes the leading mesh axes; they divide in this order: heads: [group, model]"
         )
 
     def test_a_suggestion_names_only_what_divides(self):
@@ -121,7 +122,7 @@ def test_a_suggested_order_works(kv_heads, q_per_group, ways):
     with pytest.raises(IndivisibleError) as caught:
         expand_heads(mesh.names, mesh=mesh, **heads)
     works = any(distribute(order, mesh=mesh, **heads) for order in itertools.permutations(mesh.names))
-    assert ("in this order they divide" in caught.value.suggestion) == works
+    assert ("they divide in this order" in caught.value.suggestion) == works
 
 
 class TestSplitting:

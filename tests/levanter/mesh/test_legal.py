@@ -18,7 +18,7 @@ def test_405b():
     assert table([8, 16, 128, 256], kv_head=8, q_heads_per_group=16, mlp=53248, vocab=128256) == (
         "model\n"
         "    8  OK\n"
-        "   16  OK; K and V stay whole over it\n"
+        "   16  OK; K and V are replicated over it\n"
         "  128  NO (kv_head 8 % 128 = 8; q_heads_per_group 16 % 128 = 16); heads divide as model 8 × group 16\n"
         "  256  NO (heads 128 % 256 = 128)"
     )

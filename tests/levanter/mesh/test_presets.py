@@ -83,7 +83,7 @@ def test_the_presets_compared(model, tensor_parallel, devices, hbm, tmp_path):
     moved = {path: [first[path], second[path]] for path in first if first[path] != second[path]}
     assert_golden_json(f"sharding/{model}.diff.json", moved)
     text = plan_diff(*plans, names=("default", "llama_2d"))
-    assert f"\n{len(moved)} of {len(first)} arrays go elsewhere" in text
+    assert f"\n{len(moved)} of {len(first)} arrays are placed differently" in text
     if model == "llama3.1_70b":
         assert_golden(f"sharding/{model}.diff.txt", text)
 

@@ -124,13 +124,14 @@ class TestMultiSlice:
         assert found.notes == ()
         plan = plan_sharding(shape_leaves("llama3.1_8b"), found.mappings, found.spec, hbm_bytes=32 << 30).check()
         assert plan.bytes_per_device == 8_030_261_248
-        assert all(f.message.endswith("(host: cuts no parameter, data parallelism)") for f in plan.notes)
+        assert all(f.message.endswith("(host: it shards no parameter (data parallelism))") for f in plan.notes)
         assert len(plan.notes) == 9
 
     def test_an_idle_mesh_axis_is_noted(self):
         assert small(axes={"data": 4, "host": -1}).notes == (
-            "mesh axis host 2 cuts no activation: the devices along it repeat each other's work; to give it a part of "
-            "the batch: compute_mapping: {batch: [replica_dcn, replica, data, host]}",
+            "mesh axis host 2 shards no activation: the devices along it duplicate each other's work; to shard the "
+            "batch "
+            "over it: compute_mapping: {batch: [replica_dcn, replica, data, host]}",
         )
 
 
@@ -184,8 +185,8 @@ class TestHeads:
         found = resolve(MeshConfig(axes={"model": 16}), model_axes("llama3.1_405b"), devices=128)
         assert found.mappings.params["q_heads_per_group"] == "model"
         assert found.notes == (
-            "heads → model: K and V stay whole over model 16, which does not divide 8 kv_head; axes "
-            "{model: 8, group: 2} with heads: [model, group] would cut them 8 ways",
+            "heads → model: K and V are replicated over model 16, which does not divide 8 kv_head; axes "
+            "{model: 8, group: 2} with heads: [model, group] would shard them 8 ways",
         )
 
     def test_a_model_with_a_plain_heads_axis(self):
@@ -201,8 +202,9 @@ class TestHeads:
         with pytest.raises(IndivisibleError) as caught:
             resolve(MeshConfig(axes={"data": 4, "model": 2}), model_axes("smollm2_135m"), devices=8)
         assert str(caught.value) == (
-            "heads → model: 9 attention heads = 3 kv_head × 3 q_heads_per_group cannot be cut over model 2\n"
-            "  → the heads of this model can be cut into 1, 3, 9; choose such a size, or keep them whole and cut the "
+            "heads → model: 9 attention heads = 3 kv_head × 3 q_heads_per_group cannot be sharded over model 2\n"
+            "  → the heads of this model can be sharded 1, 3, 9 ways; choose such a size, or leave the heads unsharded "
+            "and shard the "
             "rest:\n"
             "      mesh:\n"
             "        shared_mapping: {mlp: model, vocab: model, heads: null}"
@@ -231,9 +233,9 @@ class TestSplitHeads:
             "embed": "data",
         }
         assert found.notes == (
-            "vocab → model was added (split_heads: auto): else embedding and head stay whole over it",
+            "vocab → model was added (split_heads: auto): otherwise embedding and head are replicated over it",
             "mesh axis model 128 was factored into model 8 × group 16 (split_heads: auto): this model has 8 kv_head × "
-            "16 q_heads_per_group; K and V stay whole over group",
+            "16 q_heads_per_group; K and V are replicated over group",
         )
         plan = plan_sharding(shape_leaves("llama3.1_405b"), found.mappings, found.spec, hbm_bytes=31 << 30).check()
         assert f"{plan.bytes_per_device / 2**30:.2f} GiB" == "13.67 GiB"
@@ -255,10 +257,10 @@ class TestSplitHeads:
     def test_a_vocabulary_that_does_not_divide_is_noted(self):
         odd = ModelAxes(sizes={**SMALL.sizes, "vocab": 1021}, known=SMALL.known)
         found = resolve(MeshConfig(axes={"model": 2}, split_heads="auto"), odd, devices=8)
-        assert found.notes == ("vocab 1021 stays whole over model: 1021 % 2 = 1",)
+        assert found.notes == ("vocab 1021 is replicated over model: 1021 % 2 = 1",)
 
     def test_no_factoring_exists(self):
-        with pytest.raises(IndivisibleError, match="can be cut into 1, 2, 4, 8, 16, 32, 64, 128"):
+        with pytest.raises(IndivisibleError, match="can be sharded 1, 2, 4, 8, 16, 32, 64, 128 ways"):
             resolve(MeshConfig(axes={"model": 3}, split_heads="auto"), model_axes("llama3.1_405b"), devices=3)
 
 
@@ -275,7 +277,8 @@ class TestNames:
         has = "but the mesh has only ['data', 'replica', 'model', 'replica_dcn']"
         assert str(caught.value) == (
             "3 sharding errors:\n"
-            "[1] trainer.mesh: parameter mapping: 'embd' is not an axis of this model, nor a known axis name (did you "
+            "[1] trainer.mesh: parameter mapping: 'embd' is neither an axis of this model nor a known axis name (did "
+            "you "
             "mean embed?)\n"
             f"trainer.mesh: parameter mapping: mlp → modle, {has} (did you mean model?)\n"
             f"  → axes of this model: {names}\n"
@@ -284,7 +287,7 @@ class TestNames:
         )
 
     def test_a_misspelt_null_is_an_error_too(self):
-        with pytest.raises(UnknownAxisError, match="'mpl' is not an axis of this model"):
+        with pytest.raises(UnknownAxisError, match="'mpl' is neither an axis of this model nor a known axis name"):
             small(shared_mapping={"mpl": None})
 
     def test_the_same_mistake_in_shared_is_reported_once(self):
@@ -294,7 +297,7 @@ class TestNames:
             small(shared_mapping={"heads": "modle"})
 
     def test_known_but_unused_names_are_notes(self):
-        why = "is known, but this model has no such axis; the rule has no effect"
+        why = "is a known axis, but this model does not have it; the rule has no effect"
         assert small(shared_mapping={"expert": "model", "token": "data"}).notes == (
             f"trainer.mesh: parameter mapping: 'expert' {why}",
             f"trainer.mesh: parameter mapping: 'token' {why}",
@@ -305,6 +308,6 @@ class TestNames:
         with pytest.raises(ShardingError) as caught:
             small(shared_mapping={"kv_heads": "data", "kv_head": "model"})
         assert str(caught.value) == (
-            "trainer.mesh.shared_mapping: 'kv_heads' and 'kv_head' are the same axis, but are mapped differently "
+            "trainer.mesh.shared_mapping: 'kv_heads' and 'kv_head' are the same axis but are mapped differently "
             "(data and model)\n  → keep one of them, spelled 'kv_head'"
         )

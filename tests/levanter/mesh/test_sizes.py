@@ -73,11 +73,11 @@ ERRORS = [
     (
         dict(axes={"data": 4, "model": 2}, devices=16),
         "trainer.mesh.axes: data 4 × replica 1 × model 2 = 8, but there are 16 devices in one slice\n"
-        "  → set one of them to -1 to absorb what is left",
+        "  → set one of them to -1 to absorb the remaining devices",
     ),
     (
         dict(axes={"data": -1, "model": -1}, devices=16),
-        "trainer.mesh.axes: only one mesh axis can be -1, got data, model",
+        "trainer.mesh.axes: only one mesh axis may be -1, got data, model",
     ),
     (
         dict(dcn_axes={"replica_dcn": 4}, devices=16),
@@ -88,14 +88,14 @@ ERRORS = [
     (
         dict(dcn_axes={"replica_dcn": 3}, devices=16, granules=2, granule="process"),
         "trainer.mesh.dcn_axes: replica_dcn 3 = 3, but there are 2 processes\n"
-        "  → set one of them to -1 to absorb what is left",
+        "  → set one of them to -1 to absorb the remaining devices",
     ),
     (
         dict(dcn_axes={"data": 2}, devices=16, granules=2),
         "trainer.mesh: mesh axis data is in both axes (inside a slice) and dcn_axes (across slices)\n"
         "  → give one of them another name, e.g. dcn_axes: {data_dcn: -1}, and map logical axes to [data_dcn, data]",
     ),
-    (dict(devices=10, granules=4), "10 devices do not form 4 slices of one size"),
+    (dict(devices=10, granules=4), "10 devices do not form 4 slices of equal size"),
 ]
 
 

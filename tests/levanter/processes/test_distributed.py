@@ -94,7 +94,7 @@ def test_the_first_host_of_a_node_list(nodes, first):
     [
         ({}, {"LEVANTER_PROCESS_ID": "1"}, "LEVANTER_PROCESS_ID is set, but LEVANTER_COORDINATOR, LEVANTER_NUM_PROC"),
         ({}, {**ENVIRONMENT, "LEVANTER_PROCESS_ID": "32"}, "process number 32 of 32 processes"),
-        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "many"}, "LEVANTER_NUM_PROCESSES: a whole number"),
+        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "many"}, "LEVANTER_NUM_PROCESSES: expected a whole number"),
         ({}, {**ENVIRONMENT, "LEVANTER_COORDINATOR": "10.0.0.2"}, "LEVANTER_COORDINATOR: must be host:port"),
         ({"coordinator_address": "h:1"}, {}, "trainer.distributed.num_processes, trainer.distributed.process_id is"),
         ({"num_processes": 4}, {}, "trainer.distributed.coordinator_address, trainer.distributed.process_id is"),

@@ -100,8 +100,8 @@ def test_who_is_missing_is_named_on_all_that_are_there(caplog, monkeypatch):
         found = met(3, told=6, roll=1.5)
     for error in found:
         assert isinstance(error, RollCallError) and error.exit_code == 5
-        assert re.search(r"3 of 6 processes are here after 2 s; missing: 3–5; here: 0 \(", str(error))
-    assert "3 of 6 processes are here after 1 s; missing: 3–5" in caplog.text
+        assert re.search(r"3 of 6 processes joined within 2 s; missing: 3–5; joined: 0 \(", str(error))
+    assert "3 of 6 processes have joined after 1 s; missing: 3–5" in caplog.text
 
 
 def test_without_process_0_the_others_say_so():
@@ -121,8 +121,8 @@ def test_a_taken_port_is_named():
     ("what", "message"),
     [
         ({"versions": {1: {"jax": "2"}}}, "process 1 on .* has jax 2, process 0 has jax 1"),
-        ({"numbers": [0, 1, 1]}, r"two processes were given number 1: on .* \(pid \d+\) and on"),
-        ({"counts": [3, 3, 4]}, "process 2 on .* was told that there are 4 processes, process 0 that there are 3"),
+        ({"numbers": [0, 1, 1]}, r"two processes have number 1: on .* \(pid \d+\) and on"),
+        ({"counts": [3, 3, 4]}, "process 2 on .* expects 4 processes, process 0 expects 3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -188,7 +188,7 @@ def test_who_does_not_come_is_named_with_where_it_was():
         text = str(results[number])
         assert isinstance(results[number], PeerLostError)
         assert f"process {number} of 4 waited 0.9 s in barrier 'the first step'; missing:" in text
-        assert re.search(r"process 2 \(.*\): last seen behind barrier 'loading weights'", text)
+        assert re.search(r"process 2 \(.*\): last seen after barrier 'loading weights'", text)
         assert "here: 0, 1, 3" in text
 
 
@@ -212,7 +212,7 @@ def test_who_is_killed_is_named_within_seconds(victims):
     assert ended.wait(5.0)
     for n, text in told.items():
         assert text.startswith(f"process{'es' * (len(victims) > 1)} {shown(victims)} of 4 ")
-        assert f"process {n} noticed behind barrier 'loading weights'" in text
+        assert f"noticed by process {n} after barrier 'loading weights'" in text
         for victim in victims:
             assert re.search(rf"process {victim} \(.*\) is gone: its connection closed", text)
 
@@ -228,8 +228,8 @@ def test_waiting_in_a_barrier_ends_when_somebody_is_gone():
         return found[number].meet("saving", seconds=60)
 
     results = together(one, 3)
-    assert "process 1 of 3 is missing; process 0 noticed in barrier 'saving'" in str(results[0])
-    assert "process 1 of 3 is missing; process 2 noticed in barrier 'saving'" in str(results[2])
+    assert "process 1 of 3 is missing; noticed by process 0 in barrier 'saving'" in str(results[0])
+    assert "process 1 of 3 is missing; noticed by process 2 in barrier 'saving'" in str(results[2])
 
 
 def test_silence_counts_as_gone():
@@ -237,7 +237,7 @@ def test_silence_counts_as_gone():
     # It is there, and hangs: nothing is said and nothing is closed.
     found[1]._leaving = True
     assert found[0].wait_lost(10) and found[2].wait_lost(10)
-    assert re.search(r"process 1 \(.*\) is gone: no sign of life for 0", str(found[2].lost()))
+    assert re.search(r"process 1 \(.*\) is gone: no heartbeat for 0", str(found[2].lost()))
 
 
 def test_who_ends_with_an_error_says_why(four):

@@ -132,7 +132,7 @@ class Draft:
                 Problem(
                     message=(
                         f"contradicts `{by or key}`{f' ({there.mark})' if there.mark else ''}: the old key means "
-                        f"{key}: {inline(node)}, the document says {inline(there.node)}; keep one of them"
+                        f"{key}: {inline(node)}, the document also has {inline(there.node)}; keep one of them"
                     ),
                     mark=mark,
                     key=old,
@@ -142,7 +142,7 @@ class Draft:
     def replace(self, path: Keys, node: Node) -> None:
         """Puts another node in the place of the one at a path."""
         entry = self.entry(path)
-        assert entry is not None, f"nothing at {'.'.join(path)}"
+        assert entry is not None, f"there is no {'.'.join(path)}"
         self.document = _with(self.document, path, node, entry.mark)
 
     def note(self, row: OldKey, entry: Entry, key: str, now: str) -> None:

@@ -22,7 +22,7 @@ _FLAT = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "configs", "tokenizer", "vocab_size"
 _FLAT += ("enforce_eos", "chat_template", "ignore_token_id", "shuffle", "permutation_type")
 _FLAT += ("train_weights", "stop_strategy", "mixture_block_size", "max_train_batches", "num_validation_sequences")
 _FLAT += ("target_budget", "experiment_budget")
-_ONE_SOURCE = "one source becomes one component"
+_ONE_SOURCE = "a single source is one component"
 
 
 def _row(name: str, new: str, why: str, default: str = "") -> OldKey:
@@ -33,21 +33,21 @@ DATA_KEYS = (
     *(_row(name, f"components.{SINGLE}.source.{name}", _ONE_SOURCE) for name in (*_URL_KEYS, *_HF_KEYS)),
     *(_row(name, f"components.{SINGLE}.{name}", _ONE_SOURCE) for name in _OWN_KEYS),
     _row("configs", "components, each with a source", "data sets are components, each with a source and a format"),
-    _row("shuffle", "shuffle: false where absent", "old shapes did not shuffle unless told to", "false"),
+    _row("shuffle", "shuffle: false where absent", "the old layouts did not shuffle by default", "false"),
 )
 FORMAT_KEYS = (
     OldKey(
         block="data.components.*.format",
         name="input_field",
         new="input_key",
-        why="the keys of a supervised record were renamed",
+        why="the keys of supervised records were renamed",
         default="prompt",
     ),
     OldKey(
         block="data.components.*.format",
         name="output_field",
         new="target_key",
-        why="the keys of a supervised record were renamed",
+        why="the keys of supervised records were renamed",
         default="response",
     ),
 )
@@ -56,13 +56,13 @@ FORMAT_KEYS = (
 FLAT_KEY = OldKey(
     block="",
     name="train_urls",
-    new="data.train_urls (and so for all keys of a data set)",
-    why="cache_dataset used to take a data set's keys at the top",
+    new="data.train_urls (and likewise every key of a data set)",
+    why="cache_dataset used to take the keys of a data set at the top level",
 )
 FLAT_TRACKER = OldKey(
-    block="", name="tracker", new="trainer.tracker", why="cache_dataset used to take its tracker at the top"
+    block="", name="tracker", new="trainer.tracker", why="cache_dataset used to take its tracker at the top level"
 )
-_NO_RAY = "jobs are not started through Ray; stores are built by the process that is run"
+_NO_RAY = "jobs do not run on Ray; the process you start builds the token store"
 FLAT_RAY = tuple(
     OldKey(block="", name=name, new="", why=_NO_RAY)
     for name in ("ray", "address", "start_workers", "auto_start_cluster")
@@ -104,7 +104,10 @@ def translate_data(draft: Draft) -> None:
         for key in [*single, *(["configs"] if old else [])]:
             entry, new = block.entry(key), block.entry("components")
             assert entry is not None and new is not None
-            message = f"contradicts `data.components` ({new.mark}): a document has one of them; keep data.components"
+            message = (
+                f"contradicts `data.components` ({new.mark}): a document may have only one of them; keep "
+                "data.components"
+            )
             draft.wrong(entry, f"data.{key}", message)
             draft.remove((*DATA, key))
         _renamed_formats(draft)
@@ -112,7 +115,7 @@ def translate_data(draft: Draft) -> None:
     if old is not None and single:
         entry = block.entry(single[0])
         assert entry is not None
-        message = f"contradicts `data.configs` ({old.mark}): a mixture names its sources under `configs` only"
+        message = f"contradicts `data.configs` ({old.mark}): the sources of a mixture belong under `configs` only"
         draft.wrong(entry, f"data.{single[0]}", message)
         draft.remove((*DATA, single[0]))
     elif old is not None:
@@ -138,7 +141,7 @@ def _single(draft: Draft, block: MapNode) -> None:
         entry = block.entry(key)
         assert entry is not None
         if is_hf and key in _URL_KEYS:
-            draft.wrong(entry, f"data.{key}", "contradicts `data.id`: a source is files or a data set of the Hub")
+            draft.wrong(entry, f"data.{key}", "contradicts `data.id`: a source is either files or a Hub data set")
         home = ".".join((*DATA, "components", SINGLE, *(() if key in _OWN_KEYS else ("source",)), key))
         draft.remove((*DATA, key))
         text = inline(entry.node)
@@ -175,7 +178,7 @@ def _known(draft: Draft, source: MapNode, where: str) -> MapNode:
     keys = (*_URL_KEYS, *_HF_KEYS, *_OWN_KEYS, "cache_dir")
     for entry in source:
         if entry.key not in (*keys, *_BESIDE):
-            hint = did_you_mean(entry.key, keys) or f"; the keys here are {', '.join(keys)}"
+            hint = did_you_mean(entry.key, keys) or f"; valid keys here are {', '.join(keys)}"
             draft.wrong(entry, f"{where}.{entry.key}", f"unknown key{hint}")
             source = source.without(entry.key)
     return source

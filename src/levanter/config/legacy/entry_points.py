@@ -15,10 +15,13 @@ PAGE_TOKENS = 128
 """The size of a page where a document does not say."""
 
 TRAIN_LENGTH = OldKey(
-    block="", name="max_train_length", new="train_seq_len", why="it is the length of the rows that are trained on"
+    block="", name="max_train_length", new="train_seq_len", why="it sets the length of the training rows"
 )
 HARNESS_LENGTH = OldKey(
-    block="eval_harness", name="max_eval_length", new="max_length", why="it is the longest text that is scored"
+    block="eval_harness",
+    name="max_eval_length",
+    new="max_length",
+    why="it sets the length of the longest text that is scored",
 )
 TASK_TARGET = OldKey(
     block="eval_harness.task_spec.*", name="doct_to_target", new="doc_to_target", why="the key was misspelt upstream"
@@ -27,12 +30,10 @@ PAGES = OldKey(
     block="engine",
     name="max_pages_per_seq",
     new="max_seq_len, that many pages of page_size tokens",
-    why="the length of a sequence is said in tokens",
+    why="sequence lengths are given in tokens",
     default="64",
 )
-LOGPROBS = OldKey(
-    block="engine", name="enable_logprobs", new="", why="each request says whether it wants log-probabilities"
-)
+LOGPROBS = OldKey(block="engine", name="enable_logprobs", new="", why="log-probabilities are requested per request")
 ENTRY_POINT_KEYS = (TRAIN_LENGTH, HARNESS_LENGTH, TASK_TARGET, PAGES, LOGPROBS)
 
 

@@ -8,13 +8,15 @@ from levanter.config.legacy.changes import Change, Draft, OldKey, inline
 
 BASE = "base_eval"
 _BOOK_KEYS = ("txt_path", "books", BASE)
-_BATCHES = "windows are slices of one token matrix, and a batch is filled up without adding rows"
+_BATCHES = "windows are slices of one token matrix, and batches need no loader"
 _COMPILER = "the compiler is given the shapes as they are; the kernel is chosen by `model.attn_backend`"
-_FILES = "results are files under output_base_path, wherever that is; trackers get the numbers"
-_HISTOGRAM = "the histogram has every window, on logarithmic axes; what counts as reproduced is `coverage_threshold`"
+_FILES = "results are written under output_base_path, which may be a bucket; trackers receive the numbers"
+_HISTOGRAM = (
+    "the histogram shows every window on logarithmic axes; `coverage_threshold` decides what counts as reproduced"
+)
 
 MEMORIZATION_KEYS = (
-    OldKey(block="", name=BASE, new="its keys, beside `books`", why="what all books share is the document itself"),
+    OldKey(block="", name=BASE, new="its keys, beside `books`", why="settings shared by all books are top-level keys"),
     OldKey(block="", name="use_dataloader", new="", why=_BATCHES),
     OldKey(block="", name="gcp_log", new="", why=_FILES),
     OldKey(block="", name="histogram_linear", new="", why=_HISTOGRAM),
@@ -22,9 +24,12 @@ MEMORIZATION_KEYS = (
     OldKey(block="", name="opt_align_seq_len_128", new="", why=_COMPILER),
     OldKey(block="", name="opt_force_flash_block_128", new="", why=_COMPILER),
     OldKey(
-        block="", name="opt_disable_checkpointing", new="", why="nothing is differentiated, so nothing is recomputed"
+        block="",
+        name="opt_disable_checkpointing",
+        new="",
+        why="scoring computes no gradients, so nothing is rematerialized",
     ),
-    OldKey(block="", name="opt_warmup_compile", new="", why="the first batch compiles, and progress says so"),
+    OldKey(block="", name="opt_warmup_compile", new="", why="the first batch compiles, and the progress line shows it"),
 )
 
 

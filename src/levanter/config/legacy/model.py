@@ -7,13 +7,13 @@ from levanter.config.nodes import to_plain
 
 MODEL: Keys = ("model",)
 ROW_LENGTH = "max_eval_length"
-ROW_LENGTH_WHY = "an evaluation of that generation read rows of the model's length"
+ROW_LENGTH_WHY = "evaluations of that generation used rows of the model's length"
 MODEL_KEYS = (
     OldKey(
         block="model",
         name="seq_len",
         new="max_seq_len",
-        why="it is the longest sequence the model takes; each run chooses its own length",
+        why="it is the longest sequence that the model accepts; each run chooses its own length",
     ),
 )
 

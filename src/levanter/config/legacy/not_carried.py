@@ -62,30 +62,32 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
     NotCarried(
         block="",
         name="hf_upload",
-        why="exports are written, not uploaded; leave it out, and use `hf upload` on the folder",
+        why="exports are written but not uploaded; leave it out and run `hf upload` on the folder",
         beside=(_TRAIN,),
     ),
     NotCarried(
         block="",
         name="pad_tokenizer_to_match_model",
-        why="not needed: a tokenizer may have fewer ids than the model; leave it out",
+        why="not needed: a tokenizer may have fewer ids than the model's vocabulary; leave it out",
         beside=(_TRAIN,),
     ),
     NotCarried(
         block="trainer",
         name="quantization",
-        why="not supported yet, and it would change the numbers; set it to null",
+        why="not supported yet, and it would change the results; set it to null",
     ),
-    NotCarried(block="trainer", name="use_explicit_mesh_axes", why="not supported; meshes have JAX's automatic axes"),
+    NotCarried(
+        block="trainer", name="use_explicit_mesh_axes", why="not supported; mesh axes are of JAX's automatic type"
+    ),
     NotCarried(
         block="trainer",
         name="shutdown_at_exit",
-        why="not supported: a run does not switch its machine off; end it behind the command",
+        why="not supported: a run does not shut down its machine; do that after the command",
     ),
     NotCarried(block="trainer", name="log_jaxprs", why=_HLO, refused=False),
     NotCarried(block="trainer", name="log_xla_hlo", why=_HLO, refused=False),
 )
-"""Every such key, in the order in which it is told."""
+"""Every such key, in the order in which they are reported."""
 
 
 def rows_of(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:

@@ -25,11 +25,9 @@ def _row(name: str, new: str, why: str, default: str = "") -> OldKey:
 
 
 MESH_KEYS = (
-    _row(
-        "replica_dcn_axis_size", "mesh.dcn_axes.replica_dcn", "a size of the mesh; `data` spans the other slices", "1"
-    ),
-    _row("replica_ici_axis_size", "mesh.axes.replica", "a size of the mesh", "1"),
-    _row("model_axis_size", "mesh.axes.model", "a size of the mesh", "1"),
+    _row("replica_dcn_axis_size", "mesh.dcn_axes.replica_dcn", "a mesh size; `data` spans the other slices", "1"),
+    _row("replica_ici_axis_size", "mesh.axes.replica", "a mesh size", "1"),
+    _row("model_axis_size", "mesh.axes.model", "a mesh size", "1"),
     _row("batch_axis", "mesh.batch_axis_name", "the logical name of the batch axis", "batch"),
     _row("axis_resources", "mesh.shared_mapping", "a mapping for parameters and compute", "{}"),
     _row(
@@ -49,11 +47,13 @@ PROFILER_KEYS = (
     ),
     _row("profiler_perfetto_link", "profiler.perfetto_link", "the profiler has a block of its own", "false"),
 )
-RAY = _row("ray", "nothing", "jobs are not started through Ray; the launcher starts one process per host")
-WANDB = _row("wandb", "tracker: {type: wandb, …}", "wandb is one tracker of several")
+RAY = _row("ray", "nothing", "jobs do not run on Ray; the launcher starts one process per host")
+WANDB = _row("wandb", "tracker: {type: wandb, …}", "wandb is one of several trackers")
 TRAINER_KEYS = (*MESH_KEYS, *PROFILER_KEYS, RAY, WANDB)
 
-_HEADS_WHY = "a mapping for parameters and compute; `heads` cuts q, k, v and o alike here, before it reached o only"
+_HEADS_WHY = (
+    "a mapping for parameters and compute; `heads` now shards q, k, v and o alike, where it used to reach o only"
+)
 
 
 def translate_trainer(draft: Draft) -> None:
@@ -200,7 +200,7 @@ class _Mesh:
         if isinstance(value, str) and "," in value:
             assert entry is not None
             names = ", ".join(part.strip() for part in value.split(","))
-            self.draft.wrong(entry, f"trainer.{name}", f"is one word of text, {value!r}; write a list: [{names}]")
+            self.draft.wrong(entry, f"trainer.{name}", f"is a single string, {value!r}; write a list: [{names}]")
             return None
         if isinstance(value, str):
             return (value,)
