@@ -62,6 +62,6 @@ class PositionEmbedding(eqx.Module):
         if Pos.size > Row.size:
             raise ValueError(
                 f"sequences of {Pos.size} tokens: this model has learned {Row.size} positions (model.max_seq_len) and "
-                "knows no others"
+                "no others"
             )
         return hax.auto_sharded(table.take(Row, positions))

@@ -37,7 +37,7 @@ from levanter.layers.saved import saved
 Dispatch = Literal["grouped", "dense"]
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
-"""The auxiliary sum that keeps experts in balance: `experts / chosen · Σ_e f_e · P_e`, where `f_e` is how many of a
+"""The auxiliary sum that keeps the experts balanced: `experts / chosen · Σ_e f_e · P_e`, where `f_e` is how many of a
 token's choices are expert e and `P_e` its probability, both averaged over the tokens; 1 where all experts are used
 alike (Fedus et al., Switch Transformers, arXiv:2101.03961, equation 4). The gradient comes from `P_e`."""
 ROUTER_Z_LOSS = "router_z_loss"
@@ -191,7 +191,7 @@ class _Layout:
                     shape = named_shape((a.name, a.size) for a in axes)
                     raise IndivisibleError(
                         f"{what} {shape}: the compute mapping has {axis.name} → {', '.join(over)} ({ways} ways), and "
-                        f"{axis.name} {axis.size} is no multiple of it",
+                        f"{axis.name} {axis.size} is not a multiple of that",
                         suggestion="change the mapping",
                     )
         over = mapping.mesh_axes("expert")

@@ -25,7 +25,7 @@ _OF_HALIAX: Mapping[type, Mapping[str, Role]] = {
     hax.nn.LayerNorm: {"weight": "norm", "bias": "norm"},
     hax.nn.RmsNorm: {"weight": "norm", "bias": "norm"},
 }
-"""Roles in modules that cannot declare them."""
+"""Roles of fields of modules that cannot declare them."""
 
 
 def role(name: Role) -> Mapping[str, Role]:

@@ -47,7 +47,7 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
         """How many leading features of a head are rotated."""
         size = int(head_size * self.partial_rotary_factor)
         if size % 2 or size < 2:
-            raise ValueError(f"rotary embeddings rotate pairs of features, but {size} of {head_size} are to be rotated")
+            raise ValueError(f"rotary embeddings rotate features in pairs, but {size} of {head_size} would be rotated")
         return size
 
     @abstractmethod
@@ -239,8 +239,9 @@ class YarnRotaryConfig(RotaryConfig):
         super().__post_init__()
         if self.attention_factor is None and (self.mscale or 1.0) != 1.0 and not self.mscale_all_dim:
             raise ValueError(
-                f"rope.mscale {self.mscale} without mscale_all_dim: Hugging Face ignores it, other implementations do "
-                "not; give both, or say what you mean with attention_factor"
+                f"rope.mscale {self.mscale} without mscale_all_dim: Hugging Face ignores it and other implementations "
+                "do "
+                "not; give both, or set attention_factor"
             )
 
     @property
@@ -302,7 +303,9 @@ class LongRotaryConfig(RotaryConfig):
         size = super().rotated_size(head_size)
         for name in ("short_factor", "long_factor"):
             if (given := len(getattr(self, name))) != size // 2:
-                raise ValueError(f"rope.{name} has {given} numbers, but {size} features rotate in {size // 2} pairs")
+                raise ValueError(
+                    f"rope.{name} has {given} numbers, but the {size} rotated features form {size // 2} pairs"
+                )
         return size
 
     @property

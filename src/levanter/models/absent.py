@@ -128,13 +128,13 @@ def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
     absent = {name for name, cls in known.items() if issubclass(cls, AbsentModelConfig)}
     here = [name for name in LmConfig.choice_names() if name not in absent]
     raise AbsentFamilyError(
-        f"model.type: {own} is a family of upstream's that this project does not have yet; "
-        f"those it has: {', '.join(sorted(here))}"
+        f"model.type: {own} is an upstream family that this project does not have yet; it has: "
+        f"{', '.join(sorted(here))}"
     )
 
 
 _ASKED = (*LmConfig.__abstractmethods__, "build", "weight_rules", "flops")  # pyright: ignore[reportAttributeAccessIssue]
-"""What a family answers."""
+"""What a refused family answers when its properties are read."""
 
 
 def register_absent() -> None:

@@ -14,10 +14,10 @@ from levanter.models.head_scores import chunking
 from levanter.models.registry import LmConfig
 
 RESIDUAL = "residual stream"
-"""What the stream between blocks is called among the activations."""
+"""The name of the stream between blocks among the activations."""
 
 EMBEDDED = "embedded tokens"
-"""What the layers' input is called among the activations."""
+"""The name of the layers' input among the activations."""
 
 
 def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:

@@ -12,8 +12,8 @@ from levanter.mesh import ModelAxes
 
 KNOWN_AXES: dict[str, str] = {
     "batch": "sequences of a batch",
-    "position": "positions in a sequence, of queries and of the residual stream",
-    "key_position": "positions in a sequence, of keys and values",
+    "position": "positions in a sequence: those of queries and of the residual stream",
+    "key_position": "positions in a sequence: those of keys and values",
     "vocab": "entries of the vocabulary: rows of the embedding table and of the output head, and logits",
     "embed": "features of the residual stream",
     "mlp": "features inside the feed-forward part of a block",
@@ -71,7 +71,7 @@ def glossary() -> str:
         *(
             f"- `{name}`: all attention heads, {' × '.join(f'`{part}`' for part in parts)}. `{name}: [A, B]` gives the "
             f"leading mesh axes to `{parts[0]}` while they divide it and the rest to `{parts[1]}`; keys and values "
-            "stay whole over that rest."
+            "are replicated over that rest."
             for name, parts in COMPOSITES.items()
         ),
         "",

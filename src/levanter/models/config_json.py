@@ -16,7 +16,7 @@ from levanter.models.architecture import Architecture
 C = TypeVar("C", bound=Architecture)
 
 Spelling = Literal["transformers4", "transformers5"]
-"""Whose field names a config.json has."""
+"""Whose field names a config.json uses."""
 
 HARMLESS = frozenset(
     """
@@ -32,7 +32,7 @@ HARMLESS = frozenset(
     transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
     """.split()  # noqa: SIM905
 )
-"""Fields of any model that name files, steer generation or the library, and leave log-probabilities alone."""
+"""Fields of any model that name files or control generation or the library, and do not affect log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Fields:
             if name in self.seen or name in harmless or name.startswith("_") or value is None:
                 continue
             self.findings.append(
-                FieldFinding(name, value, "not understood; it is ignored, and the numbers differ if it matters")
+                FieldFinding(name, value, "not understood and ignored; the results will differ if it matters")
             )
 
 

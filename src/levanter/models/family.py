@@ -26,7 +26,7 @@ RUNNING = frozenset(
     use_flash_attention flash_attention_block_size upcast_attn scan_layers gradient_checkpointing
     """.split()  # noqa: SIM905
 )
-"""Fields of our configs that say how a model is run or made, not what it is."""
+"""Fields of our configs that determine how a model is run or initialized, not what it is."""
 
 
 class Builds(Protocol[D]):

@@ -11,7 +11,7 @@ EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER = "embedding", "attention", "mlp", 
 PARAMETER_GROUPS = (EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER)
 
 FROZEN_GROUPS = tuple(f"frozen {group}" for group in PARAMETER_GROUPS)
-"""The same kinds, where they are not trained: no gradient and no statistic belongs to them."""
+"""The same kinds where they are frozen: they have no gradients and no optimizer state."""
 
 _HEADS = ("lm_head", "head", "output_head", "score")
 _EMBEDDINGS = ("embed", "wte", "wpe")

@@ -51,7 +51,7 @@ def chunking(positions: int, chunk: int) -> tuple[int, int]:
         ValueError: a chunk must hold at least one position.
     """
     if chunk < 1:
-        raise ValueError(f"a chunk holds at least one position, got {chunk}")
+        raise ValueError(f"a chunk must have at least one position, got {chunk}")
     fewest = -(-positions // chunk)
     count = next((n for n in divisors(positions) if fewest <= n < 2 * fewest), fewest)
     return count, -(-positions // count)

@@ -105,7 +105,7 @@ class PolicyText(str):
 
         parts = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
         if missing := [name for name in parts.values() if not hasattr(policy, name)]:
-            raise TypeError(f"{policy!r} is no precision policy: it has no {', '.join(missing)}")
+            raise TypeError(f"{policy!r} is not a precision policy: it lacks {', '.join(missing)}")
         return cls(",".join(f"{key}={jnp.dtype(getattr(policy, name)).name}" for key, name in parts.items()))
 
     def check(self) -> None:

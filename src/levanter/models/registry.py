@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from levanter.models.flops import FlopsPerToken
 
 GROUP = "levanter.families"
-"""The group of entry points that are families."""
+"""The entry-point group of model families."""
 
 OWN: Mapping[str, str] = MappingProxyType(
     {
@@ -60,11 +60,11 @@ OWN: Mapping[str, str] = MappingProxyType(
         "smollm3": "levanter.models.smollm3.family:SMOLLM3",
     }
 )
-"""This project's families: where each is."""
+"""This project's families: the module of each."""
 
 
 ABSENT = "levanter.models.absent"
-"""What registers the names of upstream's families that are not here."""
+"""What registers the names of upstream's families that this project does not have."""
 
 
 class FamilyError(ValueError):

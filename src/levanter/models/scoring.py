@@ -17,7 +17,7 @@ from levanter.models.head_scores import HeadScoring, target_scores
 from levanter.models.registry import LmConfig
 
 LOGITS_BYTES = 256 << 20
-"""What the logits that exist at a time may take on a device."""
+"""How many bytes of logits may exist on a device at a time."""
 
 
 def default_chunk(*, rows: int, vocab: int, parts: int = 1) -> int:

@@ -46,7 +46,7 @@ def checkpoint_policy(
         if unknown := sorted(set(value) - set(fields)):
             close = nearest(unknown[0], fields)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-            raise ValueError(f"model.gradient_checkpointing: no such fields {unknown}{hint}; there are {fields}")
+            raise ValueError(f"model.gradient_checkpointing: no such fields: {unknown}{hint}; the fields are {fields}")
         for field in ("save_block_internals", "offload_block_internals") if names is not None else ():
             _check_names(field, value.get(field), names or ())
         return ScanCheckpointPolicy(**value)
@@ -65,8 +65,8 @@ def _check_names(field: str, given: object, names: Collection[str]) -> None:
         close = nearest(str(unknown[0]), names)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise ValueError(
-            f"model.gradient_checkpointing.{field}: nothing in a block is named {unknown}{hint}; "
-            f"there are {list(names)}"
+            f"model.gradient_checkpointing.{field}: no activation of a block is named {unknown}{hint}; the names are "
+            f"{list(names)}"
         )
 
 

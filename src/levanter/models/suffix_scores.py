@@ -23,11 +23,11 @@ from levanter.models.base import LmHeadModel
 from levanter.models.head_scores import chunking, head_logits
 
 DEFAULT_CHUNK = 10
-"""Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. So few that a
-CPU's cache helps (5 % of SmolLM2's time), so many that reading the head again costs an accelerator little."""
+"""Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. Few enough for
+a CPU's cache to help (5 % of SmolLM2's time), and enough for rereading the head to cost an accelerator little."""
 
 Law = tuple[int | None, float]
-"""A next-token law: tokens that may be sampled (None for all), and the temperature."""
+"""A sampling law: how many of the likeliest tokens may be sampled (None for all), and the temperature."""
 TOP_40: Law = (40, 1.0)
 
 
@@ -70,7 +70,7 @@ def suffix_scores(
         chunk: suffix positions scored at a time.
     """
     Pos, Suffix = tokens.resolve_axis("position"), targets.resolve_axis("suffix")
-    assert Suffix.size < Pos.size, f"{Suffix.size} of {Pos.size} tokens cannot be a suffix with something before it"
+    assert Suffix.size < Pos.size, f"{Suffix.size} of {Pos.size} tokens leave no prefix before the suffix"
     activations = model(tokens, segment_ids=segment_ids, positions=positions).activations
     first = Pos.size - Suffix.size
     predicting = activations[Pos.name, first - 1 : Pos.size - 1].rename({Pos.name: Suffix.name})

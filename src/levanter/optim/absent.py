@@ -100,7 +100,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "rng_seed": 0,
     },
 }
-"""Upstream's optimizers: the keys of each with upstream's defaults (those of every optimizer aside)."""
+"""Upstream's optimizers: the keys of each with upstream's defaults (except those that all optimizers have)."""
 
 
 class AbsentOptimizerError(ValueError):
@@ -116,8 +116,8 @@ class AbsentOptimizerConfig(OptimizerConfig):
         choices = OptimizerConfig.get_known_choices()
         here = [name for name, cls in choices.items() if not issubclass(cls, AbsentOptimizerConfig)]
         raise AbsentOptimizerError(
-            f"optimizer.type: {own} is an optimizer of upstream's that this project does not have; "
-            f"those it has: {', '.join(sorted(here))}"
+            f"optimizer.type: {own} is an upstream optimizer that this project does not have; it has: "
+            f"{', '.join(sorted(here))}"
         )
 
     def scaling(self) -> optax.GradientTransformation:

@@ -86,7 +86,7 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         if self.cooldown is not None:
             yield f"cooldown: not supported; decay: {self.cooldown} ends the run with a decay of that length"
         if self.haps is not None and (self.cycles is not None or self.cycle_length is not None):
-            yield "haps, cycles, cycle_length: they say the same thing; give one of them"
+            yield "haps, cycles, cycle_length: these are alternatives; give only one of them"
         for build in (lambda: shape_of(self.lr_schedule), self._decay_mask):
             try:
                 build()
@@ -208,7 +208,10 @@ class AdamConfig(OptimizerConfig):
         if self.update_rms_clipping is not None and self.clip_update_norm is not None:
             yield "update_rms_clipping and clip_update_norm: both limit the update; keep one"
         if self.adamc_weight_decay and self.learning_rate == 0:
-            yield "adamc_weight_decay: weight decay is scaled by the part of learning_rate, which must be positive"
+            yield (
+                "adamc_weight_decay: weight decay is scaled by the learning rate's fraction of its peak, so "
+                "learning_rate must be positive"
+            )
         if not isinstance(self.skip_bad_steps, bool | SkipStepConfig) and self.skip_bad_steps < 2:
             yield f"skip_bad_steps: at least 2 steps are remembered, got {self.skip_bad_steps}"
 

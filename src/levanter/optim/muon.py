@@ -74,7 +74,7 @@ def scale_by_muon(
         def one(parameter: Parameter, grad: hax.NamedArray, kept: hax.NamedArray) -> hax.NamedArray:
             ahead = kept * momentum + grad.astype(jnp.float32) if nesterov else kept
             factors = parameter.factors
-            assert factors is not None, f"{parameter.path} is no matrix"
+            assert factors is not None, f"{parameter.path} is not a matrix"
             rows, columns = (math.prod(ahead.axis_size(name) for name in names) for names in factors)
             order = tuple(ahead.resolve_axis(name) for name in (*parameter.stack, *factors[0], *factors[1]))
             ordered = ahead.rearrange(order)

@@ -83,7 +83,7 @@ def map_parameters(fn: Callable[..., Any], model: PyTree, *rest: PyTree) -> PyTr
     """
 
     def visit(keys: KeyPath, x: object, *others: Any) -> Any:
-        assert is_named(x), f"{path_string(keys)} is no named array: optimizers work on named parameters"
+        assert is_named(x), f"{path_string(keys)} is not a named array: optimizers work on named parameters"
         return fn(_parameter(model, keys, x.axes), x, *others)
 
     return jax.tree_util.tree_map_with_path(visit, model, *rest, is_leaf=is_named)
@@ -104,12 +104,12 @@ def _parameter(model: PyTree, keys: KeyPath, axes: tuple[hax.Axis, ...]) -> Para
             holder = holder[key.idx]
         else:
             holder = holder[key.key]
-    assert owner is not None, "a parameter is inside a module"
+    assert owner is not None, "a parameter must be inside a module"
     return Parameter(path=path_string(keys), axes=axes, owner=owner[0], name=owner[1], roles=tuple(roles))
 
 
 NOT_DECAYED = ("bias", "norm", "embedding", "vector")
-"""Roles that weight decay leaves alone by default."""
+"""Roles that are exempt from weight decay by default."""
 
 
 def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Callable[[PyTree], PyTree] | None:
@@ -129,7 +129,9 @@ def decay_mask(modules: Sequence[str] | str | None, default: bool | None) -> Cal
         try:
             pattern = re.compile(modules)
         except re.error as error:
-            raise ValueError(f"optimizer.weight_decay_modules {modules!r} is no regular expression: {error}") from error
+            raise ValueError(
+                f"optimizer.weight_decay_modules {modules!r} is not a regular expression: {error}"
+            ) from error
 
     def chosen(name: str) -> bool:
         if isinstance(modules, str):

@@ -119,7 +119,7 @@ class InvLrSchedule(LrSchedule):
 
     def at(self, phase: Phase, since: jax.Array) -> jax.Array:
         if phase.floor <= 0:
-            raise ValueError("optimizer.lr_schedule inv ends at the floor: min_lr_ratio must be positive")
+            raise ValueError("optimizer.lr_schedule inv decays to its floor, so min_lr_ratio must be positive")
         return phase.peak / (1 + (phase.peak / phase.floor - 1) * _progress(phase, since))
 
 
@@ -216,7 +216,7 @@ def cycle_ends(
         ValueError: both are given, or the ends do not rise within the run.
     """
     if cycle_length is not None and cycles is not None:
-        raise ValueError("optimizer.cycle_length and optimizer.cycles say the same thing; give one of them")
+        raise ValueError("optimizer.cycle_length and optimizer.cycles are alternatives; give only one of them")
     ends: list[int] = []
     key = "optimizer.cycles" if cycle_length is None else "optimizer.cycle_length"
     if isinstance(cycle_length, int | float):
@@ -297,10 +297,10 @@ def divide(
         whole = f"the run has {total} steps" if steps == total else f"the cycle from step {start} has {steps} steps"
         adjusted = []
         if rising < asked:
-            adjusted.append(f"{key} {given} is cut: {whole}, and ends before its peak is reached")
+            adjusted.append(f"{key} {given} is truncated: {whole}, and ends before its peak is reached")
         if falling < wanted:
             left = f", of which {key} takes {rising}" if rising else ""
-            adjusted.append(f"decay {decay} is cut to {falling} steps: {whole}{left}")
+            adjusted.append(f"decay {decay} is shortened to {falling} steps: {whole}{left}")
         found.append(Cycle(start=start, end=end, rising=rising, falling=falling, adjusted=tuple(adjusted)))
         start = end
     return tuple(found)

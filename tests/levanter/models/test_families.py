@@ -181,11 +181,11 @@ def test_a_long_period_is_not_looked_for():
         (lambda: SmolLM3Config(no_rope_layers=(1, 0)), "no_rope_layers has 2 entries for model.num_layers 36"),
         (
             lambda: Gemma2Config(attn_backend="jax_native").for_platform("cpu", compute_dtype="float32"),
-            "jax_native: the model bounds its attention scores",
+            "jax_native: the model soft-caps its attention scores",
         ),
         (
             lambda: Gemma2Config(attn_backend="cudnn").for_platform("gpu", compute_dtype="bfloat16"),
-            "cudnn: the model bounds its attention scores",
+            "cudnn: the model soft-caps its attention scores",
         ),
     ],
 )

@@ -173,9 +173,11 @@ def test_what_gradient_checkpointing_may_keep_is_what_the_layers_name():
     kind = config(pattern="FCC", gradient_checkpointing={"save_block_internals": ["convolved", "key"]})
     assert kept_by_name(kind, {"channel": 40}, ("convolved", "key")) == {"convolved": 3}
     assert kept_by_name(kind, {"kv_head": 2, "head_size": 8}, ("convolved", "key")) == {"key": 2}
-    with pytest.raises(ValueError, match=r"nothing in a block is named \['convolve'\] \(did you mean convolved\?\)"):
+    with pytest.raises(
+        ValueError, match=r"no activation of a block is named \['convolve'\] \(did you mean convolved\?\)"
+    ):
         config(gradient_checkpointing={"save_block_internals": ["convolve"]})
-    with pytest.raises(ValueError, match=r"nothing in a block is named \['convolved'\]"):
+    with pytest.raises(ValueError, match=r"no activation of a block is named \['convolved'\]"):
         config(pattern="F", gradient_checkpointing={"save_block_internals": ["convolved"]})
     _, model = tensors_and_model(kind)
     traced = str(jax.make_jaxpr(lambda model: model(hax.named(IDS, (Batch, Pos))).activations.array)(model))

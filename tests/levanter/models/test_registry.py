@@ -84,7 +84,7 @@ def test_a_class_derived_from_a_familys_config_is_built_like_it():
     config = Derived(hidden_dim=16, intermediate_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=8)
     module = abstract(lambda: config.build(hax.Axis("vocab", 8), key=jax.random.PRNGKey(0)))
     assert set(config.weight_rules().sources(leaves(module))) >= {"lm_head.weight"}
-    with pytest.raises(ValueError, match="Derived has no Hugging Face form"):
+    with pytest.raises(ValueError, match="Derived cannot be written as a Hugging Face config"):
         family_for(config)
 
 

@@ -81,9 +81,11 @@ def test_what_is_kept_does_not_change_the_gradient():
 
 
 def test_names_that_nothing_has_are_refused():
-    with pytest.raises(ValueError, match=r"save_block_internals: nothing in a block is named \['querry'\].*query"):
+    with pytest.raises(
+        ValueError, match=r"save_block_internals: no activation of a block is named \['querry'\].*query"
+    ):
         LlamaConfig(gradient_checkpointing={"save_block_internals": ["querry"]})
-    with pytest.raises(ValueError, match=r"offload_block_internals: nothing in a block is named \['mlp_up'\]"):
+    with pytest.raises(ValueError, match=r"offload_block_internals: no activation of a block is named \['mlp_up'\]"):
         LlamaConfig(gradient_checkpointing={"offload_block_internals": ["query", "mlp_up"]})
     with pytest.raises(ValueError, match=r"no such fields \['save_carry'\].*save_carries"):
         checkpoint_policy({"save_carry": True})

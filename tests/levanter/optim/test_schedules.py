@@ -136,7 +136,7 @@ def test_cycle_ends(given, expected):
     ("settings", "message"),
     [
         ({"cycles": [60, 40]}, "must rise"),
-        ({"cycles": 2, "cycle_length": 50}, "give one of them"),
+        ({"cycles": 2, "cycle_length": 50}, "give only one of them"),
         ({"warmup": 1.5}, "a fraction from 0 to 1, or a whole number"),
         ({"cycles": 101}, "optimizer.cycles 101: a run of 100 steps has from 1 to 100 cycles"),
         ({"cycle_length": 200}, "optimizer.cycle_length 200: a cycle of a run of 100 steps has from 1 to 100 steps"),

@@ -40,10 +40,10 @@ UPSTREAM_NAMES = ("default", "nvte", "jax_flash", "vanilla")
 """Names that upstream's configs use."""
 
 LONGEST_WHOLE = 2048
-"""Up to this length the default materializes the scores; beyond it goes block by block."""
+"""Up to this length the default materializes the scores; beyond it, it works block by block."""
 
 SHORTEST_SPLASH = 256
-"""Below this length the default on TPUs is the formula: its scores cost less than the kernel's visits."""
+"""Below this length the default on TPUs is the plain formula: its scores cost less than the kernel's block visits."""
 
 DEFAULT_BLOCK = 512
 
@@ -74,7 +74,7 @@ def check_backend_name(requested: str | None) -> None:
     close = nearest(requested, BACKENDS + UPSTREAM_NAMES)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(
-        f"model.attn_backend {requested!r} is neither one of ours ({', '.join(BACKENDS)}) "
+        f"model.attn_backend {requested!r} is neither one of this project's ({', '.join(BACKENDS)}) "
         f"nor one of upstream's ({', '.join(UPSTREAM_NAMES)}){hint}"
     )
 
@@ -117,9 +117,9 @@ def choose_backend(
     if requested == "jax_native" and lacking:
         raise ValueError(f"model.attn_backend jax_native: {lacking}; leave attn_backend out, or use blockwise")
     if requested == "blockwise":
-        return blockwise(reason="as asked for")
+        return blockwise(reason="as configured")
     if requested in BACKENDS and requested != "splash":
-        return make(name=requested, reason="as asked for")
+        return make(name=requested, reason="as configured")
     if requested == "vanilla":
         return make(name="reference", reason="upstream's vanilla is the plain formula")
     if requested == "jax_flash":
@@ -128,25 +128,27 @@ def choose_backend(
         return make(name="cudnn", reason="Transformer Engine is not a dependency; JAX calls the same cuDNN kernel")
     prefix = ""
     if requested == "nvte":
-        prefix = f"nvte asks for cuDNN's kernel, but {no_cudnn}; "
+        prefix = f"nvte means cuDNN's kernel, but {no_cudnn}; "
     elif requested == "splash" and no_splash:
-        prefix = f"splash is a TPU's kernel, but {no_splash}; "
+        prefix = f"splash is a TPU kernel, but {no_splash}; "
     elif no_splash and platform == "tpu":
         prefix = f"{no_splash}; "
     part = -(-length // parts)
     blocks = splash_blocks(part, block_size, head_size=head_size, dtype=dtype)
     splash = functools.partial(BackendChoice, name="splash", block_size=blocks.block)
     if not no_splash and requested == "splash":
-        return splash(reason=f"as asked for; {_splash_reason(part, blocks)}")
+        return splash(reason=f"as configured; {_splash_reason(part, blocks)}")
     if not no_splash and length >= SHORTEST_SPLASH:
         return splash(reason=f"{prefix}{_splash_reason(part, blocks)}")
     if length > LONGEST_WHOLE:
-        reason = f"{prefix}{length} keys a sequence are more than the {LONGEST_WHOLE} whose scores are held whole"
+        reason = f"{prefix}{length} keys a sequence exceed {LONGEST_WHOLE}, the longest whose scores are materialized"
         return blockwise(reason=reason)
     if not no_splash:
-        reason = f"{prefix}{length} keys a sequence are fewer than the {SHORTEST_SPLASH} from which the kernel pays"
+        reason = (
+            f"{prefix}{length} keys a sequence are fewer than {SHORTEST_SPLASH}, where the kernel starts to pay off"
+        )
         return make(name="reference", reason=reason)
-    reason = f"{prefix}{length} keys a sequence are at most {LONGEST_WHOLE}, whose scores are held whole"
+    reason = f"{prefix}{length} keys a sequence are at most {LONGEST_WHOLE}, so the scores are materialized"
     return make(name="reference", reason=reason)
 
 
@@ -182,8 +184,8 @@ def _splash_reason(length: int, blocks: SplashBlocks) -> str:
 def _lacking(soft_cap: float | None, sinks: bool) -> str | None:
     """What a model needs and JAX's own attention function cannot, whichever kernel it calls."""
     if soft_cap is not None:
-        return "the model bounds its attention scores (a soft cap), which JAX's attention function cannot"
-    return "the model's heads have attention sinks, which JAX's attention function cannot have" if sinks else None
+        return "the model soft-caps its attention scores, which JAX's attention function cannot do"
+    return "the model's heads have attention sinks, which JAX's attention function does not support" if sinks else None
 
 
 def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
@@ -209,7 +211,7 @@ def attend(
     name = choice.name
     if name == "splash" and (obstacle := splash_mask_obstacle(mask, keys=k.axis_size("key_position"))):
         name = "blockwise"
-        logger.warning("attention: blockwise and not splash: %s", obstacle)
+        logger.warning("attention: blockwise instead of splash: %s", obstacle)
     run = None
     if name == "reference":
         run = reference_attention

@@ -43,11 +43,13 @@ class AttentionMask(eqx.Module):
 
     def __check_init__(self):
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"a sliding window holds at least one key, got {self.sliding_window}")
+            raise ValueError(f"a sliding window must have at least one key, got {self.sliding_window}")
         if self.key_segments is not None and self.query_segments is None:
-            raise ValueError("the keys of a mask have segments, the queries have none; give both")
+            raise ValueError("the mask has segments for keys but not for queries; give both")
         if self.offset and self.query_positions is not None:
-            raise ValueError(f"a mask has query positions and an offset of {self.offset}; add it to the positions")
+            raise ValueError(
+                f"the mask has both query positions and an offset of {self.offset}; add the offset to the positions"
+            )
 
     @staticmethod
     def causal(*, offset: int | NamedArray = 0, sliding_window: int | None = None) -> "AttentionMask":
@@ -85,7 +87,7 @@ class AttentionMask(eqx.Module):
     def __and__(self, other: "AttentionMask") -> "AttentionMask":
         windows = [w for w in (self.sliding_window, other.sliding_window) if w is not None]
         assert self.query_segments is None or other.query_segments is None, "both masks have segments"
-        assert not (self.moves_queries and other.moves_queries), "both masks say where the queries are"
+        assert not (self.moves_queries and other.moves_queries), "both masks have query positions"
         segmented = other if self.query_segments is None else self
         return AttentionMask(
             query_segments=segmented.query_segments,
@@ -138,8 +140,8 @@ class AttentionMask(eqx.Module):
             return self.key_segments
         if Pos.size != KeyPos.size:
             raise ValueError(
-                f"attention of {Pos.size} queries to {KeyPos.size} keys: the mask has the queries' segments only; "
-                "give the keys' too: with_segment_ids(segment_ids, key_segment_ids)"
+                f"attention of {Pos.size} queries to {KeyPos.size} keys: the mask has segments for queries only; give "
+                "those of the keys too: with_segment_ids(segment_ids, key_segment_ids)"
             )
         return self.query_segments.rename({Pos.name: KeyPos.name})
 

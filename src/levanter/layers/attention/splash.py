@@ -41,13 +41,13 @@ from levanter.layers.attention.splash_tables import (
 )
 
 LANES = 128
-"""What a TPU's vector registers are wide: every block is a multiple of it."""
+"""The width of a TPU's vector registers: every block is a multiple of it."""
 
 BLOCKS = (128, 256, 384, 512, 768, 1024)
 """Legal blocks; with larger ones the backward pass does not fit in the 16 MiB of VMEM that a kernel may have."""
 
 VISIT = 300**2
-"""What a visit costs beyond its arithmetic, in pairs (head size 128): 0.35 µs at half of v4's peak."""
+"""What visiting a block costs beyond its arithmetic, in pairs (head size 128): 0.35 µs at half of v4's peak."""
 
 PADDING_SEGMENT = np.iinfo(np.int32).min
 
@@ -193,11 +193,11 @@ def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
         keys: in a sequence.
     """
     if mask.explicit is not None:
-        return "the kernel takes masks that are rules (causal, window, segments), not arrays"
+        return "the kernel takes masks that are given by rules (causal, window, segments), not by arrays"
     # A mark in the kernel is 32 bits wide, and each of two limits takes half of it.
     given = mask.key_positions is not None and "key_position" in [axis.name for axis in mask.key_positions.axes]
     if given and mask.is_causal and mask.sliding_window is not None and keys > MOST_MARKED_KEYS:
-        return f"with a window and an array of positions the kernel takes {MOST_MARKED_KEYS} keys at most, not {keys}"
+        return f"with a window and an array of positions the kernel takes at most {MOST_MARKED_KEYS} keys, not {keys}"
     return None
 
 
@@ -335,7 +335,7 @@ class _Cut:
                 rule = f"{axis.name} → {', '.join(self.mesh_axes(axis))}"
                 raise IndivisibleError(
                     f"attention {shape}: the compute mapping has {rule} ({self.ways(axis)} ways), "
-                    f"and {axis.name} {axis.size} is no multiple of it",
+                    f"and {axis.name} {axis.size} is not a multiple of that",
                     suggestion="change the mapping, or set model.attn_backend: blockwise",
                 )
         return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))

@@ -67,13 +67,14 @@ FOREIGN: Mapping[str, Sequence[Any]] = MappingProxyType(
         **dict.fromkeys(("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"), (0,)),
     }
 )
-"""Fields that change numbers in some family → values that change nothing. Who does not read them does not have them."""
+"""Fields that change results in some family → values that change nothing. A family that does not read a field does not
+have it."""
 
-DIFFERENT_LAYERS = "layers with sizes or numbers of their own are not computed here"
-"""What `per_layer_config` is, which transformers 5 takes for any family."""
+DIFFERENT_LAYERS = "layers with settings of their own are not supported"
+"""Why `per_layer_config`, which transformers 5 takes for any family, is refused."""
 
 BIASES = ("attention_bias", "mlp_bias")
-"""What Llama's config.json says of biases. A family may have only some of these fields."""
+"""What Llama's config.json says about biases. A family may have only some of these fields."""
 
 EPSILON = "rms_norm_eps"
 """What most families call what is added to the mean square in their norms."""
@@ -159,19 +160,19 @@ def read_decoder(
     if not reads_rope:
         rope = read_rope(fields, max_position_embeddings=context, theta=absent.theta)
 
-    fields.forbid("rope_interleaved", [False], "interleaved rotary pairs are another layout of q and k")
+    fields.forbid("rope_interleaved", [False], "interleaved rotary pairs need a different layout of q and k")
     fields.forbid("quantization_config", [], "quantized weights are not read; dequantize the checkpoint first")
     fields.forbid("per_layer_config", [{}], DIFFERENT_LAYERS)
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")
     forbid_foreign(fields, name=name, layers=layers)
-    fields.note("attention_dropout", [0, 0.0], "dropout is left out (it matters in training only)")
+    fields.note("attention_dropout", [0, 0.0], "dropout is ignored (it matters only in training)")
     for unread in ("embd_pdrop", "resid_pdrop"):
-        fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
-    fields.note("pretraining_tp", [1], "matmuls are not split by it here, so sums round a little otherwise")
+        fields.note(unread, [0, 0.0], "dropout is ignored (it matters only in training)")
+    fields.note("pretraining_tp", [1], "matmuls are not split by it here, so sums round slightly differently")
     # A misspelling of early Llama conversions.
     known = [None, [transformers_class], [transformers_class.replace("Llama", "LLaMA")]]
     fields.note("architectures", known, f"read as {transformers_class}")
-    fields.note("is_llama_config", [True], "a Llama is read all the same")
+    fields.note("is_llama_config", [True], "it is read as a Llama all the same")
     fields.note("auto_map", [], f"code that comes with a checkpoint is never run; its plain {name} is read")
     if fields.problems or rope is None:
         return None
@@ -202,7 +203,7 @@ def forbid_foreign(fields: Fields, *, name: str, layers: int) -> None:
     """Turns every field that changes numbers in some other family, and that nobody has asked for, into a problem."""
     for unread, harmless in FOREIGN.items():
         if unread not in fields.seen:
-            other = f"this {name} does not have it, so the model is of another kind than its model_type says"
+            other = f"this {name} does not have it, so the model is of a different kind than its model_type says"
             fields.forbid(unread, [[FULL] * layers] if unread == "layer_types" else harmless, other)
 
 
@@ -226,8 +227,8 @@ def layer_types(config: WindowedConfig) -> list[str]:
 
 
 NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-"""For families whose transformers class has special tokens of one published tokenizer by default: not known here. Who
-lays a tokenizer beside the weights writes its own over them."""
+"""For families whose transformers class defaults to the special tokens of one published tokenizer: not known here. An
+export with a tokenizer overwrites them."""
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:

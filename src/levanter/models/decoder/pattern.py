@@ -32,8 +32,8 @@ def expand_pattern(pattern: str, *, kinds: Mapping[str, str], layers: int) -> tu
     found = _PATTERN.fullmatch(pattern)
     if found is None:
         raise ValueError(
-            f"model.pattern {pattern!r}: letters, of which the last ones may stand in parentheses to be repeated, "
-            "e.g. SSSSSF or FF(SSF)"
+            f"model.pattern {pattern!r}: expected letters, of which the last ones may be in parentheses to be "
+            "repeated, e.g. SSSSSF or FF(SSF)"
         )
     once, again = (found["once"], found["again"]) if found["all"] is None else ("", found["all"])
     legend = ", ".join(f"{letter} {kind}" for letter, kind in kinds.items())
@@ -98,7 +98,7 @@ class PatternedConfig(DecoderConfig):
             return super()._problems()
         problems = []
         if self.layer_types is not None and self.pattern is not None:
-            problems.append("model.layer_types and model.pattern both say of which kind the layers are; give one")
+            problems.append("model.layer_types and model.pattern both give the kinds of the layers; keep one")
         if self.layer_types is not None:
             problems += wrong_types(self.layer_types, kinds=self.kinds, layers=self.num_layers)
         if self.pattern is not None:
@@ -110,7 +110,8 @@ class PatternedConfig(DecoderConfig):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Layers that see everything before them, and layers that see only the latest keys, in Hugging Face's words."""
+"""Layers that attend to everything before them, and layers that attend to the latest keys only, in Hugging Face's
+terms."""
 
 
 @dataclass(frozen=True, kw_only=True)

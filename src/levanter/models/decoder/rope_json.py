@@ -84,7 +84,7 @@ def read_rope(
         fields.problems.append(f"rope type {kind!r} is not one of {', '.join(_REQUIRED)}{hint}")
         return None
     if only and kind not in ("default", *only):
-        fields.problems.append(f"rope type {kind!r} is not one that this family has: default, {', '.join(only)}")
+        fields.problems.append(f"rope type {kind!r} is not supported by this family: default, {', '.join(only)}")
         return None
     theta = _number(fields, "rope_theta", merged.pop("rope_theta", theta))
     share = _number(fields, "partial_rotary_factor", merged.pop("partial_rotary_factor", share))
@@ -152,7 +152,7 @@ def _build(fields: Fields, kind: str, theta: float, numbers: Mapping[str, Any], 
                 # transformers ignores a factor here; only one that does nothing is believed.
                 if numbers.get("factor", 1.0) != 1.0:
                     fields.problems.append(
-                        f"rope type 'default' has factor {numbers['factor']}; transformers ignores it: say 'linear' "
+                        f"rope type 'default' has factor {numbers['factor']}; transformers ignores it: write 'linear' "
                         "or remove it"
                     )
                     return None
@@ -175,7 +175,7 @@ def _build(fields: Fields, kind: str, theta: float, numbers: Mapping[str, Any], 
                 if original is not None and abs(context / original - numbers["factor"]) > 1e-6:
                     message = (
                         f"is not max_position_embeddings / {_ORIGINAL} = {context / original:g}, which transformers 4 "
-                        "computes instead; the factor is used, as transformers 5 does"
+                        "would compute; the given factor is used, as in transformers 5"
                     )
                     fields.findings.append(FieldFinding("rope.factor", numbers["factor"], message))
                 return YarnRotaryConfig(theta=theta, **{_ORIGINAL: context, **numbers})
@@ -235,7 +235,9 @@ def write_rope_by_layer_type(
     context = max_position_embeddings
     if spelling == "transformers4":
         if windowed != DefaultRotaryConfig(theta=windowed.theta):
-            raise ValueError("scaled rotary embeddings of layers with a window need the transformers5 spelling")
+            raise ValueError(
+                "scaled rotary embeddings of layers with a window can only be written in the transformers5 format"
+            )
         return write_rope(whole, max_position_embeddings=context, spelling=spelling)
     blocks = {
         kind: write_rope(rope, max_position_embeddings=context, spelling=spelling)["rope_parameters"]

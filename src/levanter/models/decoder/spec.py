@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from levanter.layers.layer import LayerSpec
 
 LONGEST_PERIOD = 8
-"""Places that are looked for in a period: each is compiled by itself."""
+"""The longest period that is looked for: each of its places is compiled separately."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ def _activation_of_1(fields: Fields) -> str:
     if len(meant) > 1:
         fields.problems.append(
             f"hidden_activation is {given[0]!r} but hidden_act is {given[1]!r}; versions of transformers differ in "
-            f"which they read"
+            "which one they read"
         )
     return next(iter(meant), _GELU)
 
@@ -86,8 +86,8 @@ def _read_2(fields: Fields) -> Gemma2Config | None:
 
 def _read_3(fields: Fields) -> Gemma3Config | None:
     more = _windowed(fields)
-    fields.forbid("use_bidirectional_attention", [False], "only causal attention is meant here")
-    fields.forbid("attn_logit_softcapping", [], "transformers reads it and does not apply it")
+    fields.forbid("use_bidirectional_attention", [False], "only causal attention is supported here")
+    fields.forbid("attn_logit_softcapping", [], "transformers reads it but does not apply it")
     more["final_logit_softcapping"] = fields.get("final_logit_softcapping", float)
     pattern = fields.get("sliding_window_pattern", int)
     more["sliding_window_pattern"] = None if pattern == 6 else pattern
@@ -141,7 +141,7 @@ def _read_3_with_vision(fields: Fields) -> Gemma3Config | None:
 
 def _write_1(config: GemmaConfig, spelling: Spelling) -> dict[str, Any]:
     if config.activation_function == "gelu":
-        raise ValueError(f"model.activation_function 'gelu': config.json of a Gemma means {_GELU} by it")
+        raise ValueError(f"model.activation_function 'gelu': in a Gemma's config.json it means {_GELU}")
     plain = {**PLAIN, "query_pre_attn_scalar": None}
     document = _renamed(write_llama(config, spelling, name="Gemma", plain=plain, biases=_BIASES))
     # The first Gemma's own field is this one; both are read by one version of transformers or the other.

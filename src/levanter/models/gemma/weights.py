@@ -19,7 +19,7 @@ NORMS = {
     "post_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Our name of a norm's place → its name in the checkpoint. Theirs says what is before a norm, or what is behind it."""
+"""Our name of a norm's place → its name in the checkpoint. Theirs says what comes before a norm, or what follows it."""
 
 
 def rules(config: Gemma2Config, Vocab: Axis | None = None) -> WeightRules:

@@ -11,7 +11,7 @@ from levanter.models.gpt2.config import Gpt2Config
 from levanter.models.gpt2.weights import rules
 
 _CLASS = "GPT2LMHeadModel"
-_DROPOUT = "dropout is left out (it matters in training only)"
+_DROPOUT = "dropout is ignored (it matters only in training)"
 _OF_OTHER_HEADS = (
     *("summary_activation", "summary_first_dropout", "summary_last_dropout", "summary_proj_to_labels"),
     *("summary_type", "summary_use_proj"),
@@ -39,7 +39,7 @@ def _read(fields: Fields) -> Gpt2Config | None:
     epsilon = fields.get("layer_norm_epsilon", Epsilon, 1e-5)
     tied = fields.get("tie_word_embeddings", bool, True)
     initializer_range = fields.get("initializer_range", NonNegativeFloat, 0.02)
-    fields.forbid("scale_attn_weights", [True], "scores that are not divided by the root of the head's size")
+    fields.forbid("scale_attn_weights", [True], "scores that are not divided by the square root of the head size")
     by_layer = fields.get("scale_attn_by_inverse_layer_idx", bool, False)
     fields.forbid("add_cross_attention", [False], "a decoder-only model is expected")
     fields.forbid("is_encoder_decoder", [False], "a decoder-only model is expected")

@@ -30,7 +30,7 @@ _SIZES = MappingProxyType(
 def _read(fields: Fields) -> GptNeoxConfig | None:
     context = fields.size("max_position_embeddings", _CONTEXT)
     for unread in _DROPOUT:
-        fields.note(unread, [0, 0.0], "dropout is left out (it matters in training only)")
+        fields.note(unread, [0, 0.0], "dropout is ignored (it matters only in training)")
     fields.seen.add("classifier_dropout")
     fields.forbid("mlp_bias", [True], "a GPT-NeoX has biases in its MLPs")
     for name, default in (("rope_theta", DEFAULT_THETA), ("partial_rotary_factor", _SHARE)):

@@ -12,7 +12,7 @@ from levanter.models.llama.config import LlamaConfig
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {"use_qk_norm": False, "hybrid_norm": False, "input_embedding_norm": False, "use_layer_norm_weight": True}
 )
-"""Fields of ours that config.json has no words for, and the value that needs none."""
+"""Fields of ours that config.json cannot express, and the value that it implies."""
 
 
 def write_llama(

@@ -11,7 +11,7 @@ from levanter.models.mixtral.config import MixtralConfig, Qwen3MoeConfig
 from levanter.models.mixtral.weights import mixtral_rules, qwen3_moe_rules
 
 _MIXTRAL, _QWEN = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
-_JITTER = "noise on the router's input is left out (it matters in training only)"
+_JITTER = "noise on the router's input is ignored (it matters only in training)"
 
 
 def _experts(fields: Fields, default: int) -> int:

@@ -34,8 +34,8 @@ def _read_3(fields: Fields) -> Olmo3Config | None:
     flat = fields.get("rope_theta", float, _THETA)
     if flat != _THETA and not fields.document.get("rope_parameters"):
         fields.problems.append(
-            f"field 'rope_theta' is {flat}: versions of transformers differ in whether layers with a window have it "
-            f"too; write rope_parameters with both layer types"
+            f"field 'rope_theta' is {flat}: versions of transformers differ in whether it applies to layers with a "
+            "window too; write rope_parameters with both layer types"
         )
     whole, windowed = read_rope_by_layer_type(
         fields, max_position_embeddings=context, theta=_THETA, theta_of_windows=_THETA

@@ -16,7 +16,7 @@ from levanter.models.phi.weights import rules
 _CLASS = "Phi3ForCausalLM"
 _CONTEXT = 4096
 _RENAMED = MappingProxyType({"su": "longrope", "yarn": "longrope"})
-"""Early files of Phi-3 call LongRoPE by other names."""
+"""Early Phi-3 files use other names for LongRoPE."""
 
 
 def _read(fields: Fields) -> Phi3Config | None:

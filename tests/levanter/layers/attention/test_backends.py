@@ -138,7 +138,13 @@ def test_two_segmentations_are_our_bug():
 @pytest.mark.parametrize(
     ("requested", "platform", "dtype", "length", "expected"),
     [
-        (None, "cpu", "float32", 1024, "reference: 1024 keys a sequence are at most 2048, whose scores are held whole"),
+        (
+            None,
+            "cpu",
+            "float32",
+            1024,
+            "reference: 1024 keys a sequence are at most 2048, so the scores are materialized",
+        ),
         ("default", "tpu", "bfloat16", 8192, "splash: blocks of 1024 × 1024; scores stay on the chip"),
         (
             None,
@@ -152,7 +158,7 @@ def test_two_segmentations_are_our_bug():
             "tpu",
             "bfloat16",
             101,
-            "reference: 101 keys a sequence are fewer than the 256 from which the kernel pays",
+            "reference: 101 keys a sequence are fewer than 256, where the kernel starts to pay off",
         ),
         (
             "splash",
@@ -166,8 +172,8 @@ def test_two_segmentations_are_our_bug():
             "cpu",
             "bfloat16",
             100,
-            "reference: splash is a TPU's kernel, but the platform is cpu, not tpu; "
-            "100 keys a sequence are at most 2048, whose scores are held whole",
+            "reference: splash is a TPU kernel, but the platform is cpu, not tpu; "
+            "100 keys a sequence are at most 2048, so the scores are materialized",
         ),
         (
             None,
@@ -189,8 +195,8 @@ def test_two_segmentations_are_our_bug():
             "gpu",
             "float32",
             64,
-            "reference: nvte asks for cuDNN's kernel, but cuDNN's kernel takes 16-bit floats, not float32; "
-            "64 keys a sequence are at most 2048, whose scores are held whole",
+            "reference: nvte means cuDNN's kernel, but cuDNN's kernel takes 16-bit floats, not float32; "
+            "64 keys a sequence are at most 2048, so the scores are materialized",
         ),
         ("vanilla", None, "float32", 9999, "reference: upstream's vanilla is the plain formula"),
         (

@@ -293,14 +293,14 @@ def test_more_keys_than_a_mark_can_limit_go_to_another_backend(caplog, monkeypat
     positions = hax.zeros((Batch, Axis("key_position", 4)), dtype=jnp.int32)
     mask = AttentionMask.causal(sliding_window=9).with_positions(None, positions)
     assert splash_mask_obstacle(mask, keys=65_535) is None
-    assert "takes 65535 keys at most, not 65536" in str(splash_mask_obstacle(mask, keys=65_536))
+    assert "takes at most 65535 keys, not 65536" in str(splash_mask_obstacle(mask, keys=65_536))
     assert splash_mask_obstacle(AttentionMask.causal().with_positions(None, positions), keys=65_536) is None
     first = AttentionMask.causal(sliding_window=9).with_positions(None, positions["key_position", 0])
     assert splash_mask_obstacle(first, keys=65_536) is None
     monkeypatch.setattr(splash, "MOST_MARKED_KEYS", 100)
     with caplog.at_level(logging.WARNING):
         assert_formula(Case("window", "none", "permuted", (140, 140), "nothing", "splash"))
-    assert "blockwise and not splash: with a window" in caplog.text
+    assert "blockwise instead of splash: with a window" in caplog.text
 
 
 def test_a_kernel_with_traced_positions_lowers_for_a_tpu():
@@ -324,12 +324,12 @@ def test_a_kernel_with_traced_positions_lowers_for_a_tpu():
 
 def test_what_a_mask_cannot_be():
     ids = hax.zeros(Axis("position", 3), dtype=jnp.int32)
-    with pytest.raises(ValueError, match="the queries have none; give both"):
+    with pytest.raises(ValueError, match="but not for queries; give both"):
         AttentionMask(key_segments=ids.rename({"position": "key_position"}))
-    with pytest.raises(ValueError, match="an offset of 4; add it to the positions"):
+    with pytest.raises(ValueError, match="an offset of 4; add the offset to the positions"):
         AttentionMask(query_positions=ids, offset=4)
     mask = AttentionMask().with_segment_ids(ids)
     with pytest.raises(ValueError, match=r"3 queries to 5 keys.*with_segment_ids"):
         mask.materialize(Axis("position", 3), Axis("key_position", 5))
-    with pytest.raises(AssertionError, match="both masks say where the queries are"):
+    with pytest.raises(AssertionError, match="both masks have query positions"):
         AttentionMask.causal(offset=1) & AttentionMask.causal(offset=ids)

@@ -239,7 +239,7 @@ def test_backends_without_sinks_refuse_them_and_are_not_chosen():
             ask(requested, platform=platform)
     assert ask(None, platform="tpu").name == "splash"
     assert ask(None, platform="gpu").name == ask("nvte", platform="gpu").name == "blockwise"
-    assert "nvte asks for cuDNN's kernel, but the model's heads have" in ask("nvte", platform="gpu").reason
+    assert "nvte means cuDNN's kernel, but the model's heads have" in ask("nvte", platform="gpu").reason
 
 
 def test_sinks_are_lowered_for_a_tpu():

@@ -66,5 +66,5 @@ def test_a_backend_without_a_bound_refuses_it():
     q, k, v = hax.named(Q, Q_AXES), hax.named(K, K_AXES), hax.named(V, K_AXES)
     for name in ("jax_native", "cudnn"):
         choice = BackendChoice(name=name, reason="")
-        with pytest.raises(ValueError, match=f"attention by {name}: the model bounds its attention scores"):
+        with pytest.raises(ValueError, match=f"attention by {name}: the model soft-caps its attention scores"):
             attend(q, k, v, AttentionMask.causal(), softmax_scale=SCALE, choice=choice, soft_cap=CAP)
