@@ -44,7 +44,7 @@ from levanter.io.paths import check_writable, filesystem, is_remote
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20
-"""What is read at once of a checkpoint: small enough for a small part of a large array to be read alone."""
+"""Bytes of one stored chunk: small enough for a small part of a large array to be read alone."""
 _instances = itertools.count()
 
 
@@ -225,7 +225,7 @@ class Checkpointer:
         if not self._swept:
             for base in self._bases:
                 for path in sweep(base):
-                    log.info("deleted what an interrupted save left: %s", path)
+                    log.info("deleted the remains of an interrupted save: %s", path)
             self._swept = True
         if not is_remote(ref.path):
             os.makedirs(filesystem(ref.path)[1], exist_ok=True)
@@ -281,9 +281,11 @@ class Checkpointer:
         except (OSError, ValueError, RuntimeError) as error:
             try:
                 last = latest(*self._bases)
-                left = f"the last complete one is of step {last.step} ({last.path})" if last else "there is none before"
+                left = (
+                    f"the last complete one is of step {last.step} ({last.path})" if last else "there is none before it"
+                )
             except (OSError, ValueError) as second:
-                left = f"those before cannot be listed ({second})"
+                left = f"earlier ones cannot be listed ({second})"
             kind = CheckpointPeerError if isinstance(error, TimeoutError) else CheckpointSaveError
             raise kind(
                 f"{ref.path}: the checkpoint of step {ref.step} was not written: {_reason(error)}; {left}"
@@ -315,9 +317,9 @@ def _checked_leaves(arrays: Mapping[str, jax.Array], used: Mapping[str, tuple[in
     problems, leaves = [], {}
     for path, array in arrays.items():
         if not isinstance(array, jax.Array):
-            problems.append(f"{path}: a jax.Array is expected, got {type(array).__name__}")
+            problems.append(f"{path}: expected a jax.Array, got {type(array).__name__}")
         elif jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-            problems.append(f"{path}: {array.dtype} cannot be saved; pass jax.random.key_data of it")
+            problems.append(f"{path}: {array.dtype} cannot be saved; pass its jax.random.key_data")
         elif array.size == 0:
             problems.append(f"{path}: {array.dtype.name}{list(array.shape)} has no elements; leave it out")
         elif array.is_deleted():
@@ -327,7 +329,7 @@ def _checked_leaves(arrays: Mapping[str, jax.Array], used: Mapping[str, tuple[in
     if not arrays:
         problems.append("there are no arrays to save")
     if problems:
-        raise ValueError("a checkpoint cannot hold these:\n  " + "\n  ".join(problems))
+        raise ValueError("a checkpoint cannot contain these:\n  " + "\n  ".join(problems))
     return leaves
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NICER = 10
-"""By so much: the kernel then gives a thread a ninth of the weight it had."""
+"""The nice increment: the kernel then gives a thread a ninth of its former weight."""
 _WORKERS = "ts_pool_worker"
 _TASKS = Path("/proc/self/task")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25

@@ -61,7 +61,7 @@ class SavedLeaf:
 
 
 OCDBT = "manifest.ocdbt"
-"""What a folder of TensorStore's holds; ours are one level below."""
+"""What a TensorStore folder contains; ours are one level below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +134,10 @@ def checkpoint_at(path: str) -> CheckpointRef:
     if OCDBT in names:
         raise UnreadableCheckpointError(_upstreams(path))
     if any(name.startswith(ARRAYS_PREFIX) for name in names):
-        raise MissingCheckpointError(f"{path}: a checkpoint whose saving did not end; it has no {METADATA}")
+        raise MissingCheckpointError(f"{path}: an incomplete checkpoint; it has no {METADATA}")
     half = [name for name in names if _STEP.match(name)]
-    told = f"only half-written ones ({', '.join(half)})" if half else ", ".join(names[:5]) or "nothing"
-    raise MissingCheckpointError(f"{path}: no complete checkpoint in this folder, which holds {told}")
+    told = f"only incomplete ones ({', '.join(half)})" if half else ", ".join(names[:5]) or "nothing"
+    raise MissingCheckpointError(f"{path}: no complete checkpoint in this folder, which has {told}")
 
 
 def step_folders(base: str) -> list[str]:
@@ -210,10 +210,10 @@ def read_ref(path: str) -> CheckpointRef | None:
     if found != FORMAT:
         raise UnreadableCheckpointError(
             f"{where}: not one of our checkpoints (format {found!r}, expected {FORMAT!r}); "
-            f"checkpoints of other Levanter versions go through a Hugging Face export"
+            f"checkpoints of other Levanter versions must be converted through a Hugging Face export"
         )
     if content.get("version") != VERSION:
-        raise UnreadableCheckpointError(f"{where}: version {content.get('version')}, this program reads {VERSION}")
+        raise UnreadableCheckpointError(f"{where}: version {content.get('version')}, but this program reads {VERSION}")
     try:
         return CheckpointRef(
             path=path,
@@ -240,9 +240,9 @@ def read_ref(path: str) -> CheckpointRef | None:
 def _upstreams(path: str) -> str:
     """What is said of a checkpoint that upstream's Levanter wrote."""
     return (
-        f"{path}: a checkpoint of upstream's Levanter (TensorStore), which is not read here; where upstream is "
-        f"installed, export it (python -m levanter.main.export_lm_to_hf --checkpoint_path {path} --output_dir FOLDER) "
-        "and give that folder: hf_checkpoint evaluates it, initialize_from_hf trains on from it"
+        f"{path}: a checkpoint of upstream Levanter (TensorStore), which cannot be read here; export it where upstream "
+        f"is installed (python -m levanter.main.export_lm_to_hf --checkpoint_path {path} --output_dir FOLDER) "
+        "and use that folder: hf_checkpoint evaluates it, initialize_from_hf continues training from it"
     )
 
 

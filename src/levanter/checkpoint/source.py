@@ -91,7 +91,7 @@ class CheckpointSource:
                 opened = tensorstore.open(spec, open=True, read=True, context=self._context).result()
                 saved = self._ref.leaves[f"{self._prefix}{name}"]
                 if tuple(opened.shape) != saved.shape:
-                    raise ValueError(f"its shape is {list(opened.shape)}, metadata.json says {list(saved.shape)}")
+                    raise ValueError(f"its shape is {list(opened.shape)}, but metadata.json says {list(saved.shape)}")
                 self._open[name] = opened
             return self._open[name]
 

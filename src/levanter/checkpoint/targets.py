@@ -110,7 +110,7 @@ def check_leaves(
     if found:
         same = sum(path in wanted and _agree(leaf, wanted[path]) for path, leaf in saved.items())
         raise CheckpointMismatchError(
-            f"{ref.path}: this checkpoint is not of what is to be restored: {len(found)} difference"
+            f"{ref.path}: this checkpoint does not match what is to be restored: {len(found)} difference"
             f"{'s' if len(found) > 1 else ''}, {same} of {len(saved)} leaves agree:\n  " + "\n  ".join(found)
         )
 
@@ -125,7 +125,7 @@ def _differences(
         yield f"missing     {path} {wanted[path]}: the checkpoint has no such leaf{hint}"
     if unexpected == "error":
         for path in extra:
-            yield f"unexpected  {path} {saved[path]}: nothing takes this leaf of the checkpoint"
+            yield f"unexpected  {path} {saved[path]}: the checkpoint's leaf is not wanted"
     for path in sorted(wanted.keys() & saved.keys()):
         if not _fits(saved[path], wanted[path]):
             yield f"shape       {path}: wanted {list(wanted[path].meant)}, the checkpoint has {list(saved[path].meant)}"

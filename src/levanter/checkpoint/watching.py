@@ -76,7 +76,7 @@ class SaveWatch:
                     stacks_due = None
                     self._say("%s: stacks after %.1f s:\n%s", name, passed, _stacks())
                 else:
-                    self._say("%s: under way for %.1f s, %s", name, passed, _memory())
+                    self._say("%s: running for %.1f s, %s", name, passed, _memory())
 
         thread = threading.Thread(target=report, name="checkpoint watch", daemon=True)
         thread.start()

@@ -158,7 +158,7 @@ def _explain_without_config(located: Located) -> None:
         raise CheckpointError(
             located.repository.name,
             f"there is no {CONFIG}, but GGUF files: {', '.join(models[:8])}",
-            suggestion=f"name the file: {located.ref}/{models[0]}",
+            suggestion=f"give the file:  {located.ref}/{models[0]}",
         )
 
 
@@ -169,7 +169,7 @@ def _open(located: Located, allow_pickle: bool) -> PretrainedCheckpoint:
         raise CheckpointError(
             located.repository.where(located.file),
             f"a model is its whole folder ({CONFIG}, weights, tokenizer), not one file of it",
-            suggestion=f"name the folder: {located.repository.name}",
+            suggestion=f"give the folder:  {located.repository.name}",
         )
     repository = located.repository
     document = _config(located)

@@ -14,7 +14,7 @@ import numpy as np
 
 LEAST_SLOTS = 16
 LONG_SPAN = 512
-"""Values in a span, on average, from which copying spans one by one is quicker than by the places of their values."""
+"""Mean span length from which copying spans one by one is faster than gathering their values by index."""
 
 
 def span_places(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -128,7 +128,7 @@ class Chunks:
 
     def _fetch(self, chunks: np.ndarray) -> None:
         free = np.argpartition(self._used, len(chunks) - 1)[: len(chunks)]
-        assert (self._used[free] < self._clock).all(), "more chunks are wanted at once than there are slots"
+        assert (self._used[free] < self._clock).all(), "more chunks are needed at once than there are slots"
         arrays = np.searchsorted(self._first_chunks, chunks, side="right") - 1
         waiting = []
         for chunk, number in zip(chunks.tolist(), arrays.tolist(), strict=True):

@@ -58,14 +58,14 @@ def format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmData
         raise_problems([f"{where}.format.{problem}" for problem in _format_problems(format)])
         pack = component.pack if component.pack is not None else getattr(format, "pack", None)
         if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
-            raise DataError(f"{where}.pack: documents in a row must be at least 1, got {pack}")
+            raise DataError(f"{where}.pack: documents per row must be at least 1, got {pack}")
         return format, pack
     if isinstance(component, ConcatDatasetComponent):
         found = [format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]
         if not found:
             raise DataError(f"{where}.children: is empty")
         if any(each != found[0] for each in found):
-            raise DataError(f"{where}.children: have different formats or packing; make them components of their own")
+            raise DataError(f"{where}.children: have different formats or packing; make them separate components")
         own = [name for name, child in component.children.items() if child.cache_dir is not None]
         if own:
             raise DataError(f"{where}.children.{own[0]}.cache_dir: children share the token store of {where}")
@@ -82,7 +82,7 @@ def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
             yield "chat_template: is missing (data.chat_template serves all components); a tokenizer's own is not read"
         elif format.mask_user_turns and not _template(format).marks_generation:
             yield (
-                "chat_template: does not say what the assistant wrote; enclose it in {% generation %} … "
+                "chat_template: does not mark what the assistant wrote; enclose it in {% generation %} … "
                 "{% endgeneration %}, or set mask_user_turns: false"
             )
         else:

@@ -18,7 +18,7 @@ from levanter.data.sources import DatasetSourceBase
 from levanter.io.names import name_problem
 
 TrainWeights = dict[str, NonNegativeFloat] | list[tuple[Count, dict[str, NonNegativeFloat]]] | None
-"""The weight of each component in training, or a list of (first step, weights); None where nothing is trained on."""
+"""The weight of each component in training, or a list of (first step, weights); None if there is no training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ def _source_parts(where: str, component: DatasetComponent, split: str, formats: 
     else:
         assert isinstance(source, UrlDatasetSource), source
         if split not in ("train", "validation"):
-            raise DataError(f"{where}.split: {split!r}; a url source has `train` and `validation`")
+            raise DataError(f"{where}.split: {split!r}; a url source has only `train` and `validation`")
         key, patterns = f"{where}.source.{split}_urls", source.urls(split)
     if not patterns:
         return ()
@@ -176,7 +176,8 @@ def _hub_patterns(where: str, source: HfDatasetSource, split: str) -> tuple[str,
     """The key to name in messages, and the Parquet files that the Hub keeps of every data set."""
     if source.revision is not None:
         raise DataError(
-            f"{where}.source: the Hub keeps Parquet files of a data set's newest revision only; for another one use "
+            f"{where}.source: the Hub has Parquet files for the newest revision of a data set only; for another "
+            "revision use "
             f"`type: url` with {split}_urls: [hf://datasets/{source.id}@{source.revision}/PATH/*.parquet]"
         )
     if source.splits is not None and split not in source.splits:
@@ -195,7 +196,7 @@ def format_of(where: str, component: DatasetComponent, formats: Formats) -> LmDa
     theirs: LmDatasetFormatBase = getattr(component.source, "format", default)
     format = component.format if component.format != default else theirs
     if default not in (component.format, theirs) and component.format != theirs:
-        raise DataError(f"{where}: format is {component.format}, but source.format is {theirs}; give one")
+        raise DataError(f"{where}: format is {component.format}, but source.format is {theirs}; keep one")
     if not isinstance(format, formats):
         known = ", ".join(f"`{LmDatasetFormatBase.get_choice_name(each)}`" for each in formats)
         raise DataError(f"{where}.format: {known} are read; `{format_name(format)}` is not")

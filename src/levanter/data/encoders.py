@@ -65,12 +65,12 @@ def check_ids(ids: np.ndarray, origin: str, tokenizer: Tokenizer | None, vocab_s
         who = "the ids" if tokenizer is None else f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
         raise DataError(
             f"{origin}: token id {outside} is outside the model's vocabulary of {vocab_size}; {who} and model do not "
-            "belong together"
+            "match"
         )
 
 
 Record = tuple[Any, str]
-"""A JSON value and where it came from."""
+"""A JSON value with its origin."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,15 +117,15 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
             without.append(name)
     if config.num_validation_sequences and not in_training:
         problems.append(
-            "data.num_validation_sequences: these sequences are taken off the training data when it is prepared, which "
-            "evaluation alone does not do; give the component validation_urls"
+            "data.num_validation_sequences: these sequences are held out when training data is prepared, which an "
+            "evaluation does not do; give the component validation_urls"
         )
     if not sets and not problems and not absent and not in_training:
         problems.append(_nothing_to_evaluate(without, split))
     if absent and not problems:
         raise AbsentTextError(absent)
     raise_problems([*absent, *problems])
-    notes = [f"{name}: no {split or 'validation'} data, not evaluated" for name in without]
+    notes = [f"{name}: no {split or 'validation'} data, so it is not evaluated" for name in without]
     weighted = [
         f"data.components.{one.name}: what has a weight above 0 is scored, and each token counts as one"
         for one in sets

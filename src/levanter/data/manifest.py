@@ -156,7 +156,7 @@ def read_json(path: str) -> Any:
     try:
         return parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise StoreError(f"{path}: is damaged ({error}); delete the folder and let it be built again") from error
+        raise StoreError(f"{path}: damaged ({error}); delete the folder to rebuild it") from error
 
 
 def read_manifest(folder: str) -> Manifest | None:
@@ -171,7 +171,7 @@ def read_manifest(folder: str) -> Manifest | None:
     value = read_json(path)
     if not isinstance(value, dict) or value.get("version") != VERSION:
         found = value.get("version") if isinstance(value, dict) else type(value).__name__
-        raise StoreError(f"{path}: version {VERSION} of a token store is expected, found {found}")
+        raise StoreError(f"{path}: expected version {VERSION} of a token store, found {found}")
     try:
         shards = value["shards"]
         return Manifest(
@@ -179,7 +179,7 @@ def read_manifest(folder: str) -> Manifest | None:
             shards=None if shards is None else tuple(ShardMark(**each) for each in shards),
         )
     except (KeyError, TypeError) as error:
-        raise StoreError(f"{path}: is damaged ({error}); delete the folder and let it be built again") from error
+        raise StoreError(f"{path}: damaged ({error}); delete the folder to rebuild it") from error
 
 
 def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, sources: bool) -> None:
@@ -212,7 +212,7 @@ def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, source
     if differences:
         listed = "\n".join(f"  {each}" for each in differences)
         raise StoreError(
-            f"{folder}: this token store was made from something else:\n{listed}\n"
+            f"{folder}: this token store was built from something else:\n{listed}\n"
             "  give another cache_dir, or delete this folder"
         )
 
@@ -227,7 +227,7 @@ def _source_differences(stored: Sequence[SourceFile], wanted: Sequence[SourceFil
         if old.size != new.size:
             found.append(f"source {name}: had {old.size:,} bytes, has {new.size:,}")
         elif old.digest != new.digest:
-            found.append(f"source {name}: has another text")
+            found.append(f"source {name}: the text has changed")
     if not found and [s.name for s in stored] != [s.name for s in wanted]:
-        found.append("sources: the same files in another order")
+        found.append("sources: the same files in a different order")
     return found[:8] + ([f"… and {len(found) - 8} more sources"] if len(found) > 8 else [])

@@ -25,7 +25,7 @@ import numpy as np
 from levanter.data.shuffle import Feistel, subkey
 
 PERIOD = 1024
-"""Blocks over which weights are exact."""
+"""The number of blocks over which weights are exact."""
 
 StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
 

@@ -58,7 +58,9 @@ class PassthroughTokenizer:
         try:
             ids = np.array(text.split(), np.int64)
         except ValueError as error:
-            raise DataError(f"tokenizer passthrough: expected numbers between spaces, found {text[:40]!r}") from error
+            raise DataError(
+                f"tokenizer passthrough: expected numbers separated by spaces, found {text[:40]!r}"
+            ) from error
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(outside):
             raise DataError(f"tokenizer passthrough: id {outside[0]} is outside data.vocab_size {self.vocab_size}")

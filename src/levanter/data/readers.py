@@ -75,7 +75,7 @@ def read_records(path: str) -> Iterator[tuple[Any, str]]:
     kind, compression = kind_of(path)
     if kind == "txt":
         known = ".jsonl, .json (also with .gz or .zst) and .parquet"
-        raise DataError(f"{path}: records are read from {known}; rows are not read from .{kind}")
+        raise DataError(f"{path}: records are read from {known}, not from .{kind}")
     if kind == "parquet":
         yield from _parquet_rows(path)
         return
@@ -102,7 +102,7 @@ def kind_of(path: str) -> tuple[str, str | None]:
     if name.endswith(".parquet") and compression is None:
         return "parquet", None
     known = ", ".join(kinds)
-    raise DataError(f"{path}: no reader for this name; known: {known} (each also with .gz or .zst), .parquet")
+    raise DataError(f"{path}: no reader for this kind of file; known: {known} (each also with .gz or .zst), .parquet")
 
 
 @contextlib.contextmanager
@@ -237,7 +237,7 @@ def _json_list(path: str, file: IO[bytes]) -> Iterator[tuple[Any, str]]:
     except OutOfBoundsError as error:
         raise DataError(f"{path}: {error}") from error
     except json.JSONDecodeError as error:
-        hint = "; one JSON value a line is called .jsonl" if error.msg == "Extra data" else ""
+        hint = "; a file with one JSON value per line should be named .jsonl" if error.msg == "Extra data" else ""
         raise DataError(f"{path}:{error.lineno}: not JSON at column {error.colno} ({error.msg}){hint}") from error
     records = value if isinstance(value, list) else [value]
     for number, record in enumerate(records):
@@ -261,7 +261,8 @@ def _checked(text: str, origin: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{origin}: not text: \\u{ord(text[error.start]):04x} at character {error.start} is half a pair"
+            f"{origin}: not text: \\u{ord(text[error.start]):04x} at character {error.start} is half of a surrogate "
+            "pair"
         ) from error
     return text
 
@@ -323,6 +324,6 @@ def _rows(
                 yield value, row
                 row += 1
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: damaged behind row {row} ({error})") from error
+        raise DataError(f"{path}: damaged after row {row} ({error})") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 in or behind row {row} ({error.reason})") from error
+        raise DataError(f"{path}: not UTF-8 in or after row {row} ({error.reason})") from error

@@ -125,10 +125,10 @@ class ConcatenatedRows:
     def describe(self) -> str:
         """How the documents lie, and how many tokens are left out or padded."""
         left = max(self._total - len(self) * self.positions, 0)
-        behind = f", {left:,} tokens behind the last row left out" if left else ""
+        behind = f", {left:,} tokens after the last row dropped" if left else ""
         if self._total < self.positions:
             behind = f", padded from {self._total:,} tokens"
-        return f"documents end to end{behind}"
+        return f"documents concatenated{behind}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +139,7 @@ class PackedRows:
         tokens: the documents.
         positions: tokens in a row.
         separate: whether a token sees only its own document.
-        begins, lengths: int64 `[pieces]`: the documents, those that are longer than a row cut.
+        begins, lengths: int64 `[pieces]`: the documents, those that are longer than a row truncated.
         packing: which pieces each row holds.
         cut: documents that were cut.
     """
@@ -184,10 +184,10 @@ class PackedRows:
 
     def describe(self) -> str:
         """How many documents share a row, how full rows are, and how many documents are cut."""
-        cut = f", {self.cut:,} longer than a row cut" if self.cut else ""
+        cut = f", {self.cut:,} longer than a row truncated" if self.cut else ""
         most = int(np.diff(self.packing.row_starts).max())
         several = f"up to {most} to a row" if most > 1 else "one to a row"
-        return f"whole documents, {several}, {self.filled:.1%} of the places filled{cut}"
+        return f"whole documents, {several}, {self.filled:.1%} of positions filled{cut}"
 
 
 def packed_rows(tokens: Tokens, *, positions: int, separate: bool, most: int | None) -> PackedRows:

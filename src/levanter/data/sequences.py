@@ -29,7 +29,7 @@ from levanter.data.tokenizer import Tokenizer
 
 PADDING_SEGMENT = -1
 CHUNK_CHARS = 1_000_000
-"""Characters handed to the tokenizer at once, so that progress moves and memory does not."""
+"""Characters handed to the tokenizer at once, which keeps progress smooth and memory flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +286,7 @@ def build_sequences(
         chars += text.chars
         tokens, documents = len(text.ids), int(np.count_nonzero(text.lengths))
         if tokens - documents < 1:
-            what = "no text" if documents == 0 else "no document of two tokens or more"
+            what = "no text" if documents == 0 else "no document with at least two tokens"
             raise DataError(f"data set {one.name!r} is empty: {what} in {'; '.join(map(str, one.parts))}")
         rows = -(-(tokens - 1) // (max_length - 1))
         spans.append(
@@ -341,7 +341,7 @@ def _tokenize(
             if len(outside):
                 raise DataError(
                     f"{document.origin}: token id {outside[0]} is outside the model's vocabulary of {limit}; "
-                    f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids) and model do not belong together"
+                    f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids) and model do not match"
                 )
             pieces.append(ids)
             lengths.append(len(ids))

@@ -116,7 +116,7 @@ class Affine:
 
     def __post_init__(self) -> None:
         if self.size > 2**32:
-            raise ValueError(f"a linear permutation orders at most {2**32:,} rows, got {self.size:,}; use feistel")
+            raise ValueError(f"a linear permutation covers at most {2**32:,} rows, got {self.size:,}; use feistel")
 
     @cached_property
     def _factors(self) -> tuple[int, int]:

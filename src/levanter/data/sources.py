@@ -89,4 +89,4 @@ class PythonDocsSource(DatasetSourceBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hold_out_every is not None and self.hold_out_every < 2:
-            raise ValueError(f"hold_out_every must be at least 2 (of two topics, one), got {self.hold_out_every}")
+            raise ValueError(f"hold_out_every must be at least 2 (every second topic), got {self.hold_out_every}")

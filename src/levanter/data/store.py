@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 CACHE_BYTES = 256 << 20
-"""Decoded chunks that are kept for the next reads."""
+"""Bytes of decoded chunks that are cached."""
 INDEX_BYTES = 32 << 20
-"""Likewise of what says where chunks lie in their files."""
+"""Bytes of cached shard indices, which locate chunks in their files."""
 _STORES = ("gs", "s3")
 
 
@@ -139,7 +139,9 @@ class StoredTokens:
 
 def _damaged(array: str, start: int, stop: int, error: Exception) -> StoreError:
     reason = str(error).splitlines()[0]
-    return StoreError(f"{array}: tokens {start:,} to {stop:,} cannot be read, the file is damaged or gone ({reason})")
+    return StoreError(
+        f"{array}: tokens {start:,} to {stop:,} cannot be read; the file is damaged or missing ({reason})"
+    )
 
 
 def open_store(folder: str, manifest: Manifest) -> StoredTokens:
@@ -168,7 +170,7 @@ def open_store(folder: str, manifest: Manifest) -> StoredTokens:
         try:
             read = array.read().result()
         except (ValueError, OSError) as error:
-            raise StoreError(f"{path}: is damaged ({str(error).splitlines()[0]})") from error
+            raise StoreError(f"{path}: damaged ({str(error).splitlines()[0]})") from error
         ends.append(read + base)
         base += mark.tokens
     starts = np.concatenate(ends)
@@ -192,14 +194,16 @@ def raise_problems_of(folder: str, manifest: Manifest) -> None:
         for file, size in mark.files.items():
             have = sizes.get(f"{number:05d}/{file}")
             if have is None:
-                problems.append(f"{join(shard_folder(folder, number), file)}: is gone")
+                problems.append(f"{join(shard_folder(folder, number), file)}: missing")
             elif have != size:
-                problems.append(f"{join(shard_folder(folder, number), file)}: {have:,} bytes, {size:,} were written")
+                problems.append(
+                    f"{join(shard_folder(folder, number), file)}: {have:,} bytes, but {size:,} were written"
+                )
     if problems:
         try:
             raise_problems(problems[:8] + ([f"and {len(problems) - 8} more files"] if len(problems) > 8 else []))
         except DataError as error:
-            raise StoreError(f"{folder}: this token store is damaged; delete it to build it again\n{error}") from error
+            raise StoreError(f"{folder}: this token store is damaged; delete it to rebuild it\n{error}") from error
 
 
 def tensorstore_context(cache_bytes: int = CACHE_BYTES) -> "ts.Context":
@@ -218,7 +222,7 @@ def kvstore(path: str) -> str | dict[str, str]:
     if not is_remote(path):
         return {"driver": "file", "path": local_path(path) + "/"}
     if path.split("://", 1)[0] not in _STORES:
-        raise StoreError(f"{path}: token stores lie on local disks, gs:// or s3://")
+        raise StoreError(f"{path}: token stores must be on a local disk, gs:// or s3://")
     return path.rstrip("/") + "/"
 
 

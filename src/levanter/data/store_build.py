@@ -146,7 +146,7 @@ def build_store(
         waiting = [number for number, mark in enumerate(marks) if mark is None]
         done = sum(mark.tokens for mark in marks if mark is not None)
         if len(waiting) < len(marks):
-            logger.info("%s: %d of %d shards are there already", folder, len(marks) - len(waiting), len(marks))
+            logger.info("%s: %d of %d shards already exist", folder, len(marks) - len(waiting), len(marks))
         meter = _Meter(identity, marks, on_progress, done)
         writer: ShardWriter | None = None
         for batch in _encoded(identity, sources, encoder, waiting):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FILE_VALUES = 1 << 22
 CHUNK_VALUES = 1 << 14
-"""Values in a file of an array, and in what one read decodes."""
+"""Values in one file of an array, and in the chunk that one read decodes."""
 _LEVEL = 1
 
 

@@ -100,7 +100,7 @@ def _shuffle_line(config: LmDataConfig) -> str:
         return f"blocks of {block} rows shuffled, then rows within {window} blocks ({shuffle.perm_type})"
     if shuffle is True:
         return f"all rows shuffled ({kind})"
-    return f"rows shuffled within eras of {shuffle} ({kind})" if shuffle else "rows in the order of their documents"
+    return f"rows shuffled within eras of {shuffle} ({kind})" if shuffle else "rows in document order"
 
 
 def build_tokens(
@@ -213,7 +213,7 @@ def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_
     for one, its in zip(sets, tokens, strict=True):
         where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
         if its.starts[-1] - (len(its.starts) - 1) < 1:
-            what = "no text" if its.starts[-1] == 0 else "no document of two tokens or more"
+            what = "no text" if its.starts[-1] == 0 else "no document with at least two tokens"
             yield f"data set {one.name!r} is empty: {what} in {where}"
         elif its.largest_id >= vocab_size:
             yield foreign_ids(one, its.largest_id, vocab_size)
@@ -255,7 +255,7 @@ def foreign_ids(one: TrainingSet, largest: int, vocab_size: int) -> str:
     where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
     return (
         f"data set {one.name!r}: token id {largest} is outside the model's vocabulary of {vocab_size}; "
-        f"{where} and model do not belong together"
+        f"{where} and model do not match"
     )
 
 
@@ -277,8 +277,8 @@ def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, 
     used = total - held_out
     if used < 1:
         raise DataError(
-            f"data.num_validation_sequences.{name}: {held_out:,} rows are held out, and there are {total:,} of "
-            f"{rows.positions} tokens; nothing is left to train on"
+            f"data.num_validation_sequences.{name}: {held_out:,} rows are held out of {total:,} with "
+            f"{rows.positions} tokens each; nothing is left to train on"
         )
     if config.target_budget is not None and config.experiment_budget is not None:
         used = max(int(used * (config.experiment_budget / config.target_budget)), 1)
@@ -286,7 +286,7 @@ def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, 
     if most is not None:
         if most < 1 or most * first_batch > used:
             raise DataError(
-                f"data.max_train_batches.{name}: {most} batches of {first_batch} rows; there are {used:,} rows, "
+                f"data.max_train_batches.{name}: {most} batches of {first_batch} rows each; there are {used:,} rows, "
                 f"{used // first_batch} batches"
             )
         used = most * first_batch

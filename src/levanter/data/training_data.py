@@ -157,7 +157,9 @@ class TrainingData:
         """Whole steps until every set has been read so many times."""
         draws = self.mixture.end([one.used * epochs for one in self.sets], "all_exhausted")
         if draws is None:
-            raise DataError("the last weights leave out a set that is not read to its end before; it has no last epoch")
+            raise DataError(
+                "the last weights exclude a set that was not finished before; it never completes its last epoch"
+            )
         return max(self.schedule.whole_steps(draws), 1)
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> TrainRows:
@@ -172,7 +174,7 @@ class TrainingData:
         assert 0 <= start <= stop <= size, (start, stop, size)
         first = self.schedule.first_draw(step)
         if self.draws is not None and first + size > self.draws:
-            raise IndexError(f"step {step} needs rows up to {first + size:,}, the data ends behind {self.draws:,}")
+            raise IndexError(f"step {step} needs rows up to {first + size:,}, the data ends after {self.draws:,}")
         which, turns = self.mixture.at(np.arange(first + start, first + stop))
         numbers = np.empty_like(turns)
         for i in np.unique(which):

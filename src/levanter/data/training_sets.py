@@ -115,7 +115,7 @@ class TrainingSet:
         if self.built is not None and self.built.shards is not None:
             store = f"token store {self.folder} of {self.built.tokens:,} tokens"
         elif self.built is not None:
-            store = f"token store {self.folder} is begun"
+            store = f"token store {self.folder} is incomplete"
         else:
             store = "tokenized when the run begins" if self.folder is None else f"token store {self.folder} to be built"
         return f"{self.name}: {where}; {store}{self.note and '; ' + self.note}"
@@ -177,7 +177,7 @@ def resolve_training(config: LmDataConfig) -> TrainingSets:
                 sets.append(found)
     if weighted is not None:
         problems += [
-            f"data.components.{name}: has weight in data.train_weights and no training data (train_urls is empty)"
+            f"data.components.{name}: has a weight in data.train_weights but no training data (train_urls is empty)"
             for name in without
         ]
     if not sets and not problems and not absent:
@@ -190,9 +190,11 @@ def resolve_training(config: LmDataConfig) -> TrainingSets:
     names = [one.name for one in sets]
     if stages is None:
         stages = [(0, dict.fromkeys(names, 1.0))]
-    notes = [f"data.components.{name}: no training data, not trained on" for name in without]
+    notes = [f"data.components.{name}: no training data, so it is not trained on" for name in without]
     unweighted = [name for name in config.components if weighted is not None and name not in weighted]
-    notes += [f"data.components.{name}: no weight in data.train_weights, not trained on" for name in unweighted]
+    notes += [
+        f"data.components.{name}: no weight in data.train_weights, so it is not trained on" for name in unweighted
+    ]
     return TrainingSets(sets=tuple(sets), stages=tuple(stages), notes=tuple(notes + _unused_keys(config)))
 
 
@@ -212,7 +214,7 @@ def _stages(
     if not stages or starts[0] != 0:
         problems.append(f"data.train_weights: the first stage must begin at step 0, got {starts[:1] or 'none'}")
     problems += [
-        f"data.train_weights: the stage at step {after} is behind one at step {before}; steps must ascend"
+        f"data.train_weights: the stage at step {after} comes after one at step {before}; steps must ascend"
         for before, after in pairwise(starts)
         if after <= before
     ]
@@ -247,7 +249,7 @@ def _training_set(config: LmDataConfig, where: str, name: str, component: Datase
         except MissingFileError as error:
             if not finished:
                 raise
-            parts, note = None, f"its files are not here and were not compared ({str(error).splitlines()[0]})"
+            parts, note = None, f"its files are not available here and were not compared ({str(error).splitlines()[0]})"
         if parts == ():
             return None
     if not finished and folder is not None and not config.auto_build_caches:
@@ -271,7 +273,7 @@ def _other_cache(folder: str | None) -> str:
     """What is said of a token cache that upstream's Levanter wrote where our store goes."""
     if folder is None or not exists(join(folder, UPSTREAMS_LEDGER)):
         return ""
-    return "the token cache of upstream's in this folder is not read; text is tokenized anew, beside it"
+    return "upstream's token cache in this folder is not read; the text is tokenized again, beside it"
 
 
 def _manifest(where: str, folder: str) -> Manifest | None:
@@ -305,9 +307,9 @@ def _config_problems(config: LmDataConfig) -> Iterator[str]:
                 yield f"data.{key}.{name}: must not be negative, got {count}"
     target, experiment = config.target_budget, config.experiment_budget
     if (target is None) != (experiment is None):
-        yield "data.target_budget and data.experiment_budget: give both or none"
+        yield "data.target_budget and data.experiment_budget: give both or neither"
     elif target is not None and experiment is not None and not 0 < experiment <= target:
-        yield f"data.experiment_budget {experiment} must be within 1 and data.target_budget {target}"
+        yield f"data.experiment_budget {experiment} must be between 1 and data.target_budget {target}"
 
 
 _UNUSED = ("cache_options.batch_size", "cache_options.target_size_per_flush")
@@ -316,5 +318,5 @@ _UNUSED = ("cache_options.batch_size", "cache_options.target_size_per_flush")
 def _unused_keys(config: LmDataConfig) -> list[str]:
     """A note for the keys that are set and that training has no use for."""
     unused = [f"data.{key}" for key in _UNUSED if is_set(config.cache_options, key.split(".")[1])]
-    notes = [f"{', '.join(unused)}: no effect; batches and files of the token store have sizes of their own"]
+    notes = [f"{', '.join(unused)}: no effect; the token store chooses the sizes of its batches and files"]
     return notes if unused else []

@@ -178,8 +178,8 @@ def test_what_cannot_be_saved_is_listed_and_nothing_is_written(devices, tmp_path
                 {},
             )
         assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-            "a: a jax.Array is expected, got ndarray",
-            "b: key<fry> cannot be saved; pass jax.random.key_data of it",
+            "a: expected a jax.Array, got ndarray",
+            "b: key<fry> cannot be saved; pass its jax.random.key_data",
             "c: float32[0, 4] has no elements; leave it out",
             "d: was donated or deleted before it could be saved",
         ]

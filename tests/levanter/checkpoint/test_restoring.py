@@ -159,12 +159,12 @@ def test_every_difference_is_listed_before_anything_is_read(devices, tmp_path):
         restore(ref, wanted)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        f"{ref.path}: this checkpoint is not of what is to be restored: 4 differences, 3 of 6 leaves agree:"
+        f"{ref.path}: this checkpoint does not match what is to be restored: 4 differences, 3 of 6 leaves agree:"
     )
     assert [line.strip() for line in lines[1:]] == [
         "missing     model.lm_head.wieght bfloat16[8, 24]: the checkpoint has no such leaf; "
         "nearest in the checkpoint: model.lm_head.weight",
-        "unexpected  model.lm_head.weight bfloat16[8, 24]: nothing takes this leaf of the checkpoint",
+        "unexpected  model.lm_head.weight bfloat16[8, 24]: the checkpoint's leaf is not wanted",
         "shape       flags: wanted [4, 2], the checkpoint has [8]",
         "dtype       key: wanted int32, the checkpoint has uint32",
     ]
@@ -198,13 +198,13 @@ def test_a_path_without_a_checkpoint_says_what_is_there(tmp_path):
     with pytest.raises(MissingCheckpointError, match=r"nowhere: no such folder"):
         checkpoint_at(str(tmp_path / "nowhere"))
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(MissingCheckpointError, match=r"no complete checkpoint in this folder, which holds notes.txt"):
+    with pytest.raises(MissingCheckpointError, match=r"no complete checkpoint in this folder, which has notes.txt"):
         checkpoint_at(str(tmp_path))
     half = tmp_path / "step-7" / "arrays-12345678.orbax-checkpoint-tmp"
     half.mkdir(parents=True)
-    with pytest.raises(MissingCheckpointError, match=r"holds only half-written ones \(step-7\)"):
+    with pytest.raises(MissingCheckpointError, match=r"has only incomplete ones \(step-7\)"):
         checkpoint_at(str(tmp_path))
-    with pytest.raises(MissingCheckpointError, match=r"a checkpoint whose saving did not end; it has no metadata.json"):
+    with pytest.raises(MissingCheckpointError, match=r"an incomplete checkpoint; it has no metadata.json"):
         checkpoint_at(str(tmp_path / "step-7"))
 
 
@@ -215,13 +215,13 @@ def test_damaged_and_foreign_metadata_are_errors_not_silence(tmp_path):
     with pytest.raises(UnreadableCheckpointError, match=r"step-7/metadata.json: damaged"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text('{"step": 7, "timestamp": "2024-01-01", "is_temporary": false}')
-    with pytest.raises(UnreadableCheckpointError, match=r"step-7: a checkpoint of upstream's Levanter \(TensorStore\)"):
+    with pytest.raises(UnreadableCheckpointError, match=r"step-7: a checkpoint of upstream Levanter \(TensorStore\)"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text('{"step": 7}')
     with pytest.raises(UnreadableCheckpointError, match=r"not one of our checkpoints \(format None"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text(json.dumps({"format": "levanter-checkpoint", "version": 99}))
-    with pytest.raises(UnreadableCheckpointError, match=r"version 99, this program reads 1"):
+    with pytest.raises(UnreadableCheckpointError, match=r"version 99, but this program reads 1"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text(json.dumps({"format": "levanter-checkpoint", "version": 1, "step": 7}))
     with pytest.raises(UnreadableCheckpointError, match=r"damaged \(KeyError"):

@@ -64,4 +64,4 @@ def test_process_0_decides_and_both_write(devices, tmp_path):
 
 def test_a_process_that_is_missing_is_an_error_after_the_timeout(tmp_path):
     said = run_two(tmp_path, "absent")[1]["said"]
-    assert "process 1 of 2 waited 2 s at 'checkpoints/0: due' for the others" in said
+    assert "process 1 of 2 waited 2 s at 'checkpoints/0: due' for the other processes" in said

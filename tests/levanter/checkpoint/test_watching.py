@@ -26,7 +26,7 @@ def test_a_save_tells_how_long_it_takes_where_it_is_and_what_it_allocated(device
         checkpointer.save(1, {"weight": array}, {})
     said = [record.getMessage() for record in caplog.records if record.name == log.name]
     assert all(line.startswith("saving step 1: ") for line in said)
-    lines = [line for line in said if "under way for" in line and "GiB resident" in line]
+    lines = [line for line in said if "running for" in line and "GiB resident" in line]
     assert len(lines) >= 2
     (stacks,) = [line for line in said if "stacks after" in line]
     assert "thread MainThread:" in stacks and "thread checkpoint_0:" in stacks

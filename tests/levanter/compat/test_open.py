@@ -111,7 +111,7 @@ def test_missing_config(tmp_path):
     )
     (tmp_path / "model.Q4.gguf").write_bytes(b"")
     assert refusal(tmp_path, CheckpointError) == (
-        "CKPT: there is no config.json, but GGUF files: model.Q4.gguf\n  → name the file: CKPT/model.Q4.gguf"
+        "CKPT: there is no config.json, but GGUF files: model.Q4.gguf\n  → give the file:  CKPT/model.Q4.gguf"
     )
 
 
@@ -119,7 +119,7 @@ def test_one_file_of_a_checkpoint(tmp_path):
     write_folder(tmp_path)
     assert refusal(tmp_path / "model.safetensors", CheckpointError) == (
         "CKPT: a model is its whole folder (config.json, weights, tokenizer), not one file of it\n"
-        f"  → name the folder: {tmp_path}"
+        f"  → give the folder:  {tmp_path}"
     )
     (tmp_path / "notes.txt").write_text("")
     assert refusal(tmp_path / "notes.txt", CheckpointError) == "CKPT: a checkpoint is a folder or a .gguf, .json file"
@@ -143,7 +143,8 @@ def test_corrupt_safetensors_header(tmp_path):
     path.write_bytes(content)
     assert re.fullmatch(
         r"CKPT/model\.safetensors: corrupt safetensors header: it is not UTF-8 JSON \('utf-8' codec can't decode byte "
-        r"0xff in position 12: invalid start byte\)\n  → download or copy the file again; it is not what was written",
+        r"0xff in position 12: invalid start byte\)\n  → download or copy the file again; "
+        r"its bytes are not those that were written",
         refusal(tmp_path, CorruptFileError),
     )
 
@@ -156,9 +157,12 @@ def test_truncated_shard(tmp_path):
     found = refusal(tmp_path, CorruptFileError)
     assert found.startswith(
         f"CKPT/{path.name}: truncated: the file has {len(content) - 10} bytes, its header describes {len(content)}; "
-        "1 of 10 tensors are cut, the first is '"
+        "1 of 10 tensors are truncated, the first is '"
     )
-    assert found.endswith("\n  → download or copy the file again; it is not what was written")
+    assert found.endswith(
+        "\n  → download or copy the file again; "
+        r"its bytes are not those that were written"
+    )
 
 
 def test_index_naming_a_file_outside_the_folder(tmp_path):
@@ -182,7 +186,7 @@ def test_shape_that_disagrees_with_the_config(tmp_path):
         "(intermediate_size 40 by hidden_size 32)\n"
         "  [3] tensor 'model.layers.0.mlp.down_proj.weight' (and 1 more) has shape [32, 48], config.json says [32, 40] "
         "(hidden_size 32 by intermediate_size 40)\n"
-        "  → config.json and the weights are not of one model"
+        "  → config.json and the weights do not belong to the same model"
     )
 
 
@@ -190,7 +194,7 @@ def test_dtype_that_disagrees_with_the_config(tmp_path):
     folder = write_folder(tmp_path, weights=tensors(CONFIG, np.float16))
     assert refusal(folder, ConfigMismatchError) == (
         "CKPT/config.json: tensor 'model.embed_tokens.weight' (and 19 more) has dtype float16, config.json says "
-        "torch_dtype bfloat16\n  → config.json and the weights are not of one model"
+        "torch_dtype bfloat16\n  → config.json and the weights do not belong to the same model"
     )
 
 
@@ -215,7 +219,7 @@ def test_tokenizer_larger_than_the_vocabulary(tmp_path):
     folder = write_folder(tmp_path, config=config)
     assert open_checkpoint(str(folder)).vocab_size == 290
     assert refusal(folder, ConfigMismatchError) == (
-        "CKPT/config.json: tokenizer CKPT has 300 ids, the model's vocabulary 290: ids 290 to 299 have no embedding\n"
+        "CKPT/config.json: tokenizer CKPT has 300 ids, the model's vocabulary 290: ids 290 to 299 have no embeddings\n"
         "  → use the tokenizer that belongs to the model"
     )
 
@@ -225,7 +229,7 @@ def test_pickle_checkpoint(tmp_path, allow_pickle):
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     said = (
-        "allow_pickle accepts the risk, but there is no reader for them here (it would need torch)"
+        "allow_pickle accepts the risk, but this project has no reader for them (it would need torch)"
         if allow_pickle
         else "reading them can run any code, so they are refused"
     )
@@ -239,7 +243,7 @@ def test_pickle_checkpoint(tmp_path, allow_pickle):
 def test_unknown_fields_are_findings(tmp_path):
     opened = open_checkpoint(str(edit(write_folder(tmp_path), secret_sauce=7)))
     assert [str(finding) for finding in opened.findings] == [
-        "secret_sauce: 7: not understood; it is ignored, and the numbers differ if it matters"
+        "secret_sauce: 7: not understood and ignored; the results will differ if it matters"
     ]
 
 
@@ -250,7 +254,7 @@ def test_alternatives_take_the_first_that_can_be_reached(tmp_path):
     absent, hub = opened.passed_over
     assert absent == f"{tmp_path}/absent: there is no such file or folder"
     assert hub == (
-        "no-such-org/no-such-model: it is not in the Hub's local cache, and the Hub cannot be asked "
+        "no-such-org/no-such-model: it is not in the Hub's local cache, and the Hub cannot be reached "
         "(HF_HUB_OFFLINE is set)"
     )
     with pytest.raises(MissingFileError) as caught:

@@ -139,7 +139,7 @@ def test_templates_that_cannot_be_used(tmp_path):
     records = [{"messages": CONVERSATION}]
     for format, expected in (
         (ChatLmDatasetFormat(), "format.chat_template: is missing"),
-        (ChatLmDatasetFormat(chat_template="{{ messages }}"), "does not say what the assistant wrote"),
+        (ChatLmDatasetFormat(chat_template="{{ messages }}"), "does not mark what the assistant wrote"),
         (ChatLmDatasetFormat(chat_template="{% if %}", mask_user_turns=False), "not a Jinja template"),
         (ChatLmDatasetFormat(chat_template=TEMPLATE, single_turn=True), "single_turn: true is for prepared prompts"),
         (PrebuiltLmDatasetFormat(loss_weight_transform="double"), "`shift_left` or null, got 'double'"),

@@ -51,7 +51,7 @@ def test_sets_in_order_with_tags_and_documents(folder):
         ["text of a-2.txt", "first", "second"],
         ["one", "two"],
     ]
-    assert data.notes == ("only_training: no validation data, not evaluated",)
+    assert data.notes == ("only_training: no validation data, so it is not evaluated",)
     assert str(data.sets[0]) == "wiki: 2 files: a-1.txt, …"
 
 

@@ -66,6 +66,6 @@ def test_beside_other_sets():
 def test_evaluation_alone_does_not_know_them():
     config, _ = data_of(num_validation_sequences={"b": 6})
     assert resolve_training(config).sets
-    with pytest.raises(DataError, match=r"data\.num_validation_sequences: these sequences are taken off the training"):
+    with pytest.raises(DataError, match=r"data\.num_validation_sequences: these sequences are held out when training"):
         resolve_evaluation(config)
     assert resolve_evaluation(config, in_training=True).sets == ()

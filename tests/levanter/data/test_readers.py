@@ -124,11 +124,12 @@ ENDINGS = ".txt, .md, .jsonl, .ndjson, .json (each also with .gz or .zst), .parq
          "the file looks like one JSON value: name it .json"),
         ("x.jsonl", b'["a"]\n', "/x.jsonl:1: expected an object with the key 'text', found list"),
         ("x.jsonl", b'{"text": 7}\n', "/x.jsonl:1: 'text' is int, expected a string"),
-        ("x.jsonl", b'{"text": "ab\\ud83d"}\n', "/x.jsonl:1: not text: \\ud83d at character 2 is half a pair"),
+        ("x.jsonl", b'{"text": "ab\\ud83d"}\n', "/x.jsonl:1: not text: \\ud83d at character 2 is half of "
+         "a surrogate pair"),
         ("x.json", b'{"text": "a"}\n{"text": "b"}\n', "/x.json:2: not JSON at column 1 (Extra data); "
-         "one JSON value a line is called .jsonl"),
+         "a file with one JSON value per line should be named .jsonl"),
         ("x.json", b'[{"text": "a"}, {"no": 1}]', "/x.json[1]: no key 'text' (format.text_key); it has 'no'"),
-        ("x.csv", b"a,b", f"/x.csv: no reader for this name; known: {ENDINGS}"),
+        ("x.csv", b"a,b", f"/x.csv: no reader for this kind of file; known: {ENDINGS}"),
     ],
 )  # fmt: skip
 def test_bad_content(tmp_path, name, content, expected):
@@ -185,5 +186,5 @@ def test_records_whole(tmp_path):
     for name, places in (("x.jsonl", (":1", ":2")), ("x.json", ("[0]", "[1]")), ("x.parquet", (":0", ":1"))):
         path = str(tmp_path / name)
         assert list(read_records(path)) == [(record, path + at) for record, at in zip(records, places, strict=True)]
-    with pytest.raises(DataError, match=r"rows are not read from \.txt"):
+    with pytest.raises(DataError, match=r"and \.parquet, not from \.txt"):
         list(read_records(str(tmp_path / "x.txt")))

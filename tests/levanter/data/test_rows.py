@@ -86,11 +86,13 @@ def test_packed_rows(lengths, positions, separate, weighted, most):
 def test_descriptions():
     _, tokens = tokens_of([10, 25, 3])
     assert ConcatenatedRows(tokens=tokens, positions=8, separate=True).describe() == (
-        "documents end to end, 6 tokens behind the last row left out"
+        "documents concatenated, 6 tokens after the last row dropped"
     )
     assert "padded from 38 tokens" in ConcatenatedRows(tokens=tokens, positions=64, separate=True).describe()
     packed = packed_rows(tokens, positions=16, separate=True, most=None)
-    assert packed.describe() == "whole documents, up to 2 to a row, 79.2% of the places filled, 1 longer than a row cut"
+    assert packed.describe() == (
+        "whole documents, up to 2 to a row, 79.2% of positions filled, 1 longer than a row truncated"
+    )
     assert "one to a row" in packed_rows(tokens, positions=32, separate=True, most=1).describe()
 
 

@@ -141,7 +141,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
         build_sequences(sets_of(["plain", "日本"]), SmallTokenizer(), max_length=8, vocab_size=260)
     assert str(info.value) == (
         "set0[1]: token id 261 is outside the model's vocabulary of 260; tokenizer small (264 ids) and model do not "
-        "belong together"
+        "match"
     )
 
 

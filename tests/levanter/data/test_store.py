@@ -166,7 +166,7 @@ def test_another_tokenizer_is_named(tmp_path, texts):
     with pytest.raises(StoreError) as info:
         build(config_of(tmp_path, enforce_eos=False), OtherTokenizer())
     message = str(info.value)
-    assert "was made from something else" in message and str(tmp_path / "cache" / "text" / "train") in message
+    assert "was built from something else" in message and str(tmp_path / "cache" / "text" / "train") in message
     assert "tokenizer: built with small (264 ids, hash" in message and "configured other" in message
     assert "eos: built with 2, configured None" in message
     assert "give another cache_dir, or delete this folder" in message
@@ -205,9 +205,9 @@ def test_files_that_are_cut_short_or_gone_are_named(tmp_path, texts):
     with pytest.raises(StoreError) as info:
         build(config)
     message = str(info.value)
-    assert f"{ids}: {size - 1:,} bytes, {size:,} were written" in message
-    assert f"{shards}/00004/offsets/zarr.json: is gone" in message
-    assert "token store is damaged; delete it to build it again" in message
+    assert f"{ids}: {size - 1:,} bytes, but {size:,} were written" in message
+    assert f"{shards}/00004/offsets/zarr.json: missing" in message
+    assert "token store is damaged; delete it to rebuild it" in message
 
 
 def test_flipped_bytes_are_found_when_they_are_read(tmp_path, texts):
@@ -220,13 +220,13 @@ def test_flipped_bytes_are_found_when_they_are_read(tmp_path, texts):
     again = build(config)
     first = stored.manifest.shards[0].tokens
     assert len(again.read(np.array([0]), np.array([first]))[0]) == first
-    with pytest.raises(StoreError, match=r"shards/00001/ids: tokens 0 to [0-9,]+ cannot be read, the file is damaged"):
+    with pytest.raises(StoreError, match=r"shards/00001/ids: tokens 0 to [0-9,]+ cannot be read; the file is damaged"):
         again.read(np.array([first]), np.array([5]))
     offsets = ids.parents[2] / "offsets" / "c" / "0"
     content = bytearray(offsets.read_bytes())
     content[10] ^= 0x40
     offsets.write_bytes(content)
-    with pytest.raises(StoreError, match=r"shards/00001/offsets: is damaged"):
+    with pytest.raises(StoreError, match=r"shards/00001/offsets: damaged"):
         build(config)
 
 
@@ -236,9 +236,9 @@ def test_a_damaged_manifest_is_named(tmp_path, texts):
     manifest = tmp_path / "cache" / "text" / "train" / "manifest.json"
     content = manifest.read_text()
     for damage, message in (
-        (content[:50], "is damaged"),
-        (content.replace('"version": 1', '"version": 7'), "version 1 of a token store is expected, found 7"),
-        (content.replace('"identity"', '"identty"'), "is damaged"),
+        (content[:50], "damaged"),
+        (content.replace('"version": 1', '"version": 7'), "expected version 1 of a token store, found 7"),
+        (content.replace('"identity"', '"identty"'), "damaged"),
     ):
         manifest.write_text(damage)
         with pytest.raises(DataError, match=message):
@@ -252,7 +252,7 @@ def test_a_store_without_its_sources(tmp_path, texts):
     for path in (tmp_path / "sources").iterdir():
         path.unlink()
     (one,) = resolve_training(config).sets
-    assert "its files are not here and were not compared" in str(one)
+    assert "its files are not available here and were not compared" in str(one)
     assert build(config).starts.tolist() == stored.starts.tolist()
     alone = replace(config, components={"text": DatasetComponent(cache_dir=str(tmp_path / "cache" / "text"))})
     assert build(alone).starts.tolist() == stored.starts.tolist()
@@ -305,7 +305,7 @@ def test_stores_lie_where_they_can_be_written():
 
     assert kvstore("gs://bucket/folder") == "gs://bucket/folder/"
     assert kvstore("relative/x") == {"driver": "file", "path": "relative/x/"}
-    with pytest.raises(StoreError, match="token stores lie on local disks, gs:// or s3://"):
+    with pytest.raises(StoreError, match="token stores must be on a local disk, gs:// or s3://"):
         kvstore("memory://x")
 
 

@@ -181,7 +181,7 @@ def test_packing_and_concatenation_side_by_side(tmp_path):
     rows = by_name["cut"].take(np.arange(len(by_name["cut"])))
     assert (rows.tokens != 0).all()
     lines = "\n".join(data.describe())
-    assert "whole documents, one to a row" in lines and "documents end to end" in lines
+    assert "whole documents, one to a row" in lines and "documents concatenated" in lines
 
 
 def test_documents_may_see_each_other():
@@ -284,13 +284,13 @@ def test_everything_that_is_wrong_is_listed(tmp_path):
     for expected in (
         "data.components.gone.source.train_urls: ",
         "b.txt: no such file; did you mean a.txt?",
-        "data.components.only_validation: has weight in data.train_weights and no training data",
+        "data.components.only_validation: has a weight in data.train_weights but no training data",
         "data.components.nothing: has no source, and there is no finished token store in cache/nothing/train",
-        "data.train_weights: the stage at step 0 is behind one at step 0",
+        "data.train_weights: the stage at step 0 comes after one at step 0",
         "data.train_weights: no weight is positive from step 9 on",
         "data.num_validation_sequences: 'god' is not a component (components: gone, good, ",
         "data.max_train_batches.good: must not be negative",
-        "data.target_budget and data.experiment_budget: give both or none",
+        "data.target_budget and data.experiment_budget: give both or neither",
         "data.mixture_block_size must be at least 1, got 0",
     ):
         assert expected in message, expected
@@ -338,7 +338,7 @@ def test_sets_without_text_and_ids_out_of_range():
         )
     with pytest.raises(DataError, match="nothing is left to train on"):
         build(config_of({"a": 4}, num_validation_sequences={"a": 4}))
-    with pytest.raises(DataError, match=r"max_train_batches.a: 9 batches of 4 rows; there are 4 rows, 1 batches"):
+    with pytest.raises(DataError, match=r"max_train_batches.a: 9 batches of 4 rows each; there are 4 rows, 1 batches"):
         build(config_of({"a": 4}, max_train_batches={"a": 9}))
     with pytest.raises(ValueError, match="train_seq_len must be at least 2"):
         build(config_of({"a": 4}), positions=1)
@@ -369,7 +369,7 @@ def test_fingerprints_tell_data_apart():
 
 def test_the_order_is_described():
     for shuffle, expected in (
-        (False, "rows in the order of their documents"),
+        (False, "rows in document order"),
         (True, "all rows shuffled (feistel)"),
         (100, "rows shuffled within eras of 100 (feistel)"),
         (BlockShuffleConfig(), "blocks of 256 rows shuffled, then rows within 512 blocks (feistel)"),
@@ -380,9 +380,11 @@ def test_the_order_is_described():
 
 def test_notes_name_what_is_not_used(tmp_path):
     config = config_of({"a": 4, "b": 4}, train_weights={"a": 1.0, "b": 0.0})
-    assert "data.components.b: no weight in data.train_weights, not trained on" in resolve_training(config).notes
+    assert (
+        "data.components.b: no weight in data.train_weights, so it is not trained on" in resolve_training(config).notes
+    )
     without = replace(
         config_of({"a": 4}),
         components={**config_of({"a": 4}).components, "v": DirectDatasetComponent(datasets={"validation": ["x"]})},
     )
-    assert "data.components.v: no training data, not trained on" in resolve_training(without).notes
+    assert "data.components.v: no training data, so it is not trained on" in resolve_training(without).notes

@@ -16,7 +16,7 @@ from levanter.compat.hf.errors import CheckpointError, UnknownModelError, raise_
 from levanter.layers.rotary import Llama3RotaryConfig
 
 ARCHITECTURES = ("llama",)
-"""What is read: other families lay out queries and keys otherwise."""
+"""Supported architectures: other families lay out queries and keys differently."""
 
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -36,7 +36,7 @@ _MUST_BE_ABSENT = {
     "logit_scale": "scaled logits",
     "residual_scale": "scaled residuals",
     "embedding_scale": "scaled embeddings",
-    "attention.scale": "attention scaled in another way",
+    "attention.scale": "attention with a non-standard scale",
 }
 _YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
@@ -78,7 +78,7 @@ def hf_document(file: GgufFile) -> dict[str, Any]:
         problems.append("metadata key 'attention.layer_norm_rms_epsilon' is missing")
     for key, what in _MUST_BE_ABSENT.items():
         if keys.pop(key, 0):
-            problems.append(f"metadata key {key!r} is set: {what} are not read")
+            problems.append(f"metadata key {key!r} is set: {what} are not supported")
     if "token_embd.weight" in file.tensors:
         document["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     else:
@@ -133,7 +133,7 @@ def _rope(
         kind, factor = "linear", linear
     if "rope_freqs.weight" in file.tensors:
         if kind not in (None, "none"):
-            problems.append(f"rope.scaling.type is {kind!r}, and there is rope_freqs.weight besides")
+            problems.append(f"rope.scaling.type is {kind!r}, and there is rope_freqs.weight as well")
         return _llama3(file, float(theta), head_size, original, problems)
     if kind in (None, "none") or (kind == "linear" and factor in (None, 1.0)):
         return {"rope_type": "default", "rope_theta": theta}

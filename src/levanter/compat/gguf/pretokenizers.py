@@ -85,8 +85,8 @@ def pre_tokenizer(name: str | None) -> PreTokenizer:
     known = ", ".join(PRE_TOKENIZERS)
     if name is None:
         raise ValueError(
-            f"tokenizer.ggml.pre is missing, so how text is cut before BPE is not known (one of: {known}); "
-            "files made before May 2024 lack it and must be made again"
+            f"tokenizer.ggml.pre is missing, so the pretokenizer is unknown (one of: {known}); files made before May "
+            "2024 lack it and must be converted again"
         )
     if name not in PRE_TOKENIZERS:
         close = nearest(name, PRE_TOKENIZERS)

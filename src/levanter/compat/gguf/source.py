@@ -23,7 +23,7 @@ from levanter.compat.hf.readers import LocalFile
 from levanter.compat.hf.regions import read_region
 
 CHUNK_NUMBERS = 1 << 20
-"""Numbers dequantized at a time."""
+"""Elements dequantized at a time."""
 
 _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
@@ -84,7 +84,7 @@ class GgufSource:
             if name is None:
                 close = nearest(stored.name.split(".")[-2] if "." in stored.name else stored.name, _NAMES)
                 hint = f" (nearest known part: {close[0]})" if close else ""
-                problems.append(f"tensor {stored.name!r} has no place in a llama model{hint}")
+                problems.append(f"tensor {stored.name!r} does not belong to a llama model{hint}")
                 continue
             if stored.kind not in readable:
                 readable[stored.kind] = stored.kind in _PLAIN or _can_dequantize(stored)

@@ -56,7 +56,9 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     wrong = [pair for pair in merges if len(pair) != 2 or not all(t in vocabulary for t in (*pair, "".join(pair)))]
     if wrong:
-        raise ValueError(f"{len(wrong)} of its {len(merges)} merges are of tokens it does not have, as {wrong[0]}")
+        raise ValueError(
+            f"{len(wrong)} of its {len(merges)} merges refer to tokens it does not have, such as {wrong[0]}"
+        )
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rules.whole_words))
     built.pre_tokenizer = rules.build()
     steps = [step for step in (rules.normalizer(), _prefix(file)) if step is not None]

@@ -92,7 +92,8 @@ def family_for(config: LmConfig) -> Family[Any]:
     if type(config) is family.config_class and family.config_json:
         return family
     raise ValueError(
-        f"{type(config).__name__} has no Hugging Face form; families that have: {', '.join(family_names())}"
+        f"{type(config).__name__} cannot be written as a Hugging Face config; families that can:  "
+        f"{', '.join(family_names())}"
     )
 
 
@@ -137,7 +138,9 @@ def check_tensors(
     for expected in expected_tensors(bridged.config):
         problems += _shape_problems(expected, tensors)
     problems += _dtype_problems(document, tensors)
-    raise_if(ConfigMismatchError, where, problems, suggestion="config.json and the weights are not of one model")
+    raise_if(
+        ConfigMismatchError, where, problems, suggestion=("config.json and the weights do not belong to the same model")
+    )
 
 
 def _shape_problems(expected: ExpectedTensor, tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -205,9 +208,9 @@ def check_model_block(
         problems += _compare(f"{block_name}.{name}", block[name], _effective(config, name), where)
     raise_if(
         ConfigMismatchError,
-        f"{block_name}: against {where}",
+        f"{block_name}: contradicts {where}",
         problems,
-        suggestion="remove these keys to take the checkpoint's own",
+        suggestion="remove these keys to use the checkpoint's own",
     )
 
 

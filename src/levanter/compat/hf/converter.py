@@ -78,7 +78,7 @@ class HFCheckpointConverter:
         ignore_prefix: str | None = None,
     ):
         if feature_extractor is not None:
-            raise ValueError("feature_extractor: models of text have none")
+            raise ValueError("feature_extractor: text models have none")
         self.LevConfigClass, self.HfConfigClass = LevConfigClass, HfConfigClass
         self.reference_checkpoint, self.trust_remote_code = reference_checkpoint, trust_remote_code
         self.config_overrides, self.ignore_prefix = dict(config_overrides or {}), ignore_prefix
@@ -231,7 +231,7 @@ class HFCheckpointConverter:
         if resize_vocab_to_match_tokenizer and self.Vocab.size != Vocab.size:
             raise ValueError(
                 f"resize_vocab_to_match_tokenizer: the tokenizer has {self.Vocab.size} ids, {checkpoint.description} "
-                f"has {Vocab.size} rows; leave it out, rows beyond the tokenizer's ids do no harm"
+                f"has {Vocab.size} rows; leave it out; rows beyond the tokenizer's ids do no harm"
             )
         mesh, mapping = _placement(axis_mapping)
         module = abstract(lambda: architecture.build(Vocab, key=jax.random.PRNGKey(0)))
@@ -266,7 +266,7 @@ class HFCheckpointConverter:
             "generation_config": generation_config,
         }
         if asked := [name for name, value in refused.items() if value]:
-            raise ValueError(f"{', '.join(asked)}: not supported; the folder has config.json, weights and tokenizer")
+            raise ValueError(f"{', '.join(asked)}: not supported; the folder gets config.json, weights and tokenizer")
         assert isinstance(model.config, LmConfig)
         export(
             model,
@@ -280,14 +280,14 @@ class HFCheckpointConverter:
     def _reference(self, ref: Reference | None) -> Reference:
         found = self.reference_checkpoint if ref is None else ref
         if found is None:
-            raise ValueError("no checkpoint is named: give ref, or reference_checkpoint to the converter")
+            raise ValueError("no checkpoint is given: pass ref, or give the converter a reference_checkpoint")
         return found
 
     def _architecture(self, checkpoint: PretrainedCheckpoint, config: LmConfig | None) -> LmConfig:
         own = read_config({**checkpoint.document, **self.config_overrides}, where=checkpoint.where).config
         if self.LevConfigClass is not None and not isinstance(own, self.LevConfigClass):
             raise ValueError(
-                f"{checkpoint.description} is a {type(own).__name__}, the converter is for "
+                f"{checkpoint.description} is a {type(own).__name__}, but the converter is for "
                 f"{self.LevConfigClass.__name__}; HFCheckpointConverter.from_hf finds the right one"
             )
         if config is None:
@@ -325,7 +325,7 @@ def _placement(axis_mapping: Mapping[str, Any] | None) -> tuple[Mesh, Mapping[st
         first = local_devices(MeshConfig()).devices[:1]
         return MeshSpec.of(data=1).build(first), {}
     if isinstance(mesh, AbstractMesh):
-        raise ValueError("load_pretrained: the mesh in scope has no devices, so no weight can be put there")
+        raise ValueError("load_pretrained: the mesh in scope has no devices, so weights cannot be placed on it")
     return mesh, compute_mapping_in_scope() if axis_mapping is None else axis_mapping
 
 

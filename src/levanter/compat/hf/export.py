@@ -316,5 +316,5 @@ def _check(place: ExportPlace, plan: Iterable[OutTensor]) -> None:
     wrong = [t.name for t in plan if t.name not in found or found[t.name].shape != t.shape]
     if wrong:
         raise CheckpointError(
-            place.name, f"after writing, {len(wrong)} tensors do not read back: {', '.join(wrong[:5])}"
+            place.name, f"{len(wrong)} tensors do not read back as they were written: {', '.join(wrong[:5])}"
         )

@@ -24,7 +24,7 @@ REPLACED = ".replaced"
 MARK = "export.incomplete"
 CONFIG = "config.json"
 UPLOAD_BYTES = 32 << 20
-"""What is sent to an object store at once."""
+"""Bytes sent to an object store at once."""
 
 
 class ExportPathError(CheckpointError):
@@ -243,4 +243,4 @@ class RemotePlace:
 
 def taken(name: str) -> ExportPathError:
     """The error for a place where something is."""
-    return ExportPathError(name, "it exists already", suggestion="name another folder, or allow it to be replaced")
+    return ExportPathError(name, "it exists already", suggestion="choose another folder, or allow it to be replaced")

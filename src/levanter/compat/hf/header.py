@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
 
 MAX_AXES = 32
-"""As many as NumPy can hold with room to spare; a longer shape is damage."""
+"""Safely below NumPy's limit; a longer shape is a sign of damage."""
 
 FIRST_READ_BYTES = 64 << 10
 
@@ -56,7 +56,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         )
     }
 )
-"""safetensors dtype names that fill whole bytes."""
+"""safetensors dtypes whose elements fill complete bytes."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def header_length(first_bytes: bytes, *, file: str, size: int) -> int:
     if len(first_bytes) < 8 or size < 8:
         raise CorruptFileError(
             file,
-            f"corrupt safetensors header: the file has {size} bytes, fewer than the 8 of its header's length",
+            f"corrupt safetensors header: the file has {size} bytes, fewer than the 8 that give the length of its "
+            "header",
             suggestion=_AGAIN,
         )
     (length,) = struct.unpack("<Q", first_bytes[:8])
@@ -120,7 +121,7 @@ def header_length(first_bytes: bytes, *, file: str, size: int) -> int:
     return length
 
 
-_AGAIN = "download or copy the file again; it is not what was written"
+_AGAIN = "download or copy the file again; its bytes are not those that were written"
 
 
 def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
@@ -165,7 +166,7 @@ def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:
 
 def _entry(name: str, value: object, data_start: int, problems: list[str]) -> TensorEntry | None:
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        problems.append(f"tensor {name!r}: needs dtype, shape and data_offsets, has {value!r:.80}")
+        problems.append(f"tensor {name!r}: expected dtype, shape and data_offsets, got {value!r:.80}")
         return None
     shape, offsets = value["shape"], value["data_offsets"]
     if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES:
@@ -196,7 +197,7 @@ def _layout_problems(entries: list[TensorEntry], data_start: int, size: int) -> 
     if cut:
         problems.append(
             f"truncated: the file has {size} bytes, its header describes {max(entry.stop for entry in cut)}; "
-            f"{len(cut)} of {len(entries)} tensors are cut, the first is {cut[0].name!r}"
+            f"{len(cut)} of {len(entries)} tensors are truncated, the first is {cut[0].name!r}"
         )
     at, previous = data_start, None
     for entry in entries:

@@ -44,7 +44,7 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
         info = HfApi().model_info(repo_id, revision=revision, timeout=ASK_SECONDS)
     except GatedRepoError as error:
         raise MissingFileError(
-            name, "the Hub gives this repository only to those who accepted its terms", suggestion="hf auth login"
+            name, "this repository is gated: its terms must be accepted on the Hub first", suggestion="hf auth login"
         ) from error
     except RevisionNotFoundError as error:
         raise MissingFileError(name, f"the Hub has the repository, but no revision {revision!r}") from error
@@ -52,7 +52,9 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
         raise MissingFileError(
             name,
             "the Hub has no such repository (or it is private)",
-            suggestion="check the spelling; a local folder is written ./name; private ones need `hf auth login`",
+            suggestion=(
+                "check the spelling; a local folder is written ./name; private repositories need `hf auth login`"
+            ),
         ) from error
     except network_errors() as error:
         return _cached(repo_id, revision, name, str(error).split("\n")[0])
@@ -83,8 +85,8 @@ def _cached(repo_id: str, revision: str | None, name: str, reason: str) -> Local
     except LocalEntryNotFoundError as error:
         raise UnreachableError(
             name,
-            f"it is not in the Hub's local cache, and the Hub cannot be asked ({reason})",
-            suggestion="download it where there is a network, or name a local folder (./name)",
+            f"it is not in the Hub's local cache, and the Hub cannot be reached ({reason})",
+            suggestion="download it where there is a network, or give a local folder (./name)",
         ) from error
 
 
@@ -164,7 +166,7 @@ class HubFile:
             return self._cached_file.size
         size = with_retry(lambda: get_hf_file_metadata(self._url, timeout=ASK_SECONDS).size, what=self.name)
         if size is None:
-            raise CorruptFileError(self.name, "the Hub does not tell the file's size")
+            raise CorruptFileError(self.name, "the Hub does not report the file's size")
         return size
 
     def peek(self, start: int, stop: int) -> bytes:

@@ -81,14 +81,14 @@ def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple
             return tuple(found)
         raise MissingFileError(
             repository.name,
-            f"there is no {INDEX}, and the shards do not make one set: {', '.join(found[:_LISTED])}",
+            f"there is no {INDEX}, and the shards do not form one set: {', '.join(found[:_LISTED])}",
             suggestion="the download or copy of the checkpoint is not complete",
         )
     if found:
         raise CheckpointError(
             repository.name,
-            f"there is neither {SINGLE} nor {INDEX}, and more than one other: {', '.join(found[:_LISTED])}",
-            suggestion=f"rename the one that is meant to {SINGLE}",
+            f"there is neither {SINGLE} nor {INDEX}but several other files:  {', '.join(found[:_LISTED])}",
+            suggestion=f"rename the intended one to {SINGLE}",
         )
     pickles = sorted(file for file in repository.files if file.endswith(_PICKLES))
     if pickles and not allow_pickle:
@@ -101,17 +101,17 @@ def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple
     if pickles:
         raise UnsafeCheckpointError(
             repository.name,
-            f"its weights are pickle files ({', '.join(pickles[:_LISTED])}); allow_pickle accepts the risk, but there "
-            "is no reader for them here (it would need torch)",
+            f"its weights are pickle files ({', '.join(pickles[:_LISTED])}); allow_pickle accepts the risk, but this "
+            "project has no reader for them (it would need torch)",
             suggestion=_CONVERT,
         )
     present = ", ".join(sorted(repository.files)[:_LISTED]) or "nothing"
-    raise MissingFileError(repository.name, f"there are no weights ({SINGLE} or {INDEX}); it holds {present}")
+    raise MissingFileError(repository.name, f"there are no weights ({SINGLE} or {INDEX}); it has {present}")
 
 
 def _weight_map(repository: Repository) -> Mapping[str, str]:
     where = repository.where(INDEX)
-    document = read_json(repository, INDEX, purpose="which tensor is in which file")
+    document = read_json(repository, INDEX, purpose="it maps tensors to files")
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptFileError(where, "it has no weight_map")

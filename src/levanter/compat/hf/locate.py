@@ -12,7 +12,7 @@ from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository, require_file
 
 OFFLINE = "LEVANTER_OFFLINE"
-"""Where this environment variable is 1, nothing is fetched: what is in no cache here cannot be reached."""
+"""With this environment variable set to 1 nothing is downloaded; only cached files are available."""
 _LOCAL_SCHEMES = ("memory://", "file://", "local://")
 _FILES = (".gguf", ".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 

@@ -63,7 +63,7 @@ def _download(ref: RepoRef, folder: Path) -> Path:
         raise UnreachableError(ref, f"pip did not finish the download in {DOWNLOAD_SECONDS} seconds") from None
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["it said nothing"]
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["it printed nothing"]
         raise UnreachableError(ref, f"pip cannot download {wanted} ({lines[-1].strip()})")
     return wheels[0]
 

@@ -189,7 +189,7 @@ class RemoteFile:
         except FileNotFoundError:
             raise MissingFileError(self.name, "there is no such file") from None
         if size is None:
-            raise CorruptFileError(self.name, "the server does not tell the file's size, so ranges cannot be read")
+            raise CorruptFileError(self.name, "the server does not report the file's size, so ranges cannot be read")
         return int(size)
 
     def _part(self, start: int, buffer: memoryview) -> None:

@@ -177,7 +177,9 @@ class RemoteFolder:
     def local_path(self, file: str) -> Path:
         """Refuses: such a file must be copied to a local disk first."""
         raise CheckpointError(
-            self.where(file), "this kind of file must be on a local disk", suggestion="copy it, and name the copy"
+            self.where(file),
+            "this kind of file must be on a local disk",
+            suggestion="copy it to a local disk and give the copy",
         )
 
 

@@ -49,7 +49,9 @@ class SafetensorsSource:
             self.metadata.update(header.metadata)
             for entry in header.tensors:
                 if entry.name in self._entries:
-                    twice.append(f"tensor {entry.name!r} is in {self._entries[entry.name][0]} and in {header.file}")
+                    twice.append(
+                        f"tensor {entry.name!r} is both in {self._entries[entry.name][0]} and in {header.file}"
+                    )
                 self._entries[entry.name] = (header.file, entry)
         raise_if(CorruptFileError, ", ".join(self.readers), twice)
         self._tensors = MappingProxyType(

@@ -135,7 +135,7 @@ def of_transformers(given: "PreTrainedTokenizerBase") -> FastTokenizer:
     """
     backend = getattr(given, "backend_tokenizer", None)
     if backend is None:
-        raise TypeError(f"tokenizer: expected a fast tokenizer of transformers, a name or a folder, got {given!r}")
+        raise TypeError(f"tokenizer: expected a transformers fast tokenizer, a name or a folder, got {given!r}")
     ids = {f"{role}_id": getattr(given, f"{role}_token_id") for role in _ROLES}
     return FastTokenizer(json.loads(backend.to_str()), name=str(given.name_or_path), **ids)
 
@@ -155,7 +155,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
         definition = _convert(repository)
     else:
         raise MissingFileError(
-            repository.name, f"there is no tokenizer ({file}); it holds {', '.join(sorted(repository.files)[:8])}"
+            repository.name, f"there is no tokenizer ({file}); it has {', '.join(sorted(repository.files)[:8])}"
         )
     return FastTokenizer(definition, name=repository.name, **_roles(repository, definition))
 
@@ -217,6 +217,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, where: object) ->
     raise ConfigMismatchError(
         where,
         f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}: "
-        f"ids {vocab_size} to {tokenizer.vocab_size - 1} have no embedding",
+        f"ids {vocab_size} to {tokenizer.vocab_size - 1} have no embeddings",
         suggestion="use the tokenizer that belongs to the model",
     )

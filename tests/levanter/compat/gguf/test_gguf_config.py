@@ -128,7 +128,7 @@ def test_everything_wrong_is_listed_together(tmp_path):
         "  [1] metadata key 'feed_forward_length' is [96, 97], expected one number for all layers\n"
         "  [2] metadata key 'block_count' is missing\n"
         "  [3] metadata key 'attention.layer_norm_rms_epsilon' is missing\n"
-        "  [4] metadata key 'expert_count' is set: mixture-of-experts models are not read"
+        "  [4] metadata key 'expert_count' is set: mixture-of-experts models are not supported"
     )
 
 
@@ -152,5 +152,5 @@ def test_other_architectures(tmp_path):
 def test_keys_that_nobody_knows_are_findings(tmp_path):
     found = bridged(tmp_path, metadata={"llama.attention.temperature_scale": 0.5})
     assert [str(each) for each in found.findings] == [
-        "llama.attention.temperature_scale: 0.5: not understood; it is ignored, and the numbers differ if it matters"
+        "llama.attention.temperature_scale: 0.5: not understood and ignored; the results will differ if it matters"
     ]

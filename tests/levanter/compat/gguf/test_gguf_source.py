@@ -124,8 +124,8 @@ def test_tensors_without_a_place(tmp_path):
     assert str(caught.value) == (
         f"{path}: 3 problems:\n"
         "  [1] tensor 'blk.1.attn_k.weight' has 30 rows for 2 heads\n"
-        "  [2] tensor 'blk.0.attn_qq.weight' has no place in a llama model (nearest known part: attn_q)\n"
-        "  [3] tensor 'blk.0.ffn_gate_exps.weight' has no place in a llama model (nearest known part: ffn_gate)"
+        "  [2] tensor 'blk.0.attn_qq.weight' does not belong to a llama model (nearest known part: attn_q)\n"
+        "  [3] tensor 'blk.0.ffn_gate_exps.weight' does not belong to a llama model (nearest known part: ffn_gate)"
     )
 
 
@@ -136,7 +136,7 @@ def test_files_that_cannot_be_read(tmp_path):
     path.write_bytes(b"PK\x03\x04 not this")
     with pytest.raises(CorruptFileError) as caught:
         open_gguf(path)
-    assert str(caught.value) == f"{path}: it is not a GGUF file: it begins with b'PK\\x03\\x04', not b'GGUF'"
+    assert str(caught.value) == f"{path}: it is not a GGUF file: it starts with b'PK\\x03\\x04', not b'GGUF'"
     write_gguf(path, kind=Kind.Q4_1)
     content = path.read_bytes()
     for size in (4, 20, 400, len(content) // 2, len(content) - 1000):

@@ -137,8 +137,8 @@ def test_unknown_pre_tokenizers(tmp_path):
         f"tokenizer.ggml.pre 'smolm' is not one of: {known}; did you mean smollm?"
     )
     assert refusal(tmp_path, metadata_of(byte_level_tokenizer(), pre=...)) == (
-        f"tokenizer.ggml.pre is missing, so how text is cut before BPE is not known (one of: {known}); files made "
-        "before May 2024 lack it and must be made again"
+        f"tokenizer.ggml.pre is missing, so the pretokenizer is unknown (one of: {known}); files made before May 2024 "
+        "lack it and must be converted again"
     )
     assert pre_tokenizer("qwen2").nfc
 
@@ -158,7 +158,7 @@ def test_tokenizers_that_contradict_themselves(tmp_path):
     )
     merges = [*metadata["tokenizer.ggml.merges"], "q zz"]
     assert refusal(tmp_path, metadata | {"tokenizer.ggml.merges": merges}) == (
-        f"1 of its {len(merges)} merges are of tokens it does not have, as ('q', 'zz')"
+        f"1 of its {len(merges)} merges refer to tokens it does not have, such as ('q', 'zz')"
     )
 
 

@@ -134,7 +134,10 @@ def test_everything_wrong_in_a_config_is_listed_together():
             "field 'quantization_config' is {'quant_method': 'gptq'}: quantized weights are not read; "
             "dequantize the checkpoint first",
         ),
-        ({"rope_interleaved": True}, "field 'rope_interleaved' is True: interleaved rotary pairs are another layout"),
+        (
+            {"rope_interleaved": True},
+            "field 'rope_interleaved' is True: interleaved rotary pairs need a different layout",
+        ),
         ({"sliding_window": 4096}, "field 'sliding_window' is 4096: this Llama does not have it, so the model is of"),
         ({"num_local_experts": 8}, "field 'num_local_experts' is 8: this Llama does not have it"),
         ({"logits_scaling": 8.0}, "field 'logits_scaling' is 8.0: this Llama does not have it"),
@@ -150,10 +153,10 @@ def test_fields_that_nobody_knows_are_reported():
     document = CONFIG | {"attention_dropout": 0.1, "frobnicate": 3, "pretraining_tp": 2, "_private": 1, "prefix": "x"}
     document |= {"architectures": ["LlamaForSequenceClassification"]}
     assert [str(finding) for finding in read_config(document).findings] == [
-        "attention_dropout: 0.1: dropout is left out (it matters in training only)",
-        "pretraining_tp: 2: matmuls are not split by it here, so sums round a little otherwise",
+        "attention_dropout: 0.1: dropout is ignored (it matters only in training)",
+        "pretraining_tp: 2: matmuls are not split by it here, so sums round slightly differently",
         "architectures: ['LlamaForSequenceClassification']: read as LlamaForCausalLM",
-        "frobnicate: 3: not understood; it is ignored, and the numbers differ if it matters",
+        "frobnicate: 3: not understood and ignored; the results will differ if it matters",
     ]
 
 
@@ -193,7 +196,7 @@ def test_every_shape_that_disagrees_is_listed_together():
         "[64, 32] (intermediate_size 64 by hidden_size 32)\n"
         "  [6] tensor 'model.layers.0.mlp.down_proj.weight' (and 1 more) has shape [32, 48], config.json says "
         "[32, 64] (hidden_size 32 by intermediate_size 64)\n"
-        "  → config.json and the weights are not of one model"
+        "  → config.json and the weights do not belong to the same model"
     )
 
 
@@ -209,7 +212,7 @@ def test_dtypes_that_disagree(key):
         "m/config.json: 2 problems:\n"
         "  [1] tensor 'model.layers.1.mlp.up_proj.weight' has dtype int8: quantized or packed weights are not read\n"
         f"  [2] tensor 'model.embed_tokens.weight' has dtype float16, config.json says {key} bfloat16\n"
-        "  → config.json and the weights are not of one model"
+        "  → config.json and the weights do not belong to the same model"
     )
 
 
@@ -230,12 +233,12 @@ def test_a_model_block_that_disagrees_names_both_sides():
     with pytest.raises(ConfigMismatchError) as caught:
         check_model_block(block, read_config(LLAMA32_1B).config, where="meta-llama/Llama-3.2-1B/config.json")
     assert str(caught.value) == (
-        "model: against meta-llama/Llama-3.2-1B/config.json: 4 problems:\n"
+        "model: contradicts meta-llama/Llama-3.2-1B/config.json: 4 problems:\n"
         "  [1] model.hidden_dim is 4096, meta-llama/Llama-3.2-1B/config.json says 2048\n"
         "  [2] model.tie_word_embeddings is False, meta-llama/Llama-3.2-1B/config.json says True\n"
         "  [3] model.rope.type is 'default', meta-llama/Llama-3.2-1B/config.json says 'llama3'\n"
         "  [4] model.rope.theta is 10000.0, meta-llama/Llama-3.2-1B/config.json says 500000.0\n"
-        "  → remove these keys to take the checkpoint's own"
+        "  → remove these keys to use the checkpoint's own"
     )
     with pytest.raises(ConfigMismatchError, match=r"model\.type is 'gpt2', the checkpoint's model is 'llama'"):
         check_model_block({"type": "gpt2"}, read_config(LLAMA32_1B).config)

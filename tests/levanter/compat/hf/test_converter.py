@@ -114,7 +114,7 @@ def test_a_tokenizer_of_transformers_serves_too(converter, folder):
     back = as_transformers(other.tokenizer)
     assert isinstance(back, PreTrainedTokenizerFast)
     assert back(text, add_special_tokens=False)["input_ids"] == theirs.encode(text, add_special_tokens=False)
-    with pytest.raises(TypeError, match="expected a fast tokenizer of transformers, a name or a folder, got 3"):
+    with pytest.raises(TypeError, match="expected a transformers fast tokenizer, a name or a folder, got 3"):
         _ = converter.replaced(tokenizer=3).tokenizer
 
 
@@ -132,13 +132,13 @@ def test_what_is_saved_is_what_was_loaded(converter, folder, tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda c: HFCheckpointConverter().load_pretrained(), ValueError, "no checkpoint is named"),
+        (lambda c: HFCheckpointConverter().load_pretrained(), ValueError, "no checkpoint is given"),
         (lambda c: HFCheckpointConverter(feature_extractor="x"), ValueError, "feature_extractor"),
         (lambda c: c.replaced(feature_extractor="x"), ValueError, "feature_extractor"),
         (
             lambda c: HFCheckpointConverter(QwenConfig, c.reference_checkpoint).load_pretrained(),
             ValueError,
-            "is a LlamaConfig, the converter is for QwenConfig",
+            "is a LlamaConfig, but the converter is for QwenConfig",
         ),
         (
             lambda c: c.load_pretrained(resize_vocab_to_match_tokenizer=True),

@@ -118,7 +118,7 @@ def test_a_taken_place_is_refused_and_a_failed_export_leaves_no_half(tmp_path, m
     told = []
     folder = export(model, config, tmp_path / "out", progress=lambda *at: told.append(at))
     assert told[-1][0] == told[-1][1] > 0
-    with pytest.raises(ExportPathError, match=r"out: it exists already\n  → name another folder"):
+    with pytest.raises(ExportPathError, match=r"out: it exists already\n  → choose another folder"):
         export(model, config, folder)
     before = (folder / "model.safetensors").read_bytes()
 

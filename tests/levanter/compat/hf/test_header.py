@@ -12,7 +12,7 @@ from levanter.compat.hf.errors import CorruptFileError
 from levanter.compat.hf.header import read_header
 from levanter.compat.hf.readers import LocalFile
 
-AGAIN = "\n  → download or copy the file again; it is not what was written"
+AGAIN = "\n  → download or copy the file again; its bytes are not those that were written"
 
 
 def write(path, header, data: bytes = b"", *, length: int | None = None):
@@ -43,7 +43,7 @@ def f32(begin, end, *shape):
         ({"a": f32(8, 0, -2)}, 8, "tensor 'a': shape [-2] is not a list of sizes"),
         ({"a": f32(0, 4, 2**62, 2**62)}, 4, None),
         ({"a": {**f32(0, 8, 2), "data_offsets": [0]}}, 8, "tensor 'a': data_offsets [0] is not [begin, end]"),
-        ({"a": {"dtype": "F32"}}, 0, "tensor 'a': needs dtype, shape and data_offsets, has {'dtype': 'F32'}"),
+        ({"a": {"dtype": "F32"}}, 0, "tensor 'a': expected dtype, shape and data_offsets, got {'dtype': 'F32'}"),
         ([1], 0, "corrupt safetensors header: it is not a JSON object" + AGAIN),
     ],
 )
@@ -73,8 +73,8 @@ def test_everything_wrong_is_listed_together(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "the file has 0 bytes, fewer than the 8 of its header's length"),
-        (b"\x01\x02", "the file has 2 bytes, fewer than the 8 of its header's length"),
+        (b"", "the file has 0 bytes, fewer than the 8 that give the length of its header"),
+        (b"\x01\x02", "the file has 2 bytes, fewer than the 8 that give the length of its header"),
         (struct.pack("<Q", 10**12) + b"{}", "it claims to be 1000000000000 bytes long (the format allows 100000000)"),
         (struct.pack("<Q", 500) + b"{}", "it claims to be 500 bytes long in a file of 10 bytes"),
     ],
@@ -111,7 +111,7 @@ def test_a_truncated_file_says_what_is_cut(tmp_path):
     path.write_bytes(path.read_bytes()[:-40])
     assert refusal(path) == (
         f"truncated: the file has {size - 40} bytes, its header describes {size}; "
-        "1 of 2 tensors are cut, the first is 'b'" + AGAIN
+        "1 of 2 tensors are truncated, the first is 'b'" + AGAIN
     )
 
 

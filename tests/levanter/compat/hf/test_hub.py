@@ -153,7 +153,7 @@ def test_what_is_not_on_the_hub(hub, library):
         open_checkpoint("org/absent")
     assert str(caught.value) == (
         "org/absent: the Hub has no such repository (or it is private)\n"
-        "  → check the spelling; a local folder is written ./name; private ones need `hf auth login`"
+        "  → check the spelling; a local folder is written ./name; private repositories need `hf auth login`"
     )
     with pytest.raises(MissingFileError) as caught:
         open_checkpoint("org/tiny/model.gguf")
@@ -169,7 +169,7 @@ def test_without_a_network_and_a_cache(library, offline):
         open_checkpoint("org/tiny")
     reason = r"HF_HUB_OFFLINE is set" if offline else r".*[Cc]onnect.*"
     assert re.fullmatch(
-        rf"org/tiny: it is not in the Hub's local cache, and the Hub cannot be asked \({reason}\)\n"
-        r"  → download it where there is a network, or name a local folder \(\./name\)",
+        rf"org/tiny: it is not in the Hub's local cache, and the Hub cannot be reached \({reason}\)\n"
+        r"  → download it where there is a network, or give a local folder \(\./name\)",
         str(caught.value),
     )

@@ -126,11 +126,11 @@ def test_damaged_shards_are_reported_together(tmp_path):
     found = refusal(folder, CorruptFileError)
     assert found == (
         "2 of 3 files: 2 problems:\n"
-        f"  [1] CKPT/{first.name}: corrupt safetensors header: the file has 0 bytes, fewer than the 8 of its "
-        "header's length\n"
+        f"  [1] CKPT/{first.name}: corrupt safetensors header: the file has 0 bytes, fewer than the 8 that give the "
+        "length of its header\n"
         f"  [2] CKPT/{second.name}: corrupt safetensors header: it claims to be 18446744073709551615 bytes long "
         "(the format allows 100000000)\n"
-        "  → download or copy the file again; it is not what was written"
+        "  → download or copy the file again; its bytes are not those that were written"
     )
 
 
@@ -142,8 +142,8 @@ def test_pickle_files_are_refused(tmp_path):
         f"CKPT: its weights are pickle files ({names}); reading them can run any code, so they are refused{CONVERT}"
     )
     assert refusal(tmp_path, UnsafeCheckpointError, allow_pickle=True) == (
-        f"CKPT: its weights are pickle files ({names}); allow_pickle accepts the risk, but there is no reader for "
-        f"them here (it would need torch){CONVERT}"
+        f"CKPT: its weights are pickle files ({names}); allow_pickle accepts the risk, but this project has no reader "
+        f"for them (it would need torch){CONVERT}"
     )
 
 
@@ -155,14 +155,14 @@ def test_safetensors_win_over_pickle(tmp_path):
 
 def test_unusual_names(tmp_path):
     assert refusal(tmp_path, MissingFileError) == (
-        f"CKPT: there are no weights (model.safetensors or {INDEX}); it holds nothing"
+        f"CKPT: there are no weights (model.safetensors or {INDEX}); it has nothing"
     )
     save_file({"a": np.zeros(2, np.float32)}, tmp_path / "consolidated.safetensors")
     assert set(open_weights(LocalFolder(tmp_path)).tensors) == {"a"}
     save_file({"b": np.zeros(2, np.float32)}, tmp_path / "other.safetensors")
     assert refusal(tmp_path, CheckpointError) == (
-        f"CKPT: there is neither model.safetensors nor {INDEX}, and more than one other: consolidated.safetensors, "
-        "other.safetensors\n  → rename the one that is meant to model.safetensors"
+        f"CKPT: there is neither model.safetensors nor {INDEX}but several other files:  consolidated.safetensors, "
+        "other.safetensors\n  → rename the intended one to model.safetensors"
     )
 
 
@@ -172,6 +172,6 @@ def test_shards_without_an_index(tmp_path):
     assert set(open_weights(LocalFolder(folder)).tensors) == set(tensors())
     (folder / "model-00003-of-00003.safetensors").unlink()
     assert refusal(folder, MissingFileError) == (
-        f"CKPT: there is no {INDEX}, and the shards do not make one set: model-00001-of-00003.safetensors, "
+        f"CKPT: there is no {INDEX}, and the shards do not form one set: model-00001-of-00003.safetensors, "
         "model-00002-of-00003.safetensors\n  → the download or copy of the checkpoint is not complete"
     )

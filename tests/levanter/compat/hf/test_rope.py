@@ -128,7 +128,7 @@ def test_theta_is_found_in_either_place_beside_the_other():
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor is not 1: this family rotates whole heads"),
         (
             dict(rope_parameters={"rope_type": "default", "factor": 4.0}),
-            "rope type 'default' has factor 4.0; transformers ignores it: say 'linear' or remove it",
+            "rope type 'default' has factor 4.0; transformers ignores it: write 'linear' or remove it",
         ),
         (
             dict(rope_scaling={"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}),
@@ -151,7 +151,7 @@ def test_a_yarn_factor_that_transformers_4_would_replace_is_reported():
     found = read_config(document(rope_scaling={"rope_type": "yarn", **YARN, "factor": 8.0}))
     assert [str(finding) for finding in found.findings] == [
         "rope.factor: 8.0: is not max_position_embeddings / original_max_position_embeddings = 4, which transformers 4 "
-        "computes instead; the factor is used, as transformers 5 does"
+        "would compute; the given factor is used, as in transformers 5"
     ]
     assert found.config.rope.factor == 8.0
 

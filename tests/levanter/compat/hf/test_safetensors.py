@@ -154,7 +154,7 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
     one, two = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
     with pytest.raises(CorruptFileError) as caught:
         SafetensorsSource.from_files(one, two)
-    assert str(caught.value) == f"{one}, {two}: tensor 'b' is in {one} and in {two}"
+    assert str(caught.value) == f"{one}, {two}: tensor 'b' is both in {one} and in {two}"
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):

@@ -170,7 +170,7 @@ def test_loading_from_a_folder_with_its_special_tokens(tmp_path):
     with pytest.raises(MissingFileError) as caught:
         load_tokenizer(str(tmp_path))
     assert str(caught.value) == (
-        f"{tmp_path}: there is no tokenizer (tokenizer.json); it holds alone/tokenizer.json, config.json, "
+        f"{tmp_path}: there is no tokenizer (tokenizer.json); it has alone/tokenizer.json, config.json, "
         "model.safetensors"
     )
 
@@ -214,7 +214,7 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary():
         check_vocabulary(found, n - 2, where="m/config.json")
     assert str(caught.value) == (
         f"m/config.json: tokenizer made has {n} ids, the model's vocabulary {n - 2}: ids {n - 2} to {n - 1} have no "
-        "embedding\n  → use the tokenizer that belongs to the model"
+        "embeddings\n  → use the tokenizer that belongs to the model"
     )
     with pytest.raises(ConfigMismatchError, match=f"special token ids eos {n} are outside its {n} ids"):
         ours(byte_level_tokenizer(), eos_id=n)
