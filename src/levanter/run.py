@@ -195,7 +195,7 @@ class RunPlan(Generic[W]):
     notes: tuple[str, ...] = ()
     work: W = field(repr=False)
     resident_bytes: Mapping[str, int] | None = None
-    searchable: Searchable | str = "nothing in this run takes time, so there is nothing to search"
+    searchable: Searchable | str = "this run has no timed workload, so there is nothing to search"
 
     @property
     def loading(self) -> tuple[Program, ...]:

@@ -42,7 +42,7 @@ def test_json_is_one_fact_a_line():
 
 
 def test_what_a_sentence_says_does_not_depend_on_its_words():
-    one = "q [embed 16,384] stays whole over model 8: 7.83 GiB on each chip; 'token' is unknown\n  → e.g. {a: [b, c]}"
+    one = "q [embed 16,384] is replicated over model 8: 7.83 GiB on each chip; 'token' is unknown\n  → e.g. {a: [b, c]}"
     other = "over model 8 nothing cuts q (embed 16,384), 7.83 GiB: there's no 'token'\n  → write {a: [b, c]}"
     assert sorted(figures(one)) == sorted(figures(other)) == ["'token'", "16,384", "7.83", "8"]
     assert fragments(one) == fragments(other) == ["{a: [b, c]}"]

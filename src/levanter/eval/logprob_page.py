@@ -84,10 +84,10 @@ def logprob_page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="generator" content="levanter">\n<link rel="icon" href="data:,">\n'
         f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{_escaped(title)}</h1>\n<p class='lead'>Each token is as dark as the model was surprised by it, "
-        f"given the tokens before it. Hover over one for its numbers.</p></header>\n"
+        f"<header><h1>{_escaped(title)}</h1>\n<p class='lead'>The darker a token, the more it surprised the model, "
+        "given the tokens before it. Hover over one for its numbers.</p></header>\n"
         f"{_numbers(texts, scored)}\n{_legend()}\n"
-        f"<h2>How surprised, how often</h2>\n<figure class='card'>{_histogram(scored)}</figure>\n"
+        f"<h2>Distribution of surprise</h2>\n<figure class='card'>{_histogram(scored)}</figure>\n"
         f"<h2>The text</h2>\n{sections}\n"
         f"<h2>How it was measured</h2>\n<div class='card scroll'><table>{rows}</table></div>\n"
         "</main>\n</body>\n</html>\n"

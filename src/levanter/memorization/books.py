@@ -60,7 +60,7 @@ def read_book(path: str) -> BookText:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         notes.append("line ends are read as \\n")
     if not text.strip():
-        raise TextError(f"{path}: there is nothing in it to score")
+        raise TextError(f"{path}: it has no text to score")
     return BookText(text=text, sha256=hashlib.sha256(content).hexdigest(), notes=tuple(notes))
 
 

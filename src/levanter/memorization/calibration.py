@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 RESAMPLES = 2000
 BLOCK_WINDOWS = 8
-"""Lengths of a window that a block has at least."""
+"""Minimum block length, in window lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,10 +92,10 @@ def coverage(log_pz: ArrayLike, spans: np.ndarray, characters: int, *, threshold
             that is no probability.
     """
     if characters < 1:
-        raise ValueError("the text is empty: a share of nothing is not defined")
+        raise ValueError("the text is empty: a share of an empty text is undefined")
     spans, log_pz = checked_spans(spans, characters), np.asarray(log_pz)
     if log_pz.shape != (len(spans),):
-        raise ValueError(f"one log p_z for each span expected: {len(spans)} spans, log p_z of shape {log_pz.shape}")
+        raise ValueError(f"expected one log p_z for each span:  {len(spans)} spans, log p_z of shape {log_pz.shape}")
     return float(covered(spans[log_pz >= log_of(threshold)], characters).mean())
 
 
@@ -103,7 +103,7 @@ def checked_spans(spans: np.ndarray, characters: int) -> np.ndarray:
     """The spans as they are, if every one is a half-open range within the text; else a ValueError."""
     spans = np.asarray(spans)
     if spans.ndim != 2 or spans.shape[1] != 2:
-        raise ValueError(f"spans are pairs (start, stop): shape [N, 2] expected, got {list(spans.shape)}")
+        raise ValueError(f"spans are pairs (start, stop): expected shape [N, 2], got {list(spans.shape)}")
     wrong = (spans[:, 0] < 0) | (spans[:, 1] < spans[:, 0]) | (spans[:, 1] > characters)
     if wrong.any():
         at = int(np.argmax(wrong))

@@ -139,7 +139,7 @@ def survival(ordered: np.ndarray, log_threshold: ArrayLike) -> np.ndarray:
         ValueError: no windows.
     """
     if ordered.size == 0:
-        raise ValueError("no windows: a share of nothing is not defined")
+        raise ValueError("no windows: a share of zero windows is undefined")
     at = np.asarray(log_threshold, dtype=np.float64)
     at = at - _ROUNDING * np.maximum(np.abs(at), 1.0)
     return (ordered.size - np.searchsorted(ordered, at, side="left")) / ordered.size
@@ -156,7 +156,7 @@ def max_extraction_rate(log_pz: ArrayLike, *, top_k: int | None) -> float | None
     """
     log_pz = _log_probabilities(log_pz)
     if log_pz.size == 0:
-        raise ValueError("no windows: a share of nothing is not defined")
+        raise ValueError("no windows: a share of zero windows is undefined")
     return None if top_k is None else float(np.mean(log_pz > -np.inf))
 
 
@@ -164,7 +164,7 @@ def expected_rate(log_pz: ArrayLike) -> float:
     """The mean of p_z: the share of windows that one sample each is expected to reveal."""
     log_pz = _log_probabilities(log_pz)
     if log_pz.size == 0:
-        raise ValueError("no windows: a share of nothing is not defined")
+        raise ValueError("no windows: a share of zero windows is undefined")
     return float(np.mean(np.exp(log_pz)))
 
 
@@ -180,7 +180,7 @@ def _log_hazard(log_pz: np.ndarray) -> np.ndarray:
 def _probabilities(p: ArrayLike) -> np.ndarray:
     p = np.asarray(p, dtype=np.float64)
     if not np.all((p > 0) & (p < 1)):
-        raise ValueError(f"p must be between 0 and 1, both excluded; got {p.tolist()}")
+        raise ValueError(f"p must be strictly between 0 and 1, got {p.tolist()}")
     return p
 
 

@@ -64,7 +64,7 @@ class Examples:
         if bad or not rows:
             shown = ", ".join(f"row {n}: {len(rows[n][0])} tokens, prompt {rows[n][1]}" for n in bad[:5])
             raise ValueError(
-                f"every row has a prompt and something after it; {len(bad)} of {len(rows)} do not"
+                f"every row needs a prompt and something after it; {len(bad)} of {len(rows)} lack one"
                 + (f" ({shown}{', …' if len(bad) > 5 else ''})" if bad else "")
             )
         lengths = np.array([len(tokens) for tokens, _ in rows], np.int64)

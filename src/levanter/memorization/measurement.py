@@ -215,7 +215,7 @@ def measure(
     total = len(book) if rows else characters(book)
     problems = []
     if len(book) == 0 or total == 0:
-        problems.append(f"{book.title}: no windows were scored, there is nothing to measure")
+        problems.append(f"{book.title}: no windows were scored, so there is nothing to measure")
     if scheme.suffix_tokens not in (None, book.suffix_tokens):
         problems.append(
             f"scheme {scheme.name} looks at {scheme.suffix_tokens} of {book.suffix_tokens} suffix tokens, but spans "

@@ -177,7 +177,7 @@ class PartStore:
         if keys:
             lines = [f"  {key}: there {there.get(key)!r}, now {ours.get(key)!r}" for key in keys]
             raise OtherRunError(
-                f"{self.folder} {what} another run, which this one may not continue:\n"
+                f"{self.folder} {what} a different run, which this one cannot continue:\n"
                 + "\n".join(lines)
                 + "\ngive another output_base_path, or set if_exists: replace"
             )

@@ -240,7 +240,7 @@ class BookResult:
         if law.name not in self.normalizers:
             known = ", ".join(s.name for s in self.schemes)
             raise ValueError(
-                f"scheme {law.name}: this run did not store its normalizer (it has {known}); run it with "
+                f"scheme {law.name}: this run did not store its normalizer (it has {known}); rerun it with "
                 f"schemes: [{law.name}]"
             )
         return self.normalizers[law.name]

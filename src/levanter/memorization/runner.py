@@ -32,9 +32,9 @@ from levanter.processes.together import jit_together
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""
 AGREED_SECONDS = 3600.0
-"""How long processes wait for the first to look at what is there; where it is gone they are told within seconds."""
+"""How long processes wait for process 0 to check existing results; if it is lost they learn that within seconds."""
 WINDOWS_A_PART = 8192
-"""Windows after which a part is written, however little time has passed."""
+"""Windows after which a part is written even if little time has passed."""
 
 
 class WindowSource(Protocol):

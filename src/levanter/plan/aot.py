@@ -156,7 +156,10 @@ def compile_programs(
     pod = None if target == "local" else parse_accelerator(target) if isinstance(target, str) else target
     name = "local" if pod is None else pod.name
     if pod is not None and not pod.can_compile:
-        raise WorkerBadInput("AcceleratorError", f"{name}: only TPUs are compiled for without one; GPUs need a GPU")
+        raise WorkerBadInput(
+            "AcceleratorError",
+            f"{name}: only TPU programs can be compiled without the device; a GPU program needs a GPU",
+        )
     if pod is not None and importlib.util.find_spec("libtpu") is None:
         raise LibtpuMissing(name)
     with _scratch_folder() as scratch:

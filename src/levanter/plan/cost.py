@@ -186,7 +186,7 @@ def step_time(
     for kernel in figures.kernels:
         one = kernel_flops(kernel, causal=causal)
         if one is None:
-            unknown.append(f"kernel {kernel.name} ({_executions(kernel.times)}): its cost is not known here")
+            unknown.append(f"kernel {kernel.name} ({_executions(kernel.times)}): its cost is unknown")
         else:
             flops += one * kernel.times
     for opcode, times in figures.unestimated.items():
@@ -221,7 +221,7 @@ def _link_uses(
         nbytes[key] += collective.total_bytes
         seconds = network.collective_seconds(collective)
         if seconds is None:
-            silent.append(f"{collective.kind} over {collective.over} ({collective.network}): no bandwidth is known")
+            silent.append(f"{collective.kind} over {collective.over} ({collective.network}): its bandwidth is unknown")
             continue
         busy[key] += collective.times * seconds
         exposed[key] += collective.times * max(0.0, seconds - collective.hidden_cycles / clock)

@@ -51,7 +51,7 @@ def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_byt
     assert gigabytes_per_second > 0, gigabytes_per_second
     shards = {load.path: shard_bytes(plan, load) for load in plan.loads}
     there, extra = plan.initial_bytes, plan.initial_transient_bytes
-    beyond, peak = ("leaves that are made" if extra else "", extra), there + extra
+    beyond, peak = ("leaves that are initialized" if extra else "", extra), there + extra
     for step in plan.steps:
         extra = beyond_shards(plan, step)
         if extra > beyond[1]:

@@ -25,9 +25,9 @@ from levanter.plan.layouts import AXES, ROWS, Figures, Layout, LayoutChange, Sub
 
 MOST_CHANGES = 3
 BEAM = 4
-"""Layouts that further changes are tried on."""
+"""Layouts to which further changes are applied."""
 TENSOR_AXES = ("heads", "vocab", "mlp")
-"""Axes that are cut for parameters and activations alike."""
+"""Axes that are sharded for parameters and activations alike."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ def _config(inquiry: _Inquiry, pod: Accelerator | None) -> RunPlan | None:
         if pod is not None:
             target = target_of_pod(pod)
         else:
-            assert question.local is not None, "the target `local` needs a way to count the devices here"
+            assert question.local is not None, "the target `local` needs a way to count the local devices"
             target = question.local()
         plan = question.describe(target)
     except ValueError as error:
@@ -166,19 +166,19 @@ def _config(inquiry: _Inquiry, pod: Accelerator | None) -> RunPlan | None:
         inquiry.end("config", "the run cannot be described", findings=[str(error)], code=BAD_INPUT)
         return None
     except CompileCrash as error:
-        inquiry.end("config", "no devices are found here", findings=[str(error)], code=COMPILER_CRASH)
+        inquiry.end("config", "no devices were found here", findings=[str(error)], code=COMPILER_CRASH)
         return None
     wrong = [f"{c.name}: {c.message}" for c in plan.checks if c.status == "error"]
     absent = [f"{c.name}: not checked here: {c.message}" for c in plan.checks if c.status == "unchecked"]
     missing = len(plan.missing) if question.require_inputs else 0
     if wrong or missing:
         parts = [f"{len(wrong)} wrong"] if wrong else []
-        parts += [f"{missing} not at hand (--require_inputs)"] if missing else []
+        parts += [f"{missing} not available (--require_inputs)"] if missing else []
         inquiry.end("config", ", ".join(parts), findings=[*wrong, *absent], code=BAD_INPUT)
     elif absent:
         inquiry.end("config", f"sound; {len(absent)} not checked here", findings=absent, status="unchecked")
     else:
-        inquiry.end("config", "sound, every input is at hand")
+        inquiry.end("config", "sound, every input is available")
     return plan
 
 
@@ -189,7 +189,7 @@ def _sharding(inquiry: _Inquiry, plan: RunPlan) -> Budget:
     errors = [str(error) for error in (*plan.sharding.errors, *plan.activations.errors)]
     name, most = _largest(budget)
     limit = budget.hbm_bytes
-    message = f"inputs of {name} take {_of(most, limit)}" if name else "no program, while an input is not at hand"
+    message = f"inputs of {name} take {_of(most, limit)}" if name else "no program, because an input is not available"
     message += f"; mesh {plan.mesh}"
     if limit is not None and most > limit:
         code = DOES_NOT_FIT
@@ -204,7 +204,7 @@ def _loading(inquiry: _Inquiry, plan: RunPlan) -> LoadBudget | None:
     inquiry.begin()
     if plan.load is None:
         errors = any(f.error is not None for f in plan.sharding.findings)
-        why = "not planned: the sharding has errors" if errors else "nothing is read: weights are made"
+        why = "not planned: the sharding has errors" if errors else "nothing is read: weights are initialized"
         inquiry.end("loading", why, status="skipped")
         return None
     budget = load_budget(plan.load)
@@ -215,7 +215,7 @@ def _loading(inquiry: _Inquiry, plan: RunPlan) -> LoadBudget | None:
         inquiry.end(
             "loading",
             f"does not fit while loading: {gib(peak)} > {gib(limit)}",
-            findings=[f"{leaf}: {gib(extra)} beyond its own shard"],
+            findings=[f"{leaf}: {gib(extra)} more than its own shard"],
             code=DOES_NOT_FIT,
         )
     else:
@@ -239,7 +239,7 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
         inquiry.end("compile", "the run computes nothing on the devices", status="skipped")
         return {}
     if not question.compile:
-        inquiry.end("compile", "not asked for (--no-compile)", status="skipped")
+        inquiry.end("compile", "not requested (--no-compile)", status="skipped")
         return {}
     if pod is not None and not pod.can_compile:
         inquiry.end("compile", f"no compiler for {pod.generation.name} runs without one", status="unchecked")
@@ -271,7 +271,7 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
         if plan.errors:
             # What the earlier stages refuse need not go through the compiler.
             said = error.last_lines[-1] if error.last_lines else str(error)
-            inquiry.end("compile", f"not possible with what is wrong above: {said}", status="skipped")
+            inquiry.end("compile", f"not possible given the problems above:  {said}", status="skipped")
             return {}
         message = str(error).splitlines()[0].removesuffix(":")
         inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)

@@ -28,7 +28,7 @@ from levanter.trainer.state import OPTIMIZER
 SHOWN = 5
 LAYERS = "layers"
 WORTH_NAMING = 0.01
-"""An array that every chip holds whole is named from this share of a chip's memory on."""
+"""A replicated array is named from this share of a chip's memory on."""
 
 
 def why_not(
@@ -63,7 +63,7 @@ def why_not(
         lines.append(f"largest for the compiler: {gib(allocation.nbytes)} {_allocation(allocation, plan, residents)}")
     lines += [f"largest input: {_sized(r)}" for r in residents[:SHOWN]]
     whole = [r for r in residents[SHOWN:] if r.replicated and r.group != OPTIMIZER and r.nbytes > WORTH_NAMING * limit]
-    lines += [f"also whole: {_sized(r)}" for r in whole]
+    lines += [f"also replicated: {_sized(r)}" for r in whole]
     if inputs <= limit:
         lines += _activations(subject)
     lines.append(_way_out(subject))
@@ -76,7 +76,7 @@ def _headline(program: Program, plan: RunPlan, inputs: int, needed: int, limit: 
         return f"{over}: its inputs alone"
     gradients = gradient_bytes(program, plan.mesh)
     of_it = f" ({gib(gradients)} of it gradients)" if gradients else ""
-    return f"{over}: {gib(inputs)} of inputs, {gib(needed - inputs)} for what is made on the way{of_it}"
+    return f"{over}: {gib(inputs)} of inputs, {gib(needed - inputs)} of temporaries{of_it}"
 
 
 def _groups(residents: Sequence[Resident]) -> str:
@@ -88,7 +88,7 @@ def _sized(resident: Resident) -> str:
 
 
 def _resident(resident: Resident) -> str:
-    cut = "whole on every chip" if resident.replicated else f"{resident.spec}, of {gib(resident.whole_bytes)}"
+    cut = "replicated on every chip" if resident.replicated else f"{resident.spec}, of {gib(resident.whole_bytes)}"
     return f"{resident.path} {resident.dtype}{named_shape(resident.axes)}, {cut}"
 
 
@@ -148,12 +148,13 @@ def _way_out(subject: Subject) -> str:
     least = least_bytes(subject)
     if least > limit:
         return (
-            f"no mapping fits: cut evenly over all {chips} chips the inputs still take {gib(least)} on each; "
-            f"the least that could hold them is {-(-least * chips // limit)} chips"
+            f"no mapping fits: even evenly sharded over all {chips} chips, the inputs still take {gib(least)} on each; "
+            f"they need at least {-(-least * chips // limit)} chips"
         )
     found = nearest_that_fits(subject)
     if found is None:
         return (
-            f"no change that was tried fits; --search looks further (evenly cut, the inputs take {gib(least)} a chip)"
+            f"none of the changes tried fits; --search looks further (evenly sharded, the inputs take {gib(least)} a "
+            "chip)"
         )
     return f"would fit: {found}"

@@ -98,7 +98,7 @@ def topology_devices(accelerator: Accelerator) -> list[Any]:
         options["num_slices"] = accelerator.slices
     found = topologies.get_topology_desc(platform="tpu", topology_name=accelerator.topology_name, **options)
     devices = list(found.devices)
-    assert len(devices) == accelerator.devices, f"{accelerator}: libtpu describes {len(devices)} devices"
+    assert len(devices) == accelerator.devices, f"{accelerator}: libtpu reports {len(devices)} devices"
     return devices
 
 

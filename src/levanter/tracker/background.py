@@ -77,14 +77,16 @@ class BackgroundTracker(Tracker):
         if self._broken or self._finished:
             return
         if self._calls.full() and not self._warned:
-            logger.warning("tracker %s: %d calls are waiting; the run waits for it", self.name, self._calls.qsize())
+            logger.warning("tracker %s: %d calls are queued; the run waits for it", self.name, self._calls.qsize())
             self._warned = True
         try:
             self._calls.put(call, timeout=self._finish_timeout)
         except queue.Full:
             self._broken = True
             logger.warning(
-                "tracker %s: takes no call for %g s; nothing more is tracked there", self.name, self._finish_timeout
+                "tracker %s: has accepted no call for %g s; nothing more is tracked there",
+                self.name,
+                self._finish_timeout,
             )
 
     def _work(self) -> None:

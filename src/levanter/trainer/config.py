@@ -118,7 +118,7 @@ class TrainerConfig(Ranged):
                 yield f"mp: {error}"
         yield from self._batch_problems()
         if self.load_checkpoint and self.initialize_from is not None:
-            yield "load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"
+            yield "load_checkpoint and initialize_from: one resumes a run, the other starts a new one; keep one"
 
     def _batch_problems(self) -> Iterable[str]:
         size = self.train_batch_size

@@ -80,8 +80,8 @@ def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
     raise CheckpointMismatchError(
         f"{ref.path}: this checkpoint is of a run that trained {_trained(theirs)}, and this run trains "
         f"{_trained(ours)}: of its parameters, {' and '.join(parts)}\n"
-        f"  → {KEY}: {key.removeprefix(f'{KEY}: ')} goes on behind it; a new run can begin with the parameters of a "
-        "checkpoint that has them all (initialize_model_from_checkpoint_path)"
+        f"  → {KEY}: {key.removeprefix(f'{KEY}: ')} resumes it; a new run can start from the parameters of a "
+        "checkpoint that has all of them (initialize_model_from_checkpoint_path)"
     )
 
 
@@ -92,13 +92,13 @@ def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
         CheckpointMismatchError: says which differ, and where both come from.
     """
     theirs = FrozenPart.of(ref)
-    assert theirs is not None, "check_partition comes first"
+    assert theirs is not None, "call check_partition first"
     others = sorted(path for path, digest in ours.digests.items() if theirs.digests[path] != digest)
     if others:
         raise CheckpointMismatchError(
             f"{ref.path}: its run was trained beside other frozen parameters: {len(others)} of {len(ours.digests)} "
             f"differ ({_some(others)}); they came from {theirs.origin}, those of this run from {ours.origin}\n"
-            "  → go on with what the run began with"
+            "  → continue with the frozen parameters that the run started with"
         )
 
 

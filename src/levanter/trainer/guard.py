@@ -47,9 +47,9 @@ class Guard:
             if bad:
                 raise NonFiniteError(self._message(report, bad))
             return
-        why = ", ".join(f"{name} {value}" for name, value in bad.items()) or "far from the steps before"
+        why = ", ".join(f"{name} {value}" for name, value in bad.items()) or "an outlier among recent steps"
         logger.warning(
-            "step %d is left out: %s (loss %.6g, gradient norm %.6g)", report.step, why, report.loss, report.grad_norm
+            "step %d is skipped: %s (loss %.6g, gradient norm %.6g)", report.step, why, report.loss, report.grad_norm
         )
         # An outlier is judged by the steps before it, and ends no run; what is not finite does.
         self._row = self._row + 1 if bad else 0
@@ -67,12 +67,14 @@ class Guard:
         found = ", ".join(f"{name} {value}" for name, value in bad.items())
         others = ", ".join(f"{name} {value:.6g}" for name, value in _numbers(report).items() if name not in bad)
         after = "the state after it was not saved"
-        hint = "trainer.crash_on_nan, trainer.crash_on_inf: false goes on regardless"
+        hint = "trainer.crash_on_nan, trainer.crash_on_inf: false continues regardless"
         if self.in_a_row and self._row > self.in_a_row:
-            after = f"{self.in_a_row} steps before it were left out for the same reason, and more is not allowed"
-            hint = f"trainer.skip_nonfinite_steps: {self.in_a_row} is how many in a row are left out"
+            after = f"{self.in_a_row} steps before it were skipped for the same reason, and no more are allowed"
+            hint = (
+                f"trainer.skip_nonfinite_steps: {self.in_a_row} is the number of consecutive steps that may be skipped"
+            )
         elif not report.skipped and not self.in_a_row:
-            hint += "; trainer.skip_nonfinite_steps: N leaves such steps out, up to N in a row"
+            hint += "; trainer.skip_nonfinite_steps: N skips such steps, up to N in a row"
         return (
             f"step {report.step}: {found}{f' ({others})' if others else ''}, learning rate {report.learning_rate:.3g}; "
             f"{after}; {self.last_checkpoint()}\n  → {hint}"

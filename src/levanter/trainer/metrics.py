@@ -25,9 +25,9 @@ from levanter.trainer.report import StepReport
 from levanter.trainer.watch import metrics_of
 
 WINDOW = 500
-"""Steps over which percentiles are taken."""
+"""Steps over which percentiles are computed."""
 RATE_WINDOW = 20
-"""Steps whose mean time the time left is estimated from."""
+"""Steps whose mean duration is used to estimate the remaining time."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -86,7 +86,7 @@ class Peak:
 
     def __str__(self) -> str:
         if self.flops_per_device is None:
-            return f"peak FLOP/s of {self.kind!r} not known, so there is no MFU"
+            return f"the peak FLOP/s of {self.kind!r} is unknown, so there is no MFU"
         return f"{self.devices} × {self.flops_per_device / 1e12:.0f} TFLOP/s ({self.kind})"
 
 

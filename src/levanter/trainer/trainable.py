@@ -54,7 +54,7 @@ class Partition:
             if not any(_matches(pattern, leaf) for leaf in known)
         ]
         if not patterns:
-            problems.append(f"{KEY} is empty, so nothing would be trained; leave it out to train everything")
+            problems.append(f"{KEY} is empty, so nothing would be trained; leave it out to train all parameters")
         if problems:
             raise ValueError("\n".join(problems))
         return Partition(patterns=tuple(patterns))

@@ -26,7 +26,7 @@ FACTOR = 10.0
 LEAST_SECONDS = 30.0
 HISTORY = 100
 JUDGED_FROM = 3
-"""Steps that must have been timed before one is judged."""
+"""Steps that must have been timed before a step can count as slow."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ class Watchdog:
             logger.warning("%s; stacks could not be written to %s: %s", what, self.file, error)
             return
         self.dumps += 1
-        logger.warning("%s; where every thread stands: %s", what, self.file)
+        logger.warning("%s; stack of every thread: %s", what, self.file)
 
     def __enter__(self) -> "Watchdog":
         self._thread = threading.Thread(target=self._watch, name="step-watchdog", daemon=True)

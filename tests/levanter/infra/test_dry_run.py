@@ -106,7 +106,7 @@ def test_the_scripts_are_sound_for_bash(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tpu_type", "v4-250", "--zone", "z"], ["is not made in size 250", "v4-256"]),
+        (["--tpu_type", "v4-250", "--zone", "z"], ["does not come in size 250", "v4-256"]),
         (["--tpu_typ", "v4-256"], ["unknown flag --tpu_typ; did you mean `--tpu_type`"]),
         ([], ["--tpu_type is missing", "--zone is missing"]),
         (["--tpu_type", "tpu7x-16", "--zone", "z"], ["Kubernetes Engine only"]),

@@ -265,7 +265,7 @@ def test_no_such_slice_and_half_a_slice(slices, capfd):
 
 def test_bad_command_lines(capsys, monkeypatch):
     assert main(["--tpu", "v4-250", "--", "true"]) == 2
-    assert "is not made in size 250" in capsys.readouterr().err
+    assert "does not come in size 250" in capsys.readouterr().err
     assert main([]) == 2
     error = capsys.readouterr().err
     assert "--tpu is missing" in error and "after `--`" in error

@@ -222,9 +222,7 @@ def test_a_set_that_was_tokenized_before_needs_no_text(tmp_path, capsys):
     assert "data.components.web: has no source; nothing is evaluated" in said
     (tmp_path / "old" / "train").mkdir(parents=True)
     (tmp_path / "old" / "train" / "shard_ledger.json").write_text('{"total_num_rows": 3, "is_finished": true}')
-    with pytest.raises(
-        ValueError, match=r"has no source, .*; the token cache of upstream's in this folder is not read"
-    ):
+    with pytest.raises(ValueError, match=r"has no source, .*; upstream's token cache in this folder is not read"):
         plan_of("old").check()
 
 
@@ -373,7 +371,7 @@ def test_checkpoints_of_upstream_are_refused_by_name(cls, main, document: str, *
     asked = ["--config_path", str(path), "--trainer.tracker.type", "noop", "--trainer.train_batch_size", "8"]
     assert run_entry_point(cls, main, asked) == 2
     said = capsys.readouterr().err
-    assert f"{step}: a checkpoint of upstream's Levanter (TensorStore), which is not read here" in said
+    assert f"{step}: a checkpoint of upstream Levanter (TensorStore), which cannot be read here" in said
     assert f"levanter.main.export_lm_to_hf --checkpoint_path {step}" in said and "initialize_from_hf" in said
 
 

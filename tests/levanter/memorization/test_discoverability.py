@@ -130,7 +130,7 @@ def test_limits_and_means():
     [
         (lambda: required_n([0.1], 0.5), "log p_z must be at most 0"),
         (lambda: required_n([math.nan], 0.5), "log p_z must be at most 0"),
-        (lambda: required_n([-1.0], 1.0), "p must be between 0 and 1"),
+        (lambda: required_n([-1.0], 1.0), "p must be strictly between 0 and 1"),
         (lambda: threshold(0.5, 0.5), "n must be at least 1"),
         (lambda: log_threshold(-1.0, 0.5), "n must be at least 1"),
         (lambda: extraction_curve([-1.0], [0.0]), "n must be at least 1"),

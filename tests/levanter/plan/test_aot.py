@@ -73,7 +73,7 @@ def test_without_the_tpu_compiler_the_install_line_is_shown(monkeypatch):
 
 
 def test_gpus_are_not_compiled_for():
-    with pytest.raises(WorkerBadInput, match="h100x8: only TPUs are compiled for"):
+    with pytest.raises(WorkerBadInput, match="h100x8: only TPU programs can be compiled"):
         compile_programs("x:y", {}, target="h100x8")
 
 

@@ -193,7 +193,7 @@ def test_links_without_a_bandwidth_are_said():
     mesh = MeshSpec(axes=(("slices", 2), ("data", 64)), dcn=("slices",))
     crossing = Collective("all-reduce", 1 << 30, 4, 2, (AxisSpan("slices", 2, 2),), "dcn", Scope("optimizer"), 0, "ar")
     step = step_time(figures(collectives=(crossing,)), Network.of(mesh, parse_accelerator("2xv4-128")))
-    assert step.unknown == ("all-reduce over slices (dcn): no bandwidth is known",)
+    assert step.unknown == ("all-reduce over slices (dcn): its bandwidth is unknown",)
     assert step.links[0].total_bytes == 4 << 30
 
 

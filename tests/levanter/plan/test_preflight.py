@@ -194,7 +194,7 @@ def test_replication_is_refused_and_the_rest_is_computed(evaluation):
     verdict = preflight(question("eval_lm", evaluation, "v4-16", "--trainer.mesh.hbm_gib", "0.0001"))
     assert verdict.exit_code == 3
     sharding = verdict.stages[1]
-    assert sharding.status == "refused" and any("stays whole over" in finding for finding in sharding.findings)
+    assert sharding.status == "refused" and any("is replicated over" in finding for finding in sharding.findings)
     assert verdict.stages[2].status == "skipped"
     assert verdict.budget is not None and verdict.budget.arguments["score"] > 0
 
@@ -260,7 +260,7 @@ def test_compiled_for_the_devices_here(evaluation):
     assert refused.exit_code == 3 and "score does not fit" in refused.stages[3].message
     # This compiler refuses nothing by itself; what takes the room is said all the same.
     reasons = refused.programs[0].why_not
-    assert reasons[0].startswith("score needs ") and "for what is made on the way" in reasons[0]
+    assert reasons[0].startswith("score needs ") and "of temporaries" in reasons[0]
     assert any(line.startswith("largest activation: ") for line in reasons)
 
 

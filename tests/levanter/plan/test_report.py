@@ -108,7 +108,7 @@ def test_modules_add_up_to_the_compilers_cycles():
     [
         ("transformer.layers.self_attn.q_proj", "self_attn"),
         ("layers.mlp", "mlp"),
-        ("layers", "layers, outside their modules"),
+        ("layers", "layers, outside any module"),
         ("optimizer.scale_by_adam", "optimizer"),
         ("(unnamed)", "without a name"),
     ],
@@ -143,7 +143,7 @@ def test_rates_and_the_whole_job():
     assert program.workload is not None
     unknown = replace(verdict, programs=(replace(program, workload=replace(program.workload, executions=None)),))
     assert facts.job_seconds(unknown) is None
-    assert "not known how often" in render([unknown])
+    assert "the number of executions is unknown" in render([unknown])
 
 
 def test_without_the_compiler_there_is_arithmetic_only():

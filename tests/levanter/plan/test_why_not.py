@@ -59,12 +59,12 @@ def test_405b_as_published(tmp_path):
     keys = "float32[layers 126, kv_head 8, head_size 128, embed 16384]"
     assert lines[2:-1] == (
         f"largest input: 126.00 GiB {attention}.q_proj.weight float32[layers 126, kv_head 8, q_heads_per_group 16, "
-        "head_size 128, embed 16384], whole on every chip",
-        f"largest input: 7.88 GiB {attention}.k_proj.weight {keys}, whole on every chip",
-        f"largest input: 7.88 GiB {attention}.v_proj.weight {keys}, whole on every chip",
+        "head_size 128, embed 16384], replicated on every chip",
+        f"largest input: 7.88 GiB {attention}.k_proj.weight {keys}, replicated on every chip",
+        f"largest input: 7.88 GiB {attention}.v_proj.weight {keys}, replicated on every chip",
         "largest input: 7.83 GiB model.embeddings.token_embeddings.weight float32[vocab 128256, embed 16384], "
-        "whole on every chip",
-        "largest input: 7.83 GiB model.lm_head.weight float32[vocab 128256, embed 16384], whole on every chip",
+        "replicated on every chip",
+        "largest input: 7.83 GiB model.lm_head.weight float32[vocab 128256, embed 16384], replicated on every chip",
     )
     plan, promised, fragment = pasted(tmp_path, path, lines[-1], "v4-256")
     assert fragment == {
@@ -86,7 +86,7 @@ def test_70b_with_a_whole_residual_stream(tmp_path):
     inputs = budget_of(plan).arguments["train_step"] / GIB
     assert lines[0] == (
         f"train_step needs 32.53 GiB on a chip, 1.78 GiB more than its 30.75 GiB: {inputs:.2f} GiB of inputs, "
-        f"{32.53 - inputs:.2f} GiB for what is made on the way (2.01 GiB of it gradients)"
+        f"{32.53 - inputs:.2f} GiB of temporaries (2.01 GiB of it gradients)"
     )
     # 16 rows a chip × 1024 × 8192 × 2 bytes for each of 80 layers.
     assert any("residual stream" in line and line.endswith("each of 80 layers: 20.00 GiB") for line in lines)
@@ -134,8 +134,8 @@ def test_too_few_chips_whatever_the_mapping():
     plan = described(CONFIGS / "train" / "llama2_70b_v4-256.yaml", "v4-32")
     lines = why_not(None, plan, budget_of(plan))
     assert lines[-1] == (
-        "no mapping fits: cut evenly over all 16 chips the inputs still take 48.18 GiB on each; "
-        "the least that could hold them is 26 chips"
+        "no mapping fits: even evenly sharded over all 16 chips, the inputs still take 48.18 GiB on each; "
+        "they need at least 26 chips"
     )
     assert 25 * 30.75 * GIB < 12 * 68.98e9 < 26 * 30.75 * GIB
 
@@ -158,4 +158,4 @@ def test_what_arithmetic_proposes_is_legal_for_the_planner(tmp_path):
             assert pasted_plan.exit_code == 0
             assert budget_of(pasted_plan).arguments["train_step"] == pytest.approx(promised, rel=0.01)
         else:
-            assert line.startswith("no change that was tried fits")
+            assert line.startswith("none of the changes tried fits")

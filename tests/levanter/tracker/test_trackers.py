@@ -276,7 +276,7 @@ def test_a_hanging_service_is_given_up(caplog):
     for step in range(100):  # the run is not held up for ever
         full.log({"x": 1}, step=step)
     full.finish()
-    assert caplog.text.count("takes no call for 0.1 s") == 1
+    assert caplog.text.count("has accepted no call for 0.1 s") == 1
     release.set()
 
 

@@ -112,7 +112,7 @@ def test_a_policy_is_text_that_knows_what_it_means():
     assert TrainerConfig(mp=Policy()).mp == "p=float32,c=bfloat16,o=float32"
     assert TrainerConfig(mp=config.mp.precision).mp.precision == config.mp.precision
     assert type(plain(config)["mp"]) is str and TrainerConfig() == TrainerConfig(mp="f32")
-    with pytest.raises(TypeError, match="5 is no precision policy: it has no param_dtype"):
+    with pytest.raises(TypeError, match="5 is not a precision policy: it lacks param_dtype"):
         TrainerConfig(mp=5)
     with pytest.raises(ValueError, match="mp: precision policy 'p=f32,c=bf17': 'bf17' is not a dtype"):
         TrainerConfig(mp="p=f32,c=bf17")
@@ -189,7 +189,7 @@ initialize_from: x
     ]
     assert refused('mp: " "\nload_checkpoint: true\ninitialize_from: x\n') == [
         "run.yaml:2: trainer: mp: must name a precision policy such as f32 or p=f32,c=bfloat16, got nothing\n"
-        "    load_checkpoint and initialize_from: one resumes a run, the other begins a new one; keep one"
+        "    load_checkpoint and initialize_from: one resumes a run, the other starts a new one; keep one"
     ]
 
 

@@ -32,12 +32,12 @@ def test_so_many_steps_in_a_row_are_left_out_and_no_more(caplog):
         guard.check(report(2))
         for step in (3, 4):
             guard.check(report(step, skipped=True, **NAN))
-    assert [r.message.split(":")[0] for r in caplog.records] == [f"step {n} is left out" for n in (0, 1, 3, 4)]
+    assert [r.message.split(":")[0] for r in caplog.records] == [f"step {n} is skipped" for n in (0, 1, 3, 4)]
     with pytest.raises(NonFiniteError) as caught:
         guard.check(report(5, skipped=True, **NAN))
     message = str(caught.value)
     assert "step 5: loss nan, gradient norm nan" in message
-    assert "2 steps before it were left out for the same reason" in message
+    assert "2 steps before it were skipped for the same reason" in message
     assert "the last checkpoint is of step 5" in message and "trainer.skip_nonfinite_steps: 2" in message
 
 

@@ -19,7 +19,7 @@ from levanter.plan.report.words import gib, seconds_text
 MODULE_COLORS = 5
 _GROUP_OF = {"embeddings": "embedding", "self_attn": "attention", "mlp": "mlp", "lm_head": "head", "norm": "norm"}
 LETTER = 7.7
-"""Pixels of a letter in a box, about: decides how much of a name is written."""
+"""Approximate width of a letter in pixels: decides how much of a name fits in a box."""
 # The treemap's shape on a desk; the boxes' sizes are percentages of whatever it is shown in.
 _MAP = Rectangle(0.0, 0.0, 1060.0, 400.0)
 

@@ -184,7 +184,7 @@ def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
         if passes.total()
     ]
     if time.kernels_expected:
-        rows.append(ModuleTime(name="kernels written by hand", seconds=time.kernels_expected, during={}))
+        rows.append(ModuleTime(name="hand-written kernels", seconds=time.kernels_expected, during={}))
     return tuple(sorted(rows, key=lambda part: -part.seconds))
 
 
@@ -241,7 +241,7 @@ def module_of(scope: Scope) -> str:
     if scope.module == UNNAMED:
         return "without a name"
     names = [name for name in scope.module.split(".") if name not in _TRUNK]
-    return names[0] if names else "layers, outside their modules"
+    return names[0] if names else "layers, outside any module"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +383,7 @@ def unknown(verdict: Verdict) -> tuple[str, ...]:
     found = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
     for program in verdict.programs:
         if isinstance(program.outcome, Compiled) and program.outcome.text_error:
-            found.append(f"{program.name}: the compiler's text could not be had ({program.outcome.text_error})")
+            found.append(f"{program.name}: the compiler's text is not available ({program.outcome.text_error})")
     return tuple(dict.fromkeys(found))
 
 

@@ -25,7 +25,7 @@ from levanter.plan.report.words import (
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 MOST_ARRAYS = 600
-"""Arrays that are shown one by one on a page, over all targets: beyond that it would be slow to read and to load."""
+"""Arrays shown individually on a page, over all targets: with more it would be slow to read and to load."""
 # Nothing may be fetched, whatever got into the page.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
@@ -107,7 +107,7 @@ def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
         )
     header = ("target", "chips", "a chip holds", "verdict", "a step", "within", "tokens/s/chip", "MFU", "exposed")
     note = "Within: from everything overlapped to the schedule as compiled. MFU: attention over the causal half. "
-    note += "Exposed: the share of a step that is communication which nothing hides."
+    note += "Exposed: the share of a step that is communication not hidden by compute."
     return escaped([table(header, rows, numbers=(1, 2, 4, 5, 6, 7, 8)), tag("p", note, class_="soft")])
 
 
@@ -137,7 +137,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
     parts += [_loading(verdict), _programs(verdict), _stages(verdict)]
     for title, entries in (
         ("Not checked here", facts.unchecked(verdict)),
-        ("Not known to the model of time", facts.unknown(verdict)),
+        ("Not in the time model", facts.unknown(verdict)),
         ("Notes", facts.notes(verdict)),
     ):
         if entries:
@@ -198,7 +198,7 @@ def _bytes(verdict: Verdict) -> Content:
     note = f"while {held.program} runs: {gib(held.used)}{limit} ({source[held.source]})"
     whole = ""
     if verdict.budget is not None and verdict.budget.replicated_bytes:
-        whole = f"Of the inputs {gib(verdict.budget.replicated_bytes)} are arrays that every {one} holds whole."
+        whole = f"Of the inputs {gib(verdict.budget.replicated_bytes)} are arrays that are replicated on every {one}."
     return section(
         f"Bytes on a {one}",
         charts.memory_bar(held, holder=one),
@@ -219,7 +219,7 @@ def _arrays(verdict: Verdict, most: int) -> Content:
     rows: list[list[Content]] = []
     for cell in shown:
         resident = cell.resident
-        whole = tag("span", "whole on every one", class_="whole-mark") if resident.replicated else resident.spec
+        whole = tag("span", "replicated on every one", class_="whole-mark") if resident.replicated else resident.spec
         rows.append(
             [
                 tag("span", cell.name, class_="mono"),
@@ -232,13 +232,16 @@ def _arrays(verdict: Verdict, most: int) -> Content:
         )
     header = ("array", "group", "axes", "sharding", f"on a {facts.holder(verdict)}", "in all")
     count = count_text(len(verdict.budget.residents), "array")
-    hint = "Point at an array, tap it, or move with the arrow keys. Hatched: whole on every chip."
+    hint = "Point at an array, tap it, or move with the arrow keys. Hatched: replicated on every chip."
     return section(
         "Arrays",
         charts.treemap(shown),
         tag("div", hint, class_="detail", aria_live="polite"),
         tag("details", tag("summary", f"{count} as a table"), table(header, rows, numbers=(4, 5))),
-        note=f"{count}, each as large as its bytes on a {facts.holder(verdict)}; hatched ones are whole on every one",
+        note=(
+            f"{count}, each as large as its bytes on a {facts.holder(verdict)}; hatched ones are replicated on every "
+            "one"
+        ),
     )
 
 
@@ -251,7 +254,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     pieces = [(part.name, part.seconds, colors[part.name]) for part in compute]
     if time.exposed:
         pieces.append(("exposed communication", time.exposed, "g-exposed hatched"))
-    bars = [charts.TimeBar(name="one after another", pieces=tuple(pieces), total=sum(s for _, s, _ in pieces))]
+    bars = [charts.TimeBar(name="in sequence", pieces=tuple(pieces), total=sum(s for _, s, _ in pieces))]
     bars += [
         charts.TimeBar(name=name, pieces=((name, seconds, "g-bound"),), total=seconds)
         for name, seconds in facts.bounds(program)
@@ -299,7 +302,11 @@ def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
         full = f"; {full} with full attention" if full else ""
         said.append(f"MFU {facts.utilization_text(program, program.mfu)} with causal attention{full}.")
     if work is not None:
-        often = "not known how often" if work.executions is None else count_text(work.executions, "execution")
+        often = (
+            "the number of executions is unknown"
+            if work.executions is None
+            else count_text(work.executions, "execution")
+        )
         seconds = program.job_seconds
         said.append(f"The whole job: {often} ({work.reason})" + (f", {span_text(*seconds)}." if seconds else "."))
     return " ".join(said)
@@ -331,8 +338,8 @@ def _loading(verdict: Verdict) -> Content:
     rows: list[list[Content]] = [
         ["in storage", gib(load.source_bytes), f"read {load.amplification:.3f} times over all hosts"],
         ["read by a host", by_host, count_text(len(load.bytes_by_host), "host")],
-        ["at most on a device", gib(load.device_peak), "final shards and what passes through"],
-        ["passing through", gib(transient), f"at most, for {leaf}" if transient else ""],
+        ["at most on a device", gib(load.device_peak), "final shards and transient buffers"],
+        ["transient", gib(transient), f"at most, for {leaf}" if transient else ""],
         ["at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"],
         ["time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"],
     ]
@@ -356,7 +363,7 @@ def _programs(verdict: Verdict) -> Content:
     if not rows:
         return ""
     header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
-    note = "what is made on the way is not all there at the peak"
+    note = "not all temporaries are live at the peak"
     return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), note=note)
 
 

@@ -41,7 +41,7 @@ def _several(verdicts: Sequence[Verdict]) -> list[str]:
             lines += ["", *_heading(verdict), *_wrong(verdict)]
     said = [line for verdict in verdicts for line in facts.unchecked(verdict)]
     lines += _listed("not checked here", tuple(dict.fromkeys(said)))
-    return [*lines, "", "  details: plan one target at a time, or write the page with --html FILE"]
+    return [*lines, "", "  for details, plan one target at a time, or write the page with --html FILE"]
 
 
 def comparison(verdicts: Sequence[Verdict]) -> list[str]:
@@ -72,8 +72,8 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     what = next((f"{v.plan.entry_point}: " for v in verdicts if v.plan is not None), "")
     lines = [*paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {facts.MODELLED})", indent=0), ""]
     lines += table(rows, align=align, header=header)
-    said = "within: from everything overlapped to nothing more than the schedule hides; MFU: attention over the causal "
-    said += "half; exposed: the share of a step that is communication which nothing hides"
+    said = "within: from everything overlapped to only what the schedule hides; MFU: attention over the causal "
+    said += "half; exposed: the share of a step that is communication not hidden by compute"
     return [*lines, "", *paragraph(said)]
 
 
@@ -89,7 +89,7 @@ def _one(verdict: Verdict) -> list[str]:
     for program in verdict.programs:
         lines += [*_time(verdict, program), *_collectives(program)]
     lines += _job(verdict)
-    lines += _listed("not known to the model of time", facts.unknown(verdict))
+    lines += _listed("not in the time model", facts.unknown(verdict))
     lines += _listed("not checked here", facts.unchecked(verdict))
     return lines + _listed("notes", facts.notes(verdict))
 
@@ -155,7 +155,9 @@ def _bytes(verdict: Verdict) -> list[str]:
     lines += table(rows, align=("left", "right", "right", "left"))
     budget = verdict.budget
     if budget is not None and budget.replicated_bytes:
-        lines += paragraph(f"of the inputs {gib(budget.replicated_bytes)} are arrays that every {one} holds whole")
+        lines += paragraph(
+            f"of the inputs {gib(budget.replicated_bytes)} are arrays that are replicated on every {one}"
+        )
     return lines
 
 
@@ -170,7 +172,7 @@ def _largest(verdict: Verdict) -> list[str]:
     size = max(len(gib(resident.nbytes)) for resident in residents)
     lines = _title(f"largest of {count_text(len(verdict.budget.residents), 'array')} on a {facts.holder(verdict)}")
     for resident in residents:
-        whole = "whole on every one" if resident.replicated else f"of {gib(resident.whole_bytes)}"
+        whole = "replicated on every one" if resident.replicated else f"of {gib(resident.whole_bytes)}"
         what = f"{gib(resident.nbytes):>{size}}  {resident.path} {resident.dtype}, {whole}"
         lines += paragraph(what, hanging=size + 2)
         spec = "" if resident.replicated else f" {resident.spec}"
@@ -188,8 +190,8 @@ def _loading(load: LoadBudget | None) -> list[str]:
     rows = [
         ("in storage", gib(load.source_bytes), f"read {load.amplification:.3f} times over all hosts"),
         ("read by a host", by_host, f"{count_text(len(load.bytes_by_host), 'host')}"),
-        ("at most on a device", gib(load.device_peak), "final shards and what passes through"),
-        ("passing through", gib(transient), f"at most, for {leaf}" if transient else ""),
+        ("at most on a device", gib(load.device_peak), "final shards and transient buffers"),
+        ("transient", gib(transient), f"at most, for {leaf}" if transient else ""),
         ("at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"),
         ("time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"),
     ]
@@ -301,7 +303,11 @@ def _job(verdict: Verdict) -> list[str]:
     for program in working:
         work, seconds = program.workload, program.job_seconds
         assert work is not None
-        often = "not known how often" if work.executions is None else count_text(work.executions, "execution")
+        often = (
+            "the number of executions is unknown"
+            if work.executions is None
+            else count_text(work.executions, "execution")
+        )
         long = f": {span_text(*seconds)}" if seconds is not None else ""
         lines += paragraph(f"{program.name}: {often} ({visible(work.reason)}){long}")
     total = facts.job_seconds(verdict)

@@ -72,7 +72,7 @@ class Candidate:
 
     def __str__(self) -> str:
         parts = [f"data {self.data} × model {self.model}" + (f" × group {self.group}" if self.group > 1 else "")]
-        parts.append("embed → data" if self.fsdp else "parameters whole over data")
+        parts.append("embed → data" if self.fsdp else "parameters replicated over data")
         if self.residual != "whole":
             parts.append(f"residual {self.residual} → model")
         parts.append(f"{self.rows} row{'s' if self.rows > 1 else ''} a device at a time")

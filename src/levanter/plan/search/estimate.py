@@ -28,8 +28,8 @@ from levanter.plan.comms import Network, spans_of
 from levanter.plan.search.candidates import Candidate
 
 MATMUL_EFFICIENCY = 0.65
-"""The share of peak that matrix multiplications of a transformer reach on a TPU; it moves no candidate past another
-unless one of them waits for its links."""
+"""The share of peak that matrix multiplications of a transformer reach on a TPU; it changes the order of two candidates
+only if one of them is bound by its links."""
 # Of what could hide behind something else, so much does. From compiled schedules: a layer that gathers its parameters
 # for as long as it computes takes well over the longer of the two.
 HIDDEN = 0.7
@@ -128,7 +128,7 @@ class Estimate:
             "matrix multiplications": self.compute,
             "reading parameters from HBM": self.memory,
             "all-gathers of parameters (embed → data)": self.gathers,
-            "sums over the axes that tensor parallelism cuts (→ model)": self.tensor,
+            "sums over the axes that tensor parallelism shards (→ model)": self.tensor,
             "gradients over data": self.gradients,
         }
         return max(parts, key=lambda name: parts[name])

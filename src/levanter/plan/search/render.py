@@ -25,8 +25,8 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
         if result.closest is not None:
             price = result.closest.estimate
             lines.append(
-                f"  closest: {result.closest.candidate}: {gib(price.argument_bytes)} of arguments, about "
-                f"{gib(price.activation_bytes)} beside them" + (f"; {price.problem}" if price.problem else "")
+                f"  closest: {result.closest.candidate}: {gib(price.argument_bytes)} of arguments, "
+                f"about {gib(price.activation_bytes)} on top" + (f"; {price.problem}" if price.problem else "")
             )
         return "\n".join(lines)
     lines += ["", "best, modelled, not measured; to paste:", ""]

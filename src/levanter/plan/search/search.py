@@ -163,9 +163,9 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
                 best = min(shifted, key=lambda t: (not t.estimate.fits(pod.hbm_bytes), _rank(t)))
                 found.append(Neighbour(change=change, why_not=_why_not(best, winner, pod)))
     changes = {
-        "parameters whole over data" if at.fsdp else "embed → data": {"fsdp": not at.fsdp},
+        "parameters replicated over data" if at.fsdp else "embed → data": {"fsdp": not at.fsdp},
         "residual embed → model": {"residual": "embed"},
-        "residual whole over model": {"residual": "whole"},
+        "residual replicated over model": {"residual": "whole"},
         f"{at.rows * 2} rows a device": {"rows": at.rows * 2},
         f"{at.rows // 2} rows a device": {"rows": at.rows // 2},
         f"gradient_checkpointing {str(not at.remat).lower()}": {"remat": not at.remat},
@@ -189,12 +189,12 @@ def _why_not(other: Tried, winner: Tried, pod: Accelerator) -> str:
         return price.problem
     if not price.fits(pod.hbm_bytes):
         return (
-            f"{gib(price.argument_bytes)} of arguments and about {gib(price.activation_bytes)} beside them > "
+            f"{gib(price.argument_bytes)} of arguments and about {gib(price.activation_bytes)} on top > "
             f"{gib(pod.hbm_bytes)}"
         )
     slower = price.seconds_per_token / winner.estimate.seconds_per_token - 1
     if slower > SAME:
-        return f"about {100 * slower:.0f} % slower a token by arithmetic: it waits for {price.waits_for}"
+        return f"about {100 * slower:.0f} % slower a token by arithmetic: it is bound by {price.waits_for}"
     if price.total_bytes > winner.estimate.total_bytes:
         more = price.total_bytes - winner.estimate.total_bytes
         return f"as fast by arithmetic, and takes {gib(more)} more"

@@ -115,7 +115,7 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
     [
         ({"hf_checkpiont": "x"}, "hf_checkpiont"),
         ({"trainer__mesh__shared_mapping": {"embd": "data"}}, "did you mean embed?"),
-        ({"trainer__mesh__axes": {"data": 1, "model": 8}}, "cannot be cut over model 8"),
+        ({"trainer__mesh__axes": {"data": 1, "model": 8}}, "cannot be sharded over model 8"),
         ({"trainer__mesh__axes": {"data": 3, "model": 2}}, "there are 8 devices"),
         ({"hf_checkpoint": "/nowhere/model"}, "/nowhere/model"),
         (

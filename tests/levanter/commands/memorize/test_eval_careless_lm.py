@@ -255,7 +255,7 @@ def test_a_text_that_cannot_be_scored_is_said_before_a_weight_is_read(tmp_path, 
     assert run(config_file(tmp_path, inputs, txt_path=str(tmp_path / "bad.txt"))) == 2
     shown = capsys.readouterr().err
     expected = {b"caf": "not UTF-8: byte 0xe9 at offset 3", b"sho": "no window of 20 tokens"}
-    assert expected.get(content[:3], "nothing in it to score") in shown and "loading weights" not in shown
+    assert expected.get(content[:3], "no text to score") in shown and "loading weights" not in shown
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_a_weight_is_read(tmp_path, inputs, capsys):

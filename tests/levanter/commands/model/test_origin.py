@@ -102,7 +102,7 @@ def test_a_tokenizer_without_its_weights(tmp_path):
     origin = find_origin(str(tmp_path), None)
     tokenizer, check = find_tokenizer(None, origin=origin, size=origin.architecture.vocab_size)
     assert check.status == "ok" and tokenizer is not None
-    with pytest.raises(ConfigMismatchError, match="have no embedding"):
+    with pytest.raises(ConfigMismatchError, match="have no embeddings"):
         find_tokenizer(None, origin=origin, size=tokenizer.vocab_size - 1)
     absent, check = find_tokenizer("nobody/nothing", origin=origin, size=None)
     assert absent is None and check.status == "unchecked" and isinstance(check.error, CheckpointError)

@@ -80,7 +80,7 @@ def test_a_wider_model_axis_accumulates_more(model):
 
 
 def test_twelve_heads_do_not_divide_by_eight():
-    with pytest.raises(ShardingError, match=r"12 attention heads .* cannot be cut over model 8"):
+    with pytest.raises(ShardingError, match=r"12 attention heads .* cannot be sharded over model 8"):
         plan_of("llama_0.78b_64k_v6e-8", "v6e-8", "--trainer.mesh.axes.model=8")
 
 
@@ -166,7 +166,7 @@ def test_what_changes_the_step_and_is_not_built_is_an_error_of_the_plan(tmp_path
     assert plan.exit_code == 2
     assert [str(e) for e in plan.errors] == [
         "log_entropy: not supported yet; set it to false",
-        "trainer.quantization: not supported yet, and it would change the numbers; set it to null",
+        "trainer.quantization: not supported yet, and it would change the results; set it to null",
     ]
     assert any(c.status == "note" and "trainer.log_jaxprs: no effect" in c.message for c in plan.checks)
 

@@ -122,7 +122,7 @@ def test_a_set_without_training_text(place, capsys):
     assert "data.components: none of numbers has training data (train_urls is empty)" in error
     weighted = {"components": only_validation, "train_weights": {"numbers": 1.0}}
     error = place.refused(capsys, data=weighted)
-    assert "data.components.numbers: has weight in data.train_weights and no training data" in error
+    assert "data.components.numbers: has a weight in data.train_weights but no training data" in error
 
 
 def test_a_file_that_is_not_there(place, capsys):
@@ -234,7 +234,7 @@ def test_a_loss_that_is_none_ends_the_run_and_loses_nothing(skipped, place, one_
     assert sum(line.startswith("error: ") for line in said.splitlines()) == 1
     assert "the last checkpoint is of step 1" in said
     if skipped:
-        assert "2 steps before it were left out for the same reason" in said
+        assert "2 steps before it were skipped for the same reason" in said
     else:
         assert "the state after it was not saved" in said and "trainer.skip_nonfinite_steps" in said
     (ref,) = find_checkpoints(str(place.folder / "checkpoints/run"))

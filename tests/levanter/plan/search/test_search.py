@@ -168,7 +168,7 @@ def test_what_the_compiler_says_decides():
     assert found["trainer"]["mesh"] == asked[1].mesh_options()
     assert found["trainer"]["per_device_eval_parallelism"] == asked[1].rows
     said = {n.change: n.why_not for n in result.neighbours}
-    assert "GiB" in said["parameters whole over data"]
+    assert "GiB" in said["parameters replicated over data"]
     assert all(said.values())
 
 
