@@ -14,7 +14,7 @@ from haliax_ext.sources import TensorSource
 from levanter.compat.gguf import GgufSource, hf_document, open_gguf
 from levanter.compat.gguf import tokenizer as gguf_tokenizer
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
-from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
+from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.locate import Located, locate, locate_first
 from levanter.compat.hf.refs import RepoRef
@@ -115,9 +115,9 @@ def open_checkpoint(
     for each in refs:
         try:
             return _open(locate(each, cache=cache, passed_over=tuple(passed)), allow_pickle)
-        except (UnreachableError, MissingFileError) as error:
+        except (UnreachableError, MissingCheckpointFileError) as error:
             passed.append(f"{each}: {'; '.join(error.problems)}")
-    raise MissingFileError(str(ref), passed)
+    raise MissingCheckpointFileError(str(ref), passed)
 
 
 def hf_config(ref: str | RepoRef, *, cache: Path | None = None) -> Mapping[str, Any]:

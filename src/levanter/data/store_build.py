@@ -35,7 +35,7 @@ from levanter.data.manifest import (
     shard_folder,
 )
 from levanter.data.store import MemoryTokens
-from levanter.data.store_write import Encoded, ShardWriter, Sums, file_sizes, write_file
+from levanter.data.store_write import Encoded, ShardTotals, ShardWriter, file_sizes, write_file
 from levanter.io.lease import leased
 from levanter.io.paths import exists, filesystem, join
 
@@ -193,7 +193,7 @@ def tokenize_in_memory(
     ids: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     ends: list[int] = [0]
-    sums = Sums()
+    sums = ShardTotals()
     for batch in _encoded(identity, sources, encoder, shards):
         assert batch.encoded is not None
         for one in filter(lambda one: len(one.ids), batch.encoded.result()):
@@ -206,7 +206,7 @@ def tokenize_in_memory(
         meter.update(batch.shard, sums)
         if batch.last:
             meter.finished(batch.shard, sums)
-            sums = Sums(tokens=ends[-1])
+            sums = ShardTotals(tokens=ends[-1])
     return MemoryTokens(
         ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         starts=np.array(ends, np.int64),
@@ -227,7 +227,7 @@ class _Meter:
         self._chars = sum(mark.chars for mark in marks if mark is not None)
         self._tokens = tokens
 
-    def update(self, shard: int, sums: Sums) -> None:
+    def update(self, shard: int, sums: ShardTotals) -> None:
         """Within a shard, bytes are the characters so far times what a character took in finished shards."""
         if self._tell is not None:
             each = self._bytes / self._chars if self._chars else 1.0
@@ -235,7 +235,7 @@ class _Meter:
             fraction = min((self._bytes + here) / self._total, 1.0)
             self._tell(BuildProgress(tokens=self._tokens + sums.tokens, fraction=fraction))
 
-    def finished(self, shard: int, sums: Sums) -> None:
+    def finished(self, shard: int, sums: ShardTotals) -> None:
         self._bytes += self._sizes[shard]
         self._chars += sums.chars
         self._tokens += sums.tokens

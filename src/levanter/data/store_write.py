@@ -31,7 +31,7 @@ class Encoded:
 
 
 @dataclass
-class Sums:
+class ShardTotals:
     """What a shard holds so far; as in `ShardMark`."""
 
     documents: int = 0
@@ -49,7 +49,7 @@ class ShardWriter:
         if fs.exists(name):
             fs.rm(name, recursive=True)
         self.folder = folder
-        self.sums = Sums()
+        self.sums = ShardTotals()
         context = tensorstore_context()
         self._ids = GrowingArray(join(folder, "ids"), "int32", context)
         self._weights = GrowingArray(join(folder, "weights"), "float32", context) if weighted else None

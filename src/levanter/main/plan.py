@@ -42,7 +42,7 @@ class PlanUsageError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """What a command line asks for.
 
     Attributes:
@@ -111,7 +111,7 @@ def help_text() -> str:
     return HELP.format(entry_points=rows)
 
 
-def asked_for(argv: Sequence[str]) -> Asked:
+def asked_for(argv: Sequence[str]) -> PlanRequest:
     """Splits a command line into what is asked and the entry point's own words.
 
     Raises:
@@ -167,7 +167,7 @@ def asked_for(argv: Sequence[str]) -> Asked:
         return values[name][0] if values[name] else None
 
     assume = one("assume_tokens")
-    return Asked(
+    return PlanRequest(
         entry_point=entry,
         argv=(*rest, *([] if assume is None else [f"--plan.assume_tokens={assume}"])),
         targets=tuple(dict.fromkeys(targets)),
@@ -224,7 +224,7 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _planned(asked: Asked) -> int:
+def _planned(asked: PlanRequest) -> int:
     show = sys.stderr
     with ticking(show) as say:
         say(f"reading the configuration of {asked.entry_point.name}")
@@ -313,7 +313,7 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _report(asked: Asked, verdicts: Sequence["Verdict"], searches: Mapping[str, "SearchResult"]) -> None:
+def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping[str, "SearchResult"]) -> None:
     """Prints the verdicts, and writes them where they were asked for."""
     from levanter.main.plan_search import keys_of
     from levanter.plan.report import render, to_html, to_json
@@ -340,7 +340,7 @@ def _report(asked: Asked, verdicts: Sequence["Verdict"], searches: Mapping[str, 
         _write("--html", asked.html, to_html(verdicts, more=pages))
 
 
-def _try_outputs(asked: Asked) -> None:
+def _try_outputs(asked: PlanRequest) -> None:
     """Tries every place that is written, before compilers run for minutes."""
     files = {"--json": None if asked.json == "-" else asked.json, "--html": asked.html}
     found = [Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None]

@@ -143,19 +143,27 @@ def family_named(name: str) -> "Family[Any]":
 
 
 def family_of(config_class: type[LmConfig]) -> "Family[Any]":
-    """The family of a config class: its own, or that of the class it is derived from.
+    """The family of a config class. A subclass does not inherit its parent's: its arithmetic may differ.
 
     Raises:
         ValueError: it has none.
     """
     names = {cls: name for name, cls in LmConfig.get_known_choices().items()}
     known = family_names()
-    for cls in config_class.__mro__:
-        if names.get(cls) in known:
-            return family_named(names[cls])
+    if names.get(config_class) in known:
+        return family_named(names[config_class])
+    registered = f"registered as {names[config_class]!r}" if config_class in names else "not registered"
+    parent = next((cls for cls in config_class.__mro__ if names.get(cls) in known), None)
+    inherited = (
+        f" A subclass does not inherit the family of its parent ({parent.__name__}, {names[parent]!r})."
+        if parent
+        else ""
+    )
     raise ValueError(
-        f"{config_class.__name__} has no model family: {GROUP} has none by the name it is registered under "
-        f"({names.get(config_class, 'it is not registered')}); there are {', '.join(known)}"
+        f"{config_class.__name__} has no model family: it is {registered}, and no family has it as its config class."
+        f"{inherited} To register one, declare an entry point of the group {GROUP!r} whose value is a "
+        f"levanter.models.family.Family with config_class={config_class.__name__} (docs/porting-models.md); "
+        f"registered families: {', '.join(known)}"
     )
 
 

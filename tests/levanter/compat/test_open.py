@@ -17,7 +17,7 @@ from levanter.compat.hf.errors import (
     CheckpointError,
     ConfigMismatchError,
     CorruptFileError,
-    MissingFileError,
+    MissingCheckpointFileError,
     UnknownModelError,
     UnsafeCheckpointError,
 )
@@ -82,7 +82,7 @@ def test_a_remote_folder_is_streamed(tmp_path):
     assert opened.source.bytes_read == 0
     assert read_all(opened.source) == {name: array.tobytes() for name, array in tensors().items()}
     assert opened.tokenizer().vocab_size == 300
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         open_checkpoint("memory://bucket/none")
     assert str(caught.value) in (
         "memory://bucket/none: there is no such folder",
@@ -94,10 +94,10 @@ def test_a_remote_folder_is_streamed(tmp_path):
 
 def test_missing_folder(tmp_path):
     write_folder(tmp_path / "smollm2")
-    assert refusal(tmp_path / "smolm2", MissingFileError) == (
+    assert refusal(tmp_path / "smolm2", MissingCheckpointFileError) == (
         f"CKPT: there is no such file or folder\n  → did you mean {tmp_path / 'smollm2'}?"
     )
-    assert refusal(tmp_path / "no" / "where", MissingFileError) == (
+    assert refusal(tmp_path / "no" / "where", MissingCheckpointFileError) == (
         f"CKPT: there is no such file or folder, and no folder {tmp_path / 'no'} either"
     )
 
@@ -105,7 +105,7 @@ def test_missing_folder(tmp_path):
 def test_missing_config(tmp_path):
     write_folder(tmp_path)
     (tmp_path / "config.json").rename(tmp_path / "configs.json")
-    assert refusal(tmp_path, MissingFileError) == (
+    assert refusal(tmp_path, MissingCheckpointFileError) == (
         "CKPT: there is no config.json (the model's architecture); it has configs.json, model.safetensors, "
         "tokenizer.json, tokenizer_config.json\n  → did you mean configs.json?"
     )
@@ -257,7 +257,7 @@ def test_alternatives_take_the_first_that_can_be_reached(tmp_path):
         "no-such-org/no-such-model: it is not in the Hub's local cache, and the Hub cannot be reached "
         "(HF_HUB_OFFLINE is set)"
     )
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         open_checkpoint(f"{tmp_path}/a | {tmp_path}/b")
     assert str(caught.value) == (
         f"{tmp_path}/a | {tmp_path}/b: 2 problems:\n"

@@ -32,7 +32,7 @@ from levanter.run import OK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReportRequest:
     """What a command line asks for; see the module.
 
     Attributes:
@@ -66,7 +66,7 @@ class NoRunError(ValueError):
     """A path is no scored book; the message says what is there."""
 
 
-def main(asked: Asked) -> int:
+def main(asked: ReportRequest) -> int:
     """Reads the runs, measures them, writes the page and says in a few lines what is in it."""
     books = _books(asked.runs)
     files = {"--output": asked.output, "--json": asked.json}
@@ -101,7 +101,7 @@ def main(asked: Asked) -> int:
     return OK
 
 
-def parse(argv: Sequence[str]) -> Asked:
+def parse(argv: Sequence[str]) -> ReportRequest:
     """The command line; exits with 2 and the usage where it cannot be understood."""
     parser = argparse.ArgumentParser(
         prog="python -m levanter.main.memorization_report",
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str]) -> Asked:
     parser.add_argument("--passages", type=int, default=20, help="how many a run lists (default: 20)")
     parser.add_argument("--json", help="also write every number here")
     given = parser.parse_args(list(argv))
-    return Asked(
+    return ReportRequest(
         runs=tuple(given.runs),
         output=given.output or join(given.runs[0], REPORT),
         names=tuple(given.name),
@@ -165,7 +165,7 @@ def _folders(path: str) -> list[str]:
     return found
 
 
-def _calibrations(asked: Asked, schemes: set[Scheme]) -> dict[Scheme, Calibration]:
+def _calibrations(asked: ReportRequest, schemes: set[Scheme]) -> dict[Scheme, Calibration]:
     """τ for each scheme, from the control texts."""
     if not asked.controls:
         return {}

@@ -16,7 +16,7 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.config_bridge import check_model_block, read_config
-from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
+from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import hf_config, load_tokenizer, open_checkpoint
@@ -136,7 +136,7 @@ def find_origin(
         return from_block(None, model, nothing, block_is_whole=block_is_whole)
     try:
         checkpoint = open_checkpoint(reference, allow_pickle=allow_pickle)
-    except (UnreachableError, MissingFileError) as error:
+    except (UnreachableError, MissingCheckpointFileError) as error:
         if _holds_weights(reference):
             raise
         return _without_weights(reference, model, error, block_is_whole)
@@ -211,7 +211,7 @@ def _holds_weights(reference: str) -> bool:
 def _without_weights(reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool) -> Origin:
     try:
         document = hf_config(reference)
-    except (UnreachableError, MissingFileError):
+    except (UnreachableError, MissingCheckpointFileError):
         return from_block(reference, model, error, block_is_whole=block_is_whole)
     where = f"{reference}/config.json"
     bridged = read_config(document, where=where)
@@ -316,12 +316,12 @@ def find_tokenizer(named: str | None, *, origin: Origin | None, size: int | None
         elif named is None and origin is not None and origin.checkpoint is not None:
             found = origin.checkpoint.tokenizer()
         elif reference is None or reference == PASSTHROUGH:
-            raise MissingFileError("tokenizer", "none is named, and there is no checkpoint to take it from")
+            raise MissingCheckpointFileError("tokenizer", "none is named, and there is no checkpoint to take it from")
         else:
             found = load_tokenizer(reference)
             if size is not None:
                 check_vocabulary(found, size, where="model" if origin is None else origin.description)
-    except (UnreachableError, MissingFileError) as error:
+    except (UnreachableError, MissingCheckpointFileError) as error:
         reason = str(error).splitlines()[0]
         return None, Check(name="tokenizer", status="unchecked", message=reason, error=error)
     return found, Check(name="tokenizer", status="ok", message=f"{found.name}, {found.vocab_size} ids")

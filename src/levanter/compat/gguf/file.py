@@ -70,7 +70,7 @@ def open_gguf(path: str | Path) -> GgufFile:
     """Parses a GGUF file.
 
     Raises:
-        MissingFileError: there is none.
+        MissingCheckpointFileError: there is none.
         CorruptFileError: it is not GGUF, or damaged, or shorter than it says.
     """
     path = Path(path)
@@ -78,7 +78,7 @@ def open_gguf(path: str | Path) -> GgufFile:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
     except (FileNotFoundError, IsADirectoryError):
-        raise MissingFileError(path, "there is no such file") from None
+        raise MissingCheckpointFileError(path, "there is no such file") from None
     if magic != MAGIC:
         raise CorruptFileError(path, f"it is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
     check_header(path)

@@ -86,13 +86,13 @@ def family_for(config: LmConfig) -> Family[Any]:
     """The family whose config class `config` is an instance of, one with a Hugging Face form.
 
     Raises:
-        ValueError: there is none; a class derived from a family's own has fields that a config.json has no words for.
+        ValueError: there is none.
     """
     family = family_of(type(config))
-    if type(config) is family.config_class and family.config_json:
+    if family.config_json:
         return family
     raise ValueError(
-        f"{type(config).__name__} cannot be written as a Hugging Face config; families that can:  "
+        f"{type(config).__name__} cannot be written as a Hugging Face config; families that can: "
         f"{', '.join(family_names())}"
     )
 

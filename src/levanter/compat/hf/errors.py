@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
         super().__init__(message + (f"\n  → {suggestion}" if suggestion else ""))
 
 
-class MissingFileError(CheckpointError):
+class MissingCheckpointFileError(CheckpointError):
     """A file that the checkpoint must have is not there."""
 
 

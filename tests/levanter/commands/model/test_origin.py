@@ -11,7 +11,7 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.expected import ExpectedSource
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
 from levanter.commands.model.origin import ModelBlock, UnknownArchitectureError, find_origin, find_tokenizer, vocabulary
-from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, MissingFileError
+from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, MissingCheckpointFileError
 from levanter.compat.open import open_checkpoint
 from levanter.config import read
 
@@ -38,7 +38,7 @@ def test_a_config_json_says_what_the_model_looks_like(config_only):
     assert (origin.architecture.vocab_size, origin.stored.name) == (320, "bfloat16")
     (absent,) = [check for check in origin.checks if check.status == "unchecked"]
     assert absent.name == "weights" and "bfloat16" in absent.message
-    assert isinstance(absent.error, MissingFileError)
+    assert isinstance(absent.error, MissingCheckpointFileError)
 
 
 def test_what_is_expected_is_what_transformers_writes(config_only):

@@ -60,7 +60,7 @@ def test_from_a_training_file(folder, capsys):
     tokens = sum(len(f"{name}{i} é".encode()) for name in "ab" for i in range(20))
     assert f"both: {tokens} tokens, 40 documents, 2 empty documents left out, 2 shards" in out
     assert f"{folder}/cache/docs/train" in out
-    assert "data.components.held: no training data, not trained on" in out
+    assert "data.components.held: no training data, so it is not trained on" in out
     held = sum(len(f"a{i} é".encode()) for i in range(20))
     assert f"held (validation): {held} tokens, 20 documents, 1 empty documents left out, 1 shards" in out
     assert f"in {folder}/cache/held/validation" in out and "docs (validation): " in out

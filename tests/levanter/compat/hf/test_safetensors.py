@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf import regions
-from levanter.compat.hf.errors import CorruptFileError, MissingFileError
+from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.readers import LocalFile, RemoteFile
 from levanter.compat.hf.safetensors import SafetensorsSource
 
@@ -168,7 +168,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
         source.read("a", (slice(0, 1000),))
     assert str(caught.value) == f"{path}: the file ends at byte {size - 400}, inside a range to byte {size}"
     path.unlink()
-    with pytest.raises(MissingFileError, match="there is no such file"):
+    with pytest.raises(MissingCheckpointFileError, match="there is no such file"):
         source.read("a", (slice(0, 1000),))
 
 
@@ -223,6 +223,6 @@ def test_remote_ranges_through_fsspec(file):
         index = random_index(rng, oracle[name].shape)
         assert source.read(name, index).tobytes() == oracle[name][index].tobytes()
     missing = RemoteFile(memory, "/bucket/none", "memory://bucket/none")
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         SafetensorsSource({"m": missing})
     assert str(caught.value) == "memory://bucket/none: there is no such file"

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from levanter.compat.hf.byte_lengths import byte_alphabet
-from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingFileError
+from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.data.tokenizer import Tokenizer as Protocol
@@ -167,7 +167,7 @@ def test_loading_from_a_folder_with_its_special_tokens(tmp_path):
     alone.mkdir()
     (tmp_path / "tokenizer.json").rename(alone / "tokenizer.json")
     assert load_tokenizer(str(alone / "tokenizer.json")).encode_batch(["the cat"])[0].tolist()
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingCheckpointFileError) as caught:
         load_tokenizer(str(tmp_path))
     assert str(caught.value) == (
         f"{tmp_path}: there is no tokenizer (tokenizer.json); it has alone/tokenizer.json, config.json, "
