@@ -111,6 +111,8 @@ def test_f32_costs_six_passes():
         ("v6-256", ["v6e-256"]),
         ("tpu", ["unknown accelerator"]),
         ("0xv4-8", ["0 slices"]),
+        ("257xv4-8", ["257 slices", "at most 256"]),
+        ("10000xv5p-128", ["10,000 slices"]),
         ("v6e:3x3", ["must be even", "v6e:2x4"]),
         ("v6e:32x32", ["larger than the largest v6e slice"]),
         ("v6e:4x4x4", ["2 dimensions, this one has 3"]),

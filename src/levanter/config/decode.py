@@ -6,7 +6,8 @@ one pass finds all of them: unknown keys, missing keys, wrong types, and what th
 """
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -137,9 +138,33 @@ class Decoder:
         try:
             made = cls(**arguments)
         except ValueError as error:
-            return self.wrong(str(error), node.mark, path)
+            return self._refused(str(error), node, path, set(known))
         self.written |= {".".join((*path, name)) for name in arguments}
         return made
+
+    def _refused(self, message: str, node: MapNode, path: Keys, known: set[str]) -> _Invalid:
+        """What a class refuses, at its block; what names a key of the command line, at the command line.
+
+        A class says what is wrong with its values, a line for each problem, and does not know where they came from.
+
+        Args:
+            message: what it says.
+            node: its block.
+            path: of the block.
+            known: the keys of the class.
+        """
+        given = {entry.key: entry.mark for entry in _entries(node) if entry.mark.source == COMMAND_LINE}
+        by_mark: dict[Mark, list[str]] = {}
+        mark = node.mark
+        for n, line in enumerate(message.splitlines()):
+            words = set(re.findall(r"\w+", line))
+            # A line that names none of the keys goes on with the line before it.
+            if n == 0 or (line[:1].isalnum() and words & known):
+                mark = next((mark for key, mark in given.items() if key in words), node.mark)
+            by_mark.setdefault(mark, []).append(line)
+        for mark, lines in by_mark.items():
+            self.wrong("\n".join(lines), mark, path)
+        return INVALID
 
     def _unknown_key(self, entry: Entry, known: Keys, path: Keys, choices: Mapping[str, type]) -> None:
         self.unknown += 1
@@ -354,6 +379,17 @@ def _suits(node: Node, annotation: Annotation) -> int:
     else:
         order = (type(value), int, float, timedelta, str, Path)
     return 2 + (order.index(annotation) if annotation in order else len(order))
+
+
+def _entries(node: Node) -> Iterator[Entry]:
+    """All entries in a node, at any depth."""
+    if isinstance(node, MapNode):
+        for entry in node:
+            yield entry
+            yield from _entries(entry.node)
+    elif isinstance(node, ListNode):
+        for item in node.items:
+            yield from _entries(item)
 
 
 def _unfolded(node: Node) -> Node:

@@ -10,6 +10,9 @@ from functools import cached_property, lru_cache
 
 from levanter.hardware.generations import BF16_PASSES, GENERATIONS, Generation, Precision
 
+MOST_SLICES = 256
+"""Slices of one target. The largest published job has 199 (of 256 chips of v5e)."""
+
 
 class AcceleratorError(ValueError):
     """A name that stands for no accelerator, or a size it is not made in."""
@@ -147,6 +150,8 @@ def parse_accelerator(name: str) -> Accelerator:
     slices = int(match["slices"] or 1)
     if slices < 1:
         raise AcceleratorError(f"{name!r}: {slices} slices; there must be at least one")
+    if slices > MOST_SLICES:
+        raise AcceleratorError(f"{name!r}: {slices:,} slices; there can be at most {MOST_SLICES}")
     sizes = tuple(int(part) for part in match["size"].split("x"))
     if generation.platform == "gpu":
         return _gpus(name, generation, sizes, slices, match["sep"])

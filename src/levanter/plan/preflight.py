@@ -317,9 +317,17 @@ def _cost(
     if timed:
         inquiry.end("cost", f"{', '.join(timed)} (modelled, not measured)")
     else:
-        why = "nothing was compiled" if not outcomes else "no cycles are known for this target"
+        why = _why_no_time(outcomes)
         inquiry.end("cost", why, status="skipped")
     return tuple(verdicts)
+
+
+def _why_no_time(outcomes: Mapping[str, Outcome]) -> str:
+    if not outcomes:
+        return "nothing was compiled"
+    if not any(isinstance(outcome, Compiled) for outcome in outcomes.values()):
+        return "no program compiled, so there is nothing to time"
+    return "no cycles are known for this target"
 
 
 def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator) -> ProgramVerdict:

@@ -151,6 +151,59 @@ def test_model_overrides_without_a_type():
     assert str(caught.value) == "command line: model: needs `type:` with one of small; add --model.type"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    heads: int = 4
+    groups: int = 4
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.heads % self.groups:
+            problems.append(f"groups {self.groups} does not divide heads {self.heads}\n  legal: 1 or {self.heads}")
+        if self.width % 2:
+            problems.append(f"width {self.width} is odd")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldsHeads:
+    attention: Heads = field(default_factory=Heads)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["run.yaml:2: attention: groups 4 does not divide heads 6", "      legal: 1 or 6", "    width 7 is odd"]),
+        # What an override brought about is said of the override, and the rest of the file.
+        (
+            ["--attention.groups", "5", "--attention.heads", "8"],
+            [
+                "2 problems in the configuration:",
+                "[1] command line: attention: groups 5 does not divide heads 8",
+                "      legal: 1 or 8",
+                "[2] run.yaml:2: attention: width 7 is odd",
+            ],
+        ),
+        (
+            ["--attention.width", "9"],
+            [
+                "2 problems in the configuration:",
+                "[1] run.yaml:2: attention: groups 4 does not divide heads 6",
+                "      legal: 1 or 6",
+                "[2] command line: attention: width 9 is odd",
+            ],
+        ),
+    ],
+)
+def test_what_a_class_refuses_of_an_override_is_said_of_the_command_line(write, words, expected):
+    write("run.yaml", "attention:\n  heads: 6\n  width: 7\n")
+    with pytest.raises(ConfigError) as caught:
+        load(HoldsHeads, ["--config", "run.yaml", *words])
+    assert str(caught.value).splitlines() == expected
+
+
 def test_a_misspelt_old_key_suggests_the_old_key():
     with pytest.raises(ConfigError) as caught:
         parse_text(RunConfig, "name: x\ntrainer:\n  tensor_parallel_axis: [mlp]\n", source="r.yaml")

@@ -297,6 +297,7 @@ def test_a_refusal_says_what_takes_the_room(tmp_path, monkeypatch):
     verdict = preflight(question("train_lm", path, "v4-8", compile=True))
     assert verdict.exit_code == 3 and verdict.fits is False
     assert verdict.headline == "does not fit: 48.71 GiB > 30.75 GiB (train_step)"
+    assert verdict.stages[-1].message == "no program compiled, so there is nothing to time"
     # What is compiled by default is what the job's time is made of.
     init, step = verdict.programs
     assert init.outcome is None and step.peak_bytes == round(48.71 * GIB)

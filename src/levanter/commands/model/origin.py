@@ -199,6 +199,12 @@ def merged(model: ModelBlock | None, own: LmConfig, *, where: str, block_is_whol
     return replace(own, **{key: getattr(model.config, key) for key in sorted(free)})
 
 
+def _lacking(model: ModelBlock) -> list[str]:
+    """Sizes that the block leaves open. Where a family's own default is 0 the size follows from others (a GPT-2's)."""
+    defaults = {field.name: field.default for field in fields(model.config)}
+    return [size for size in _SIZES if size not in model.keys and defaults.get(size, 0) != 0]
+
+
 def _holds_weights(reference: str) -> bool:
     """Whether some weights are there: a checkpoint with a hole is broken, not absent."""
     try:
@@ -250,8 +256,7 @@ def from_block(
     Raises:
         UnknownArchitectureError: the block does not say everything.
     """
-    keys = frozenset() if model is None else model.keys
-    lacking = [] if block_is_whole else [key for key in _SIZES if key not in keys]
+    lacking = [] if model is None or block_is_whole else _lacking(model)
     if model is None or lacking:
         block = "there is no model: block" if model is None else f"model: does not give {', '.join(lacking)}"
         raise UnknownArchitectureError(

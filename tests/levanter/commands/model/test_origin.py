@@ -64,6 +64,21 @@ def test_the_block_is_enough_where_it_is_complete():
         find_origin("nobody/nothing", None)
 
 
+@pytest.mark.parametrize(
+    ("text", "mlp", "kv_heads"),
+    [
+        # A GPT-2's feed-forward part is four times as wide as its stream, and every head has its own keys and values.
+        ("{type: gpt2, hidden_dim: 64, num_layers: 2, num_heads: 4}", 256, 4),
+        ("{type: gpt_neox, hidden_dim: 64, intermediate_dim: 100, num_layers: 2, num_heads: 4}", 100, 4),
+    ],
+)
+def test_sizes_that_follow_from_others_need_not_be_written(text, mlp, kv_heads):
+    architecture = find_origin("nobody/nothing", block(text)).architecture
+    assert (architecture.Mlp.size, architecture.KVHead.size) == (mlp, kv_heads)
+    with pytest.raises(UnknownArchitectureError, match=r"model: does not give num_layers\n"):
+        find_origin("nobody/nothing", block(text.replace(", num_layers: 2", "")))
+
+
 def test_the_block_must_agree_with_config_json(config_only):
     with pytest.raises(ConfigMismatchError, match=r"model\.num_layers is 2.*|num_layers"):
         find_origin(str(config_only), block(BLOCK.replace("num_layers: 2", "num_layers: 3")))
