@@ -89,7 +89,7 @@ def test_every_array_is_in_the_treemap_and_tells_about_itself(browser: Browser, 
     # 6 GiB and 1.5 GiB.
     assert areas["cache.keys"] / areas["tokens"] == pytest.approx(4, rel=0.02)
     page.hover("#v4-16 .cell[aria-label='tokens']")
-    assert "replicated: every chip holds all of it" in page.text("#v4-16 .detail")
+    assert "replicated: every chip holds a copy" in page.text("#v4-16 .detail")
     page.hover("#v4-16 h2")
     assert page.text("#v4-16 .detail").startswith("Point at an array")
     page.click("#v4-16 .cell[aria-label='tokens']")

@@ -5,7 +5,6 @@ Training and evaluation read the same formats and understand their keys in the s
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
-from typing import Any
 
 from levanter.data.chat import ChatTemplate
 from levanter.data.config import (
@@ -51,7 +50,7 @@ def with_template(component: DatasetComponentBase, template: str | None) -> Data
     return component
 
 
-def format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, Any]:
+def format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
     """A component's format, and how its documents are packed. All children of one have one format."""
     if isinstance(component, DatasetComponent):
         format = format_of(where, component, FORMATS)

@@ -9,7 +9,6 @@ the keys of the configuration for which that is so are listed in `notes`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from levanter.data.component_formats import FORMATS, format_and_pack, is_set, store_folder, with_template
 from levanter.data.config import (
@@ -135,7 +134,9 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
     return EvaluationData(sets=tuple(sets), notes=tuple(notes + weighted + unused))
 
 
-def _format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, Any]:
+def _format_and_pack(
+    where: str, component: DatasetComponentBase
+) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
     """A component's format and packing; texts may be of several formats, since all of it is laid end to end."""
     if isinstance(component, ConcatDatasetComponent):
         children = [_format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]

@@ -287,8 +287,7 @@ model:
         "trainer.mesh.axes.model: 4, the document also has 8; keep one of them",
         "old.yaml:7: trainer.fsdp_axis: contradicts `trainer.mesh.param_mapping` (old.yaml:5): the old key means "
         "trainer.mesh.param_mapping: {}, the document also has {embed: data}; keep one of them",
-        "old.yaml:11: model.seq_len: contradicts `model.max_seq_len` (old.yaml:10): the old key means "
-        "model.max_seq_len: 2, the document says 1; keep one of them",
+        "old.yaml:11: model.seq_len: contradicts `model.max_seq_len` (old.yaml:10): the old key means model.max_seq_len: 2, the document also has 1; keep one of them",
     ]
 
 
@@ -306,7 +305,7 @@ def test_wandb_wins_over_a_tracker_beside_it(tracker):
 def test_two_spellings_of_one_tracker_are_one():
     old = {"tracker": {"type": "wandb", "project": "p"}, "wandb": {"project": "p"}}
     _, translation = translate_plain({"trainer": old})
-    assert [change.why for change in translation.changes] == ["wandb is one tracker of several"]
+    assert [change.why for change in translation.changes] == ["wandb is one of several trackers"]
 
 
 def test_a_profiler_block_beside_an_old_profiler_key():

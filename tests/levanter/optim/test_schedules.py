@@ -151,7 +151,7 @@ def test_what_does_not_fit_in_the_run_is_refused(settings, message):
 def test_a_warmup_that_is_longer_than_the_run_is_cut():
     expect(rates(50, warmup=80), lambda t: 1e-3 * min(t / 50, 1))
     assert AdamConfig(warmup=80).adjusted(50) == (
-        "warmup 80 is cut: the run has 50 steps, and ends before its peak is reached",
+        "warmup 80 is truncated: the run has 50 steps, and ends before its peak is reached",
     )
 
 
@@ -162,7 +162,7 @@ def test_a_decay_takes_what_the_warmup_leaves():
     settings = {"warmup": 80, "decay": 40, "lr_schedule": "linear"}
     expect(rates(100, **settings), formula)
     assert AdamConfig(**settings).adjusted(100) == (
-        "decay 40 is cut to 20 steps: the run has 100 steps, of which warmup takes 80",
+        "decay 40 is shortened to 20 steps: the run has 100 steps, of which warmup takes 80",
     )
     assert AdamConfig(warmup=0.8, decay=0.2).adjusted(100) == ()
     assert AdamConfig(warmup=0, decay=200).adjusted(100) == ("decay 200 is cut to 100 steps: the run has 100 steps",)

@@ -96,7 +96,7 @@ class Cell:
         each = f" ({gib(resident.nbytes)} each)" if self.count > 1 else ""
         lines.append(f"{gib(self.nbytes)} on a chip{each} of {gib(self.count * resident.whole_bytes)} in all")
         if resident.replicated:
-            lines.append("replicated: every chip holds all of it")
+            lines.append("replicated: every chip holds a copy")
         elif resident.replicated_over:
             lines.append(f"the same on all chips along {' × '.join(resident.replicated_over)}")
         return "\n".join(line for line in lines if line)

@@ -219,7 +219,7 @@ def _arrays(verdict: Verdict, most: int) -> Content:
     rows: list[list[Content]] = []
     for cell in shown:
         resident = cell.resident
-        whole = tag("span", "replicated on every one", class_="whole-mark") if resident.replicated else resident.spec
+        whole = tag("span", "replicated on all of them", class_="whole-mark") if resident.replicated else resident.spec
         rows.append(
             [
                 tag("span", cell.name, class_="mono"),

@@ -172,7 +172,7 @@ def _largest(verdict: Verdict) -> list[str]:
     size = max(len(gib(resident.nbytes)) for resident in residents)
     lines = _title(f"largest of {count_text(len(verdict.budget.residents), 'array')} on a {facts.holder(verdict)}")
     for resident in residents:
-        whole = "replicated on every one" if resident.replicated else f"of {gib(resident.whole_bytes)}"
+        whole = "replicated on all of them" if resident.replicated else f"of {gib(resident.whole_bytes)}"
         what = f"{gib(resident.nbytes):>{size}}  {resident.path} {resident.dtype}, {whole}"
         lines += paragraph(what, hanging=size + 2)
         spec = "" if resident.replicated else f" {resident.spec}"
