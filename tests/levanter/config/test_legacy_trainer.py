@@ -287,7 +287,8 @@ model:
         "trainer.mesh.axes.model: 4, the document also has 8; keep one of them",
         "old.yaml:7: trainer.fsdp_axis: contradicts `trainer.mesh.param_mapping` (old.yaml:5): the old key means "
         "trainer.mesh.param_mapping: {}, the document also has {embed: data}; keep one of them",
-        "old.yaml:11: model.seq_len: contradicts `model.max_seq_len` (old.yaml:10): the old key means model.max_seq_len: 2, the document also has 1; keep one of them",
+        "old.yaml:11: model.seq_len: contradicts `model.max_seq_len` (old.yaml:10): the old key means "
+        "model.max_seq_len: 2, the document also has 1; keep one of them",
     ]
 
 

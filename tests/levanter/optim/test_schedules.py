@@ -165,7 +165,9 @@ def test_a_decay_takes_what_the_warmup_leaves():
         "decay 40 is shortened to 20 steps: the run has 100 steps, of which warmup takes 80",
     )
     assert AdamConfig(warmup=0.8, decay=0.2).adjusted(100) == ()
-    assert AdamConfig(warmup=0, decay=200).adjusted(100) == ("decay 200 is cut to 100 steps: the run has 100 steps",)
+    assert AdamConfig(warmup=0, decay=200).adjusted(100) == (
+        "decay 200 is shortened to 100 steps: the run has 100 steps",
+    )
     assert len(AdamConfig(cycles=4, rewarmup=30).adjusted(100)) == 3
 
 

@@ -63,7 +63,7 @@ def default_notes(model: LmConfig, said: Collection[str]) -> list[Check]:
     return [Check(name="model", status="note", message=line) for line in differing(kind, said)]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value on one line, of a RoPE what upstream has of it too."""
     if isinstance(value, Mapping):
         value = {key: value[key] for key in ("type", "theta", "factor")}

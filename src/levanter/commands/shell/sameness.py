@@ -7,7 +7,6 @@ collective that they do not have. So what decides a run is compared before a wei
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ _OWN = ("trainer.distributed",)
 """What each process has for itself."""
 
 
-def require_same_config(config: Any) -> None:
+def require_same_config(config: object) -> None:
     """Refuses a run whose processes were given different configurations.
 
     Paths may differ, since a disk may be mounted elsewhere; what is read there is compared when it is read.
@@ -60,7 +59,7 @@ def require_same_weights(source: TensorSource) -> None:
         require_same("the checkpoint", digest, advice="its files must be the same on all hosts")
 
 
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
     """The values of a configuration under dotted keys, without paths; a long one by its digest."""
     if isinstance(value, Mapping):
         for name, each in value.items():

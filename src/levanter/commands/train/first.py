@@ -172,7 +172,7 @@ def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: st
 def _rewound(optimizer: Any, fresh: Any) -> Any:
     """Optimizer statistics with the schedule at its beginning; the count of Adam's averages stays."""
 
-    def is_schedule(node: Any) -> bool:
+    def is_schedule(node: object) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
     return jax.tree.map(lambda old, new: new if is_schedule(old) else old, optimizer, fresh, is_leaf=is_schedule)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from levanter.compat.gguf.header import check_header
-from levanter.compat.hf.errors import CorruptFileError, MissingFileError, raise_if
+from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError, raise_if
 
 MAGIC = b"GGUF"
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from haliax_ext.errors import nearest
 from levanter.bounds import JSON_BYTES, OutOfBoundsError, parse_json, read_bounded
-from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingFileError
+from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.readers import REMOTE_PARALLEL, ByteReader, LocalFile, RemoteFile, with_retry
 from levanter.io.paths import filesystem
 

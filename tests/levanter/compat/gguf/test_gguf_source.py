@@ -136,7 +136,7 @@ def test_files_that_cannot_be_read(tmp_path):
     path.write_bytes(b"PK\x03\x04 not this")
     with pytest.raises(CorruptFileError) as caught:
         open_gguf(path)
-    assert str(caught.value) == f"{path}: it is not a GGUF file: it starts with b'PK\\x03\\x04', not b'GGUF'"
+    assert str(caught.value) == f"{path}: it is not a GGUF file: it begins with b'PK\\x03\\x04', not b'GGUF'"
     write_gguf(path, kind=Kind.Q4_1)
     content = path.read_bytes()
     for size in (4, 20, 400, len(content) // 2, len(content) - 1000):
