@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from haliax_ext.finite import NotFinite, all_finite, not_finite
 from haliax_ext.load_plan import LeafLoad
 from haliax_ext.reading import Read, Unit, flat_stack, reads
 from haliax_ext.slices import Box, box_shape, box_size, to_slices
@@ -62,11 +63,13 @@ class HostReader:
     Attributes:
         bytes_done: storage bytes read so far.
         at: the leaf and the index along its stacked axis that were read last.
+        not_finite: what of the weights is not finite, by leaf and source tensor.
     """
 
     def __init__(self, source: TensorSource, *, threads: int, read_bytes: int):
         self.bytes_done = 0
         self.at: tuple[str, int | None] = ("", None)
+        self.not_finite: dict[tuple[str, str], NotFinite] = {}
         self._source = source
         self._read_bytes = read_bytes
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="load")
@@ -120,13 +123,20 @@ class HostReader:
             number, copy = read.copies[0]
             memory = copy.in_place(arrival.blocks[number], shape)
         if memory is not None:
-            self._source.read(name, to_slices(read.box), memory)
+            buffer = self._source.read(name, to_slices(read.box), memory)
         else:
             buffer = self._source.read(name, to_slices(read.box), self._scratch(load.source_dtype, shape))
             # Infinities and NaNs among weights are passed on as they are; NumPy would warn about casting them.
             with np.errstate(invalid="ignore", over="ignore"):
                 for number, copy in read.copies:
                     copy.scatter(buffer, arrival.blocks[number])
+        # Now, while the bytes are in the core's cache.
+        bad = None
+        if not all_finite(buffer, load.leaf.dtype):
+            bad = not_finite(buffer, load.leaf.dtype, path=load.path, tensor=name)
         with self._lock:
+            if bad is not None:
+                before = self.not_finite.get((load.path, name))
+                self.not_finite[load.path, name] = bad if before is None else before + bad
             self.bytes_done += round(math.prod(shape) * load.bytes_per_element)
             self.at = (load.path, read.stack[0] if read.stack else None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haliax_ext.errors import gib
+from haliax_ext.finite import NotFinite
 
 SAMPLE_SECONDS = 0.01
 
@@ -65,6 +66,7 @@ class LoadReport:
         peak_rss_bytes: peak resident memory of this process above what it was before; None where unknown.
         bytes_per_device: bytes of the arrays on each device.
         seconds_by_host: how long each host took.
+        not_finite: weights that this host read and that are NaN or infinite, in the order of the plan.
     """
 
     bytes_read: int
@@ -72,6 +74,7 @@ class LoadReport:
     peak_rss_bytes: int | None
     bytes_per_device: int
     seconds_by_host: tuple[float, ...]
+    not_finite: tuple[NotFinite, ...] = ()
 
     @property
     def gb_per_s(self) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_ext.exchange import seconds_program
+from haliax_ext.finite import NotFinite
 from haliax_ext.host_reader import READ_BYTES, Arrival, HostReader
 from haliax_ext.load_plan import LoadPlan, LoadStep
 from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
@@ -107,7 +108,7 @@ def load(
     with MemoryWatch() as memory, HostReader(source, threads=workers, read_bytes=read_bytes) as reader:
         job = _Job(plan=load_plan, mesh=mesh, host=host, reader=reader, jit=jit, progress=progress, began=began)
         arrays = job.run(budget)
-        read = reader.bytes_done
+        read, found = reader.bytes_done, reader.not_finite
     seconds = time.perf_counter() - began
     report = LoadReport(
         bytes_read=read,
@@ -115,8 +116,20 @@ def load(
         peak_rss_bytes=memory.peak_bytes,
         bytes_per_device=load_plan.bytes_per_device,
         seconds_by_host=_seconds_by_host(load_plan, mesh, seconds, jit),
+        not_finite=_in_order(load_plan, found),
     )
     return LoadedArrays(arrays, report)
+
+
+def _in_order(plan: LoadPlan, found: Mapping[tuple[str, str], NotFinite]) -> tuple[NotFinite, ...]:
+    """What is not finite, as the plan has the leaves, and as each leaf has its source tensors."""
+    places = {load.path: (n, load.sources) for n, load in enumerate(load for step in plan.steps for load in step.loads)}
+
+    def place(key: tuple[str, str]) -> tuple[int, int]:
+        number, sources = places[key[0]]
+        return number, list(sources).index(key[1])
+
+    return tuple(found[key] for key in sorted(found, key=place))
 
 
 def _this_host(plan: LoadPlan, mesh: Mesh) -> int:

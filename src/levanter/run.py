@@ -128,6 +128,18 @@ class RunRefused(ValueError):
             super().__init__(f"{len(self.errors)} problems:\n{listed}")
 
 
+class NonFiniteResultError(ValueError):
+    """What a run computed is not finite, from weights that were; says what was not first. The run ends with code 1."""
+
+    exit_code = INTERNAL_ERROR
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what}\n  → a token had probability 0, or the model overflowed: try a wider compute dtype "
+            "(trainer.mp: f32), and compare the architecture with the one that the weights were trained in"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Searchable:
     """What a search for a better layout must know of a run, and which keys it sets.

@@ -186,6 +186,7 @@ class RowScores:
     def __init__(self, row_count: int):
         self.nats = np.zeros(row_count, np.float64)
         self.tokens = np.zeros(row_count, np.int64)
+        self._bad: dict[int, tuple[int, float]] = {}
 
     def add(self, batch: EvalRows, logprobs: np.ndarray, *, index: tuple[slice, slice] | None = None) -> None:
         """Adds the log-probabilities of a batch or of a block of it.
@@ -201,8 +202,24 @@ class RowScores:
         assert logprobs.shape == mask.shape, f"log-probabilities {logprobs.shape} for a block of {mask.shape}"
         real = rows >= 0
         mask, rows, logprobs = mask[real], rows[real], logprobs[real]
-        self.nats[rows] -= np.where(mask, logprobs, 0).sum(axis=1, dtype=np.float64)
+        added = np.where(mask, logprobs, 0).sum(axis=1, dtype=np.float64)
+        self.nats[rows] -= added
         self.tokens[rows] += mask.sum(axis=1)
+        for n in np.flatnonzero(~np.isfinite(added)):
+            at = int(np.flatnonzero(mask[n] & ~np.isfinite(logprobs[n]))[0])
+            # Entry t is of the token behind it.
+            found = (at + (block[1].start or 0) + 1, float(logprobs[n, at]))
+            self._bad[int(rows[n])] = min(found, self._bad.get(int(rows[n]), found), key=lambda each: each[0])
+
+    def first_not_finite(self, sequences: EvalSequences) -> str | None:
+        """Which scored token has no finite log-probability first, in a line; None where all are finite."""
+        if not self._bad:
+            return None
+        row = min(self._bad)
+        position, value = self._bad[row]
+        (span,) = [span for span in sequences.sets if span.first_row <= row < span.first_row + span.rows]
+        where = f"token {position + 1:,} of row {row - span.first_row + 1:,} of {span.name}"
+        return f"the first is {where} (log p = {value}), of {len(self._bad):,} such rows"
 
 
 def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: int | None = None) -> EvalResult:

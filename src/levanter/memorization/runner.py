@@ -28,6 +28,7 @@ from levanter.models.base import LmHeadModel
 from levanter.models.suffix_scores import TOP_40, Law, SuffixScores, suffix_scores
 from levanter.processes.meeting import meeting
 from levanter.processes.together import jit_together
+from levanter.run import NonFiniteResultError
 
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""
@@ -214,6 +215,7 @@ def score_and_store(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="parts") as writer:
         pending: deque[Future[None]] = deque()
         for scores in batches(done):
+            _refuse_nan(scores, done)
             done += len(scores)
             on_windows(done)
             if not writes:
@@ -231,6 +233,22 @@ def score_and_store(
             future.result()
     assert done == store.windows, f"{done} of {store.windows} windows scored"
     return Scores.joined(found) if writes else None
+
+
+def _refuse_nan(scores: Scores, first: int) -> None:
+    """Refuses scores that are no logarithms of probabilities; parts of windows before them are kept.
+
+    Raises:
+        NonFiniteResultError: says which token of which window is the first.
+    """
+    bad = np.argwhere(np.isnan(scores.logprobs) | (scores.logprobs == np.inf))
+    if len(bad):
+        window, token = bad[0]
+        raise NonFiniteResultError(
+            f"log-probabilities are not finite: the first is token {token + 1:,} of the suffix of window "
+            f"{first + window + 1:,} (log p = {scores.logprobs[window, token]}), one of {len(bad):,} of "
+            f"{scores.logprobs.size:,} in its batch"
+        )
 
 
 def agreed(value: ArrayLike) -> np.ndarray:

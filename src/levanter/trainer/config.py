@@ -42,6 +42,7 @@ class TrainerConfig(Ranged):
         profiler: a profile of some steps.
         crash_on_nan: whether a loss that is not a number ends the run.
         crash_on_inf: whether an infinite loss ends the run.
+        allow_nonfinite: whether weights that are NaN or infinite are taken as they are; without it they are refused.
         skip_nonfinite_steps: how many steps in a row are left out, instead of ending the run, because their loss or
             gradient is not finite; 0 for none.
         mesh: the device mesh and the mappings of named axes to it.
@@ -77,6 +78,7 @@ class TrainerConfig(Ranged):
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     crash_on_nan: bool = True
     crash_on_inf: bool = True
+    allow_nonfinite: bool = False
     skip_nonfinite_steps: Count = 0
 
     mesh: MeshConfig = field(default_factory=MeshConfig)

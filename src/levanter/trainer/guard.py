@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from levanter.io.exit_codes import INTERNAL_ERROR
 from levanter.trainer.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 class NonFiniteError(ValueError):
     """A step gave a number that is none; the run stopped before its state was saved."""
+
+    exit_code = INTERNAL_ERROR
 
 
 @dataclass(kw_only=True)

@@ -48,7 +48,7 @@ from levanter.io import MissingFileError, Output, Progress, UnreadableFileError,
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_logprobs
 from levanter.processes.together import jit_together
-from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
+from levanter.run import OK, Check, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Evaluation:
         scoring_seconds: from the first batch to the last result, compilation included.
         compile_seconds: until the first batch was there.
         scored_tokens: tokens scored.
+        not_finite: which token has no finite log-probability first; None where all do.
     """
 
     result: EvalResult
@@ -94,6 +95,7 @@ class Evaluation:
     scoring_seconds: float
     compile_seconds: float
     scored_tokens: int
+    not_finite: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -268,6 +270,7 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
         scoring_seconds=time.perf_counter() - began,
         compile_seconds=first,
         scored_tokens=int(done),
+        not_finite=scores.first_not_finite(sequences),
     )
 
 
@@ -312,6 +315,8 @@ def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int
     finally:
         session.tracker.log(done.result.metrics(), step=0)
         session.tracker.log_summary(done.result.metrics())
+    if done.not_finite is not None:
+        raise NonFiniteResultError(f"the loss is not finite: {done.not_finite}")
     return OK
 
 

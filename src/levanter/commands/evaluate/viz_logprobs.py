@@ -25,9 +25,10 @@ from levanter.commands.shell.sameness import require_same_text
 from levanter.config import Written
 from levanter.data import EvalSequences
 from levanter.eval.logprob_page import ScoredText, logprob_page
+from levanter.eval.perplexity import RowScores
 from levanter.io import Output, Progress
 from levanter.processes.together import jit_together
-from levanter.run import OK, EntryPoint, RunPlan, Session, Target
+from levanter.run import OK, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
 
 NAME = "viz_logprobs"
 
@@ -78,6 +79,10 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
         scored = results(plan.program("score"), mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
         for (part, batch), logprobs in scored:
+            scores = RowScores(sequences.row_count)
+            scores.add(batch, logprobs.array)
+            if (bad := scores.first_not_finite(sequences)) is not None:
+                raise NonFiniteResultError(f"log-probabilities are not finite: {bad}")
             values = np.where(batch.loss_mask, logprobs.array, np.nan)
             for n, row in enumerate(part.tolist()):
                 found.append(_scored(sequences, row, batch.tokens[n], batch.segment_ids[n], values[n]))

@@ -4,7 +4,9 @@ Runs that train and runs that read a pretrained model share this; where paramete
 since a training run carries more than parameters.
 """
 
+import logging
 import math
+from collections.abc import Sequence
 
 import haliax as hax
 import jax
@@ -12,6 +14,7 @@ from jax.sharding import Mesh
 
 from haliax_ext.activations import plan_activations
 from haliax_ext.expected import ExpectedSource
+from haliax_ext.finite import NotFinite
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.load_progress import LoadProgress
 from haliax_ext.load_strategy import plan_loading
@@ -95,6 +98,16 @@ def planned_loading(
         return None, [Check(name="weights", status="error", message=str(error), error=error)]
 
 
+logger = logging.getLogger(__name__)
+
+SHOWN = 5
+"""Tensors that an error lists."""
+
+
+class NonFiniteWeightsError(ValueError):
+    """Weights are NaN or infinite; says how many, and where the first of them are."""
+
+
 def load_weights(
     plan: LoadPlan,
     parameters: ShardingPlan,
@@ -103,6 +116,7 @@ def load_weights(
     *,
     show: bool,
     memory_bytes: int | None = None,
+    allow_nonfinite: bool = False,
 ) -> LoadedArrays:
     """Streams weights into their final shards, with progress over the whole job.
 
@@ -113,6 +127,10 @@ def load_weights(
         mesh: the devices.
         show: whether progress is shown.
         memory_bytes: host memory for reading; None for the default.
+        allow_nonfinite: whether weights that are NaN or infinite are only warned of.
+
+    Raises:
+        NonFiniteWeightsError: there are some.
     """
     require_same_weights(source)
     barrier("loading weights")
@@ -123,4 +141,20 @@ def load_weights(
             where = at.path if at.layer is None else f"{at.path}, layer {at.layer}"
             progress.advance_to(at.bytes_done, note=where)
 
-        return load(plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=tell)
+        loaded = load(plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=tell)
+    if loaded.report.not_finite:
+        said = _said_of(loaded.report.not_finite)
+        if not allow_nonfinite:
+            raise NonFiniteWeightsError(
+                f"{said}\n  → the checkpoint is damaged, or its training diverged; take another one, or a wider "
+                "trainer.mp where they are too large, or set trainer.allow_nonfinite: true to go on with them"
+            )
+        logger.warning("%s; trainer.allow_nonfinite goes on with them", said)
+    return loaded
+
+
+def _said_of(found: Sequence[NotFinite]) -> str:
+    count, leaves = sum(each.count for each in found), len({each.path for each in found})
+    lines = "".join(f"\n  {each}" for each in found[:SHOWN])
+    more = f"\n  and {len(found) - SHOWN} tensors more" if len(found) > SHOWN else ""
+    return f"{count:,} weights of {leaves} arrays are not finite, the first of them in{lines}{more}"

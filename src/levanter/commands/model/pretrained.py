@@ -219,4 +219,5 @@ def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded
         mesh,
         show=show,
         memory_bytes=model.choice.memory_bytes,
+        allow_nonfinite=model.choice.trainer.allow_nonfinite,
     )

@@ -55,7 +55,14 @@ def first_state(
     key = jax.random.PRNGKey(config.trainer.seed)
     if config.reference is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
-        loaded = load_weights(plan.load, work.state_plan.parameters, work.origin.checkpoint.source, mesh, show=show)
+        loaded = load_weights(
+            plan.load,
+            work.state_plan.parameters,
+            work.origin.checkpoint.source,
+            mesh,
+            show=show,
+            allow_nonfinite=config.trainer.allow_nonfinite,
+        )
         frozen = with_arrays(work.frozen, loaded.arrays)
         if resumed is not None:
             del loaded

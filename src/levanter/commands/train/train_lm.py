@@ -8,6 +8,7 @@ that are read; then `train_step`, one for each batch size of a schedule). `levan
 these same Programs for a pod that is not there.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import haliax as hax
@@ -46,7 +47,7 @@ from levanter.models.axes import model_axes
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.run import OK, PREEMPTED, Check, EntryPoint, RunPlan, Searchable, Session, Target
+from levanter.run import OK, PREEMPTED, Check, EntryPoint, NonFiniteResultError, RunPlan, Searchable, Session, Target
 from levanter.trainer.batch_plan import BatchStage, plan_batches
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.state import StatePlan, abstract_frozen, abstract_state, plan_state
@@ -300,8 +301,15 @@ def conclude(plan: TrainPlan, done: Trained, session: Session) -> int:
     del plan
     session.tracker.log_summary(done.summary)
     if session.show:
-        print(done)
-    return PREEMPTED if done.preempted else OK
+        print(done, flush=True)
+    if done.preempted:
+        return PREEMPTED
+    # With `crash_on_nan: false` a run goes on to its end; that it came to nothing is said there.
+    if done.loss is not None and not math.isfinite(done.loss):
+        raise NonFiniteResultError(f"the loss of the last step is {done.loss}")
+    if done.evaluation is not None and done.evaluation.not_finite:
+        raise NonFiniteResultError(f"the validation loss of {', '.join(done.evaluation.not_finite)} is not finite")
+    return OK
 
 
 ENTRY_POINT = EntryPoint(

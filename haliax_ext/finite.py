@@ -1,0 +1,119 @@
+"""Whether weights are finite, found while they are read and in a core's cache, without a pass over memory of its own.
+
+The bits of a floating-point number without its sign grow with its magnitude, and infinity and NaN come last. So two
+maxima find them, which processors take of a whole vector at once: of the bits as signed integers (numbers above 0 are
+the positive ones) and as unsigned ones (numbers below 0 are the largest). Where a cast to a narrower format follows,
+what would overflow in it counts too: the bound is then the least magnitude that becomes infinite.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+import functools
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFinite:
+    """Weights of one tensor that are not finite, or would not be in the dtype that they are loaded in.
+
+    Attributes:
+        path: the leaf that they belong to.
+        tensor: the source tensor.
+        nan: how many are not a number.
+        infinite: how many are infinite.
+        overflowing: how many are finite and become infinite in the leaf's dtype.
+    """
+
+    path: str
+    tensor: str
+    nan: int = 0
+    infinite: int = 0
+    overflowing: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.nan + self.infinite + self.overflowing
+
+    def __add__(self, other: "NotFinite") -> "NotFinite":
+        return NotFinite(
+            path=self.path,
+            tensor=self.tensor,
+            nan=self.nan + other.nan,
+            infinite=self.infinite + other.infinite,
+            overflowing=self.overflowing + other.overflowing,
+        )
+
+    def __str__(self) -> str:
+        kinds = {
+            "NaN": self.nan,
+            "infinite": self.infinite,
+            "too large for the dtype they are loaded in": self.overflowing,
+        }
+        found = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+        return f"{self.path} ({self.tensor}): {found}"
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The least bits, without a sign, of a number that is not finite, and the integers to read them as."""
+
+    signed: np.dtype
+    unsigned: np.dtype
+    positive: int
+    negative: int
+    magnitude: float
+
+
+def all_finite(values: np.ndarray, loaded: np.dtype) -> bool:
+    """Whether numbers are finite, and stay so when they are cast.
+
+    Args:
+        values: as they were read, of any shape; what is no floating-point number is finite.
+        loaded: the dtype that they are cast to.
+    """
+    bound = _bound(values.dtype, np.dtype(loaded))
+    if bound is None or not values.size:
+        return True
+    return bool(values.view(bound.signed).max() < bound.positive and values.view(bound.unsigned).max() < bound.negative)
+
+
+def not_finite(values: np.ndarray, loaded: np.dtype, *, path: str, tensor: str) -> NotFinite:
+    """What of some numbers is not finite, counted; for those that `all_finite` denies."""
+    bound = _bound(values.dtype, np.dtype(loaded))
+    assert bound is not None, "numbers that are not floating-point are finite"
+    nan, infinite = np.isnan(values), np.isinf(values)
+    beyond = np.abs(values.astype(np.float64)) >= bound.magnitude
+    return NotFinite(
+        path=path,
+        tensor=tensor,
+        nan=int(nan.sum()),
+        infinite=int(infinite.sum()),
+        overflowing=int((beyond & ~nan & ~infinite).sum()),
+    )
+
+
+@functools.cache
+def _bound(stored: np.dtype, loaded: np.dtype) -> _Bound | None:
+    if not _is_floating(stored) or stored.itemsize not in (1, 2, 4, 8):
+        return None
+    signed, unsigned = np.dtype(f"i{stored.itemsize}"), np.dtype(f"u{stored.itemsize}")
+    magnitude = math.inf
+    if _is_floating(loaded):
+        limits = ml_dtypes.finfo(loaded)
+        largest = float(limits.max)
+        if largest < float(ml_dtypes.finfo(stored).max):
+            # Half a unit in the last place above the largest number is rounded up, to infinity.
+            magnitude = largest + math.ldexp(0.5, math.floor(math.log2(largest)) - int(limits.nmant))
+    # Formats without infinity have NaN there.
+    bits = int(np.asarray([magnitude]).astype(stored).view(unsigned)[0])
+    sign = 1 << (8 * stored.itemsize - 1)
+    return _Bound(signed=signed, unsigned=unsigned, positive=bits, negative=bits | sign, magnitude=magnitude)
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    # Formats that NumPy itself does not know are of several kinds.
+    return dtype.kind in "fV" and dtype.name.startswith(("bfloat", "float"))
