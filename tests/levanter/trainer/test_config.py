@@ -49,7 +49,7 @@ UPSTREAM_KEYS = """
 """
 
 
-OUR_KEYS = "skip_nonfinite_steps trainable"
+OUR_KEYS = "allow_nonfinite skip_nonfinite_steps trainable"
 
 
 def test_the_keys_are_upstream_s():
@@ -58,7 +58,8 @@ def test_the_keys_are_upstream_s():
     assert found | not_carried == {*UPSTREAM_KEYS.split(), *OUR_KEYS.split()}
     assert not found & not_carried
     # What is ours does nothing where it is not written.
-    assert TrainerConfig().skip_nonfinite_steps == 0 and TrainerConfig().trainable is None
+    ours = TrainerConfig()
+    assert (ours.allow_nonfinite, ours.skip_nonfinite_steps, ours.trainable) == (False, 0, None)
 
 
 def test_defaults():
