@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_ext.abstract import Leaf, leaf_of
+from haliax_ext.hlo.memory import MemoryFigures, MemoryStats, memory_figures
 from haliax_ext.mapping import AxisMapping, Mappings, mapping_in_scope, mappings_in_scope
 from haliax_ext.meshspec import AnyMesh, mesh_in_scope
 from haliax_ext.planner import ShardingPlan
@@ -125,12 +126,18 @@ class Program:
             _assert_same_arrays(self.name, declared, value)
         with self._scope(mesh):
             # JAX finds this executable again when the jit is called with arrays of these shardings.
-            compiled.jitted.lower(*[_arrays(value) for value in values]).compile()
+            executable = compiled.jitted.lower(*[_arrays(value) for value in values]).compile()
         compiled.prepared = True
+        stated = executable.memory_analysis()
+        compiled.memory = None if stated is None else memory_figures(cast(MemoryStats, stated))
 
     def is_prepared(self, mesh: Mesh) -> bool:
         """Whether `prepare` was called for `mesh`."""
         return self._on(mesh).prepared
+
+    def memory(self, mesh: Mesh) -> MemoryFigures | None:
+        """What the executable that `prepare` made takes on a device; None where there is none, or it does not say."""
+        return self._on(mesh).memory
 
     @contextlib.contextmanager
     def _scope(self, mesh: AnyMesh) -> Generator[None]:
@@ -187,6 +194,7 @@ class _Compiled:
     jitted: "_Jitted"
     template: PyTree
     prepared: bool = False
+    memory: MemoryFigures | None = None
 
     def rebuild(self, flat: Mapping[str, Array]) -> PyTree:
         return _fill(self.template, flat)

@@ -32,6 +32,7 @@ from levanter.io.exit_codes import INTERRUPTED as INTERRUPTED
 from levanter.io.exit_codes import OK as OK
 from levanter.io.exit_codes import PEER_LOST as PEER_LOST
 from levanter.io.exit_codes import PREEMPTED as PREEMPTED
+from levanter.io.exit_codes import DoesNotFitError as DoesNotFitError
 
 C = TypeVar("C")
 W = TypeVar("W")
@@ -50,6 +51,7 @@ class Target:
         granules: how many slices (or processes) they form.
         hosts: how many processes hold them, equally.
         hbm_bytes: usable memory of one device; None where it is not limited by the device (CPU).
+        host_bytes: memory of a host where its devices have none of their own and share it; None elsewhere.
         hosts_on: mesh → host index of each device, in mesh shape; without it devices are numbered host by host in
             mesh order.
     """
@@ -61,7 +63,15 @@ class Target:
     granules: int = 1
     hosts: int = 1
     hbm_bytes: int | None = None
+    host_bytes: int | None = None
     hosts_on: Callable[[MeshSpec], np.ndarray] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What a device can hold at most: its own memory, or its share of its host's; None where neither is known."""
+        if self.hbm_bytes is not None or self.host_bytes is None:
+            return self.hbm_bytes
+        return self.host_bytes * self.hosts // self.devices
 
     def host_layout(self, mesh: MeshSpec) -> np.ndarray:
         """Host index of each device of `mesh`, in mesh shape."""

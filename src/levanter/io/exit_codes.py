@@ -11,3 +11,9 @@ OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTE
     130,
 )
 """Exit codes of every entry point."""
+
+
+class DoesNotFitError(ValueError):
+    """A run takes more memory than its devices have."""
+
+    exit_code = DOES_NOT_FIT

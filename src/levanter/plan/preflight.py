@@ -28,6 +28,7 @@ from levanter.plan.comms import Network
 from levanter.plan.cost import mfu, step_time
 from levanter.plan.load_budget import LoadBudget, load_budget
 from levanter.plan.report.words import span_text
+from levanter.plan.room import shortage
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Stage, StageStatus, Verdict
 from levanter.plan.why_not import why_not
@@ -119,9 +120,13 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
     if plan is None:
         headline = f"cannot be planned: {_first_line(inquiry.stages[-1].findings)}"
         return _verdict(inquiry, None, pod, None, None, (), headline)
+    if (short := shortage(plan)) is not None:
+        plan = short[0]
     budget = _sharding(inquiry, plan)
     load = _loading(inquiry, plan)
     outcomes = _compile(inquiry, plan, pod, budget)
+    if any(isinstance(o, Compiled) and _beyond(o, plan.target.limit_bytes) for o in outcomes.values()):
+        budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
     programs = _cost(inquiry, plan, pod, budget, outcomes)
     headline = _headline(inquiry, budget, load, programs)
     return _verdict(inquiry, plan, pod, budget, load, programs, headline)
@@ -277,9 +282,9 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
         inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)
         return {}
     refused = [o for o in outcomes if isinstance(o, Refused)]
-    beyond = [o for o in outcomes if isinstance(o, Compiled) and _beyond(o, plan.target.hbm_bytes)]
+    beyond = [o for o in outcomes if isinstance(o, Compiled) and _beyond(o, plan.target.limit_bytes)]
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
-    findings += [f"{o.name} does not fit: {gib(o.peak_bytes)} > {gib(plan.target.hbm_bytes or 0)}" for o in beyond]
+    findings += [f"{o.name} does not fit: {gib(o.peak_bytes)} > {gib(plan.target.limit_bytes or 0)}" for o in beyond]
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     message = "; ".join([*findings, *([f"{', '.join(fitting)} compiled"] if fitting else [])])
     inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
@@ -307,7 +312,7 @@ def _cost(
             verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
         else:
             # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
-            if _beyond(outcome, limit := plan.target.hbm_bytes):
+            if _beyond(outcome, limit := plan.target.limit_bytes):
                 needed = OutOfMemory(needed=outcome.peak_bytes, available=limit or 0, allocations=(), message="")
                 verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
             if pod is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from levanter.hardware import Accelerator, parse_accelerator
+from levanter.hardware.memory import host_memory
 from levanter.plan.places import pod_hosts
 from levanter.run import Target
 
@@ -46,6 +47,7 @@ def target_of_devices(devices: Sequence[Any]) -> Target:
         hosts=len({device.process_index for device in devices}),
         hosts_on=lambda mesh: _process_of(mesh.build(devices).devices),
         hbm_bytes=limit,
+        host_bytes=host_memory() if first.platform == "cpu" else None,
     )
 
 

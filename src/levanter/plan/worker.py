@@ -161,7 +161,10 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
     accelerator = parse_accelerator(request["target"]) if request["target"] != "local" else None
     devices = jax.devices() if accelerator is None else topology_devices(accelerator)
     target = target_of_devices(devices) if accelerator is None else target_of_pod(accelerator)
-    facts = {name: getattr(target, name) for name in ("platform", "kind", "devices", "granules", "hosts", "hbm_bytes")}
+    facts = {
+        name: getattr(target, name)
+        for name in ("platform", "kind", "devices", "granules", "hosts", "hbm_bytes", "host_bytes")
+    }
     emit({"event": "devices", **facts})
     if request["function"] is None:
         emit({"event": "done"})

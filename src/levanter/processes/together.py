@@ -19,6 +19,7 @@ from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
 from levanter.io.progress import duration
 from levanter.processes.barrier import barrier
+from levanter.processes.room import require_room_for
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
         if not program.is_prepared(mesh):
             with _said(program.name):
                 program.prepare(mesh, *values)
+            require_room_for(program, mesh)
             barrier(f"the first {program.name}")
         return run(*values)
 

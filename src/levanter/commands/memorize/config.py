@@ -151,7 +151,6 @@ class EvalCarelessLmConfig(Ranged):
             problems.append("txt_path and books: one names one book, the other several; keep one of them")
         if not self.books and self.txt_path is None:
             problems.append("no book: give txt_path, or several under books")
-        problems += output_problems(self)
         problems += _collected(lambda: convention(self.preset))
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         for title in [title for title in self.books if not title.strip()]:
@@ -275,14 +274,6 @@ def scheme_problems(names: Sequence[str]) -> list[str]:
                 "results without being asked for"
             )
         problems += found
-    return problems
-
-
-def output_problems(config: Any) -> list[str]:
-    """What is wrong with what a config says of its results."""
-    problems = []
-    if not config.output_base_path:
-        problems.append("output_base_path: must name a folder")
     return problems
 
 

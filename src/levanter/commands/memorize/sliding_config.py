@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.memorize.config import model_problems, output_problems, scheme_problems
+from levanter.commands.memorize.config import model_problems, scheme_problems
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
@@ -53,7 +53,7 @@ class EvalSlidingLmConfig(Ranged):
 
     def __post_init__(self):
         super().__post_init__()
-        problems = model_problems(self) + output_problems(self)
+        problems = model_problems(self)
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         if self.split not in ("validation", "train"):
             problems.append(f"split: is validation or train, got {self.split!r}")

@@ -4,6 +4,7 @@ import jax
 
 from haliax_ext.loading import hosts_of
 from levanter.commands.shell.lifecycle import join_processes
+from levanter.hardware.memory import host_memory
 from levanter.mesh import DeviceSet
 from levanter.run import Target
 from levanter.trainer.config import JAX_CONFIG, TrainerConfig
@@ -19,6 +20,7 @@ def local_target(found: DeviceSet) -> Target:
         granules=found.granules,
         hosts=found.hosts,
         hbm_bytes=found.hbm_bytes,
+        host_bytes=host_memory() if found.platform == "cpu" else None,
         hosts_on=lambda spec: hosts_of(spec.build(found.devices)),
     )
 

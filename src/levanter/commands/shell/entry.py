@@ -16,7 +16,7 @@ from levanter.commands.shell.interrupts import Interrupts, interrupts_kept
 from levanter.commands.shell.lifecycle import end_alone, end_if_lost, end_together, end_with_traceback, is_said_already
 from levanter.config import HelpRequested, arguments_for, load_written
 from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging
-from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK
+from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, OK, DoesNotFitError
 from levanter.io.output import for_errors
 from levanter.io.write_errors import NO_SPACE, output_error
 from levanter.processes.barrier import current_peers
@@ -74,7 +74,10 @@ def shell(run: Callable[[], int | None]) -> int:
             return end_alone(INTERNAL_ERROR, NOT_READ)
         if isinstance(error, OSError) and not is_user_error(error) and (told := _of_the_system(error)) is not None:
             error = told
-        if not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
+        if isinstance(error, MemoryError):
+            error = DoesNotFitError(f"it does not fit in this machine's memory: {str(error) or 'nothing is left'}")
+            error.__cause__ = sys.exc_info()[1]
+        elif not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
             if current_peers() is None:
                 raise
             return end_with_traceback(error)

@@ -23,6 +23,7 @@ from levanter.config import Written, load_written, plain
 from levanter.io import printing_may_fail, setup_logging
 from levanter.io.names import name_problem
 from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
+from levanter.plan.room import ran_out, require_room
 from levanter.processes.barrier import agreed
 from levanter.run import OK, EntryPoint, RunPlan, Session, Target
 from levanter.tracker import start_trackers
@@ -86,6 +87,7 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
     if show:
         _show(plan, found)
     plan.check()
+    require_room(plan)
     require_same_config(config)
     session = Session(run_id=id_, show=show)
     trackers = trainer.trackers if entry.tracked else ()
@@ -107,6 +109,10 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
             if entry.left is None:
                 raise
             raise KeyboardInterrupt(entry.left(plan, session)) from stop
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if (beyond := ran_out(plan, error)) is None:
+                raise
+            raise beyond from error
         code = entry.conclude(plan, result, session)
     return Performed(result=result, exit_code=code)
 

@@ -1,0 +1,61 @@
+"""How much memory this machine has for a process: what is built in, or what its container is allowed, if that is less.
+
+Devices without memory of their own (CPU) share it. It is the whole of it, not what is free now: a run that needs more
+can never work here, one that needs less may have to wait for others.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that processes here may use at most; None where the system does not say.
+
+    Args:
+        root: of the file system that has `proc` and `sys`.
+    """
+    found = [*_built_in(root), *_allowed(root)]
+    return min(found) if found else None
+
+
+def _built_in(root: Path) -> Iterator[int]:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        if root == Path("/") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
+            yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == "MemTotal" and rest.split()[0].isdigit():
+            yield int(rest.split()[0]) * 1024
+
+
+def _allowed(root: Path) -> Iterator[int]:
+    """The limits of this process's control groups, the inner ones and those around them, of both generations."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:
+        _, controllers, path = [*group.split(":", 2), "", ""][:3]
+        if not controllers:
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # Inside a container the path is that of the host, and the container's own group is mounted at the base.
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            yield from _number(base.joinpath(*parts[:depth]) / name)
+
+
+def _number(file: Path) -> Iterator[int]:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return
+    if text.isdigit():  # `max` where there is no limit
+        yield int(text)
