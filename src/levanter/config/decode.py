@@ -174,10 +174,11 @@ class Decoder:
         others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
         hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
-        hint = hint or did_you_mean(entry.key, vocabulary)
+        # A key of another block is at the wrong place, and nothing that only looks like it is meant.
         elsewhere = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
         if not hint and elsewhere:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
+        hint = hint or did_you_mean(entry.key, vocabulary)
         if not hint:
             hint = f"; valid keys here are {', '.join(known)}" if known else "; no keys are accepted here"
         self.wrong(f"unknown key{hint}", entry.mark, (*path, entry.key))

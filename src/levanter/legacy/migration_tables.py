@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from levanter.commands.model.defaults import UPSTREAM, shown
 from levanter.config import plain
 from levanter.config.legacy import TABLE
+from levanter.config.legacy.not_carried import NOT_CARRIED
 from levanter.legacy.absent import ABSENT
 from levanter.legacy.gone import GONE_IN, GONE_MODULES
 from levanter.legacy.names import NAMES
@@ -17,6 +18,8 @@ from levanter.models.registry import LmConfig
 from levanter.optim.absent import AbsentOptimizerConfig
 from levanter.optim.config import OptimizerConfig
 
+_OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`"}
+"""A key of an entry point alone → the entry point; see `NotCarried.beside`."""
 _PLACE = re.compile(r"(?P<begin><!-- table: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
@@ -56,6 +59,17 @@ def defaults() -> str:
     return _table(("model.type", "key", "upstream, where it is left out", "here"), rows)
 
 
+def not_carried() -> str:
+    """Keys that configurations no longer have: those that a run is refused for, and those without effect."""
+    rows = []
+    for row in NOT_CARRIED:
+        of = f" (of {' and '.join(_OF[name] for name in row.beside)})" if row.beside else ""
+        rows.append(
+            (f"`{row.key}`{of}", "refused where it asks for something" if row.refused else "no effect", row.why)
+        )
+    return _table(("key", "here", "what to do"), rows)
+
+
 def imports() -> str:
     """Names in scripts, and where they are now."""
     rows = []
@@ -63,8 +77,8 @@ def imports() -> str:
         by_place: dict[str, list[str]] = {}
         for name, target in names.items():
             module, _, attribute = target.partition(":")
-            same = attribute == name
-            by_place.setdefault(f"`{module}`" if same else f"`{module}.{attribute}`".rstrip("."), []).append(name)
+            place = module if attribute in (name, "") else f"{module}.{attribute}"
+            by_place.setdefault(f"`{place}`", []).append(name)
         rows += [(f"`{at.replace(':', '.')}`", _listed(found, sort=False), place) for place, found in by_place.items()]
     return _table(("old module or class", "names", "now"), rows)
 
@@ -85,6 +99,7 @@ TABLES = {
     "defaults": defaults,
     "entry-points": entry_points,
     "families": families,
+    "not-carried": not_carried,
     "imports": imports,
     "gone": gone,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import draccus
 import pytest
 
+from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ConfigError, HelpRequested, load, main, parse, parse_text, read
 
 
@@ -202,6 +203,14 @@ def test_what_a_class_refuses_of_an_override_is_said_of_the_command_line(write, 
     with pytest.raises(ConfigError) as caught:
         load(HoldsHeads, ["--config", "run.yaml", *words])
     assert str(caught.value).splitlines() == expected
+
+
+def test_a_key_of_another_block_is_told_its_place_and_nothing_that_looks_like_it():
+    """`train_weights` at the top was answered with `max_train_length`."""
+    with pytest.raises(ConfigError, match=r":1: train_weights: unknown key; it belongs at `data\.train_weights`$"):
+        parse_text(TrainLmConfig, "train_weights: {a: 1}\n")
+    with pytest.raises(ConfigError, match=r"audio_key: unknown key; valid keys here are tokenizer, "):
+        parse_text(TrainLmConfig, "data: {audio_key: audio}\n")
 
 
 def test_a_misspelt_old_key_suggests_the_old_key():

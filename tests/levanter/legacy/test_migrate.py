@@ -1,14 +1,23 @@
 """`python -m levanter.main.migrate`, and the page whose tables come from the tables that the code uses."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.legacy_documents import FOLDER
 
+from levanter.commands.evaluate.config import EvalLmConfig
+from levanter.commands.model.not_carried import not_carried
+from levanter.commands.train.config import TrainLmConfig
+from levanter.config import ConfigError, parse, read
+from levanter.config.legacy import TABLE
+from levanter.config.legacy.not_carried import NOT_CARRIED
+from levanter.config.schema import config_fields, key_paths
 from levanter.legacy.migrate import run
 from levanter.legacy.migration_tables import TABLES, filled
+from levanter.models.registry import LmConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "migrating.md"
 OLD = str(FOLDER / "15_llama3_small_4k_yarn.yaml")
@@ -70,3 +79,39 @@ def test_what_cannot_be_migrated_is_said(tmp_path, capsys, text: str, words: lis
 def test_a_file_that_is_not_there(capsys):
     assert run(["nowhere.yaml"]) == 2
     assert "no such file: nowhere.yaml" in capsys.readouterr().err
+
+
+def test_keys_that_are_not_carried_are_treated_as_the_page_says():
+    """Each row of the page's table, written into a document with a value that asks for something."""
+    table = DOCS.read_text(encoding="utf-8").partition("<!-- table: not-carried -->")[2].partition("<!-- end -->")[0]
+    rows = re.findall(r"^\| `([\w.]+)`(?: \(of ([^)]*)\))? \| ([^|]*) \|", table, re.MULTILINE)
+    assert len(rows) == len(NOT_CARRIED) == 10
+    for key, entry_points, here in rows:
+        config, model = (EvalLmConfig, {"hf_checkpoint": "x"}) if entry_points == "`eval_lm`" else (TrainLmConfig, {})
+        loaded = read(config, overrides={**model, key: "true"})
+        found = [check for check in not_carried(loaded.config, loaded.written) if key in check.message]
+        expected = "error" if here == "refused where it asks for something" else "note"
+        assert [check.status for check in found] == [expected], key
+
+
+def test_keys_in_the_prose_exist_and_are_refused_only_where_it_says_so():
+    """A key in the text is one of today's or an old one; a value beside it is accepted, or refused if it says so."""
+    text = re.sub(r"<!-- table.*?<!-- end -->", "", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+    known = set(key_paths(TrainLmConfig)) | {row.name for row in TABLE} | {row.name for row in NOT_CARRIED}
+    known |= {key for cls in (*LmConfig.get_known_choices().values(),) for key in config_fields(cls)}
+    found = 0
+    for sentence in re.split(r"(?<=[.:])\s", text.replace("\n", " ")):
+        for key, value in re.findall(r"`((?:trainer|model|data|optimizer)\.[a-z_.]+)(?::\s*([^`…]+))?`", sentence):
+            found += 1
+            assert key.rpartition(".")[2] in known, key
+            if not value:
+                continue
+            kind = re.search(r"of (GPT-2|GPT-NeoX|Llama)", sentence)
+            model = {"GPT-2": "gpt2", "GPT-NeoX": "gpt_neox"}.get(kind[1], "llama") if kind else "llama"
+            overrides = {"model.type": model, key: value}
+            if "refused" in sentence or "is an error" in sentence:
+                with pytest.raises(ConfigError):
+                    parse(TrainLmConfig, overrides=overrides)
+            else:
+                parse(TrainLmConfig, overrides=overrides)
+    assert found >= 4

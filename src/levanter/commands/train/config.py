@@ -30,7 +30,8 @@ class TrainLmConfig(Ranged):
         z_loss_weight: weight of the squared log-normalizer in the loss.
         data_seed: seed of the data's order; default `trainer.seed`.
         epoch: passes over the data; 0 for as many as the steps take.
-        hf_save_path, hf_save_steps, hf_save_dtype, hf_generation_eos_token_ids: the Hugging Face export.
+        hf_save_path, hf_save_steps, hf_save_dtype, hf_generation_eos_token_ids: the Hugging Face export, in folders
+            `<hf_save_path>/<run id>/step-<N>`; N counts finished steps (upstream: from 0, one less).
         adapter, peft_save_path, peft_hf_upload, merged_hf_save_path, merged_hf_upload: low-rank adapters.
         eval_harness, eval_harness_steps, labeled_eval: what is evaluated during training.
         plan: what planning is told that a run would find out by itself.
