@@ -29,6 +29,7 @@ from levanter.io.exit_codes import COMPILER_CRASH as COMPILER_CRASH
 from levanter.io.exit_codes import DOES_NOT_FIT as DOES_NOT_FIT
 from levanter.io.exit_codes import INTERNAL_ERROR as INTERNAL_ERROR
 from levanter.io.exit_codes import INTERRUPTED as INTERRUPTED
+from levanter.io.exit_codes import NOT_DECIDED as NOT_DECIDED
 from levanter.io.exit_codes import OK as OK
 from levanter.io.exit_codes import PEER_LOST as PEER_LOST
 from levanter.io.exit_codes import PREEMPTED as PREEMPTED

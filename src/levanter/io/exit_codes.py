@@ -1,12 +1,13 @@
 """What a process tells those who started it."""
 
-OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTED, INTERRUPTED = (
+OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, NOT_DECIDED, PREEMPTED, INTERRUPTED = (
     0,
     1,
     2,
     3,
     4,
     5,
+    6,
     75,
     130,
 )

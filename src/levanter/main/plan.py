@@ -26,7 +26,7 @@ from levanter.commands.shell.ticker import ticking
 from levanter.config import HelpRequested, Loaded, load_written
 from levanter.config.errors import did_you_mean
 from levanter.io import Output, atomic_write, probe, setup_logging
-from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK
+from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
     from levanter.plan.preflight import Question
@@ -84,7 +84,7 @@ entry points:
 what is asked:
   --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
                        devices here; several: --target A --target B, or --target A,B
-  --no-compile         arithmetic only: seconds instead of a minute
+  --no-compile         arithmetic only: seconds instead of a minute; refuses by inputs, gradients and named activations
   --all_programs       compile every Program of the run, also those that run once
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
   --assume_tokens N    tokens of the text, where it is not at hand (also `plan: {{assume_tokens: N}}` in the file)
@@ -94,8 +94,10 @@ what is asked:
   --keep_hlo FOLDER    keep the compiler's text of each Program
   everything else      as the entry point takes it: --trainer.mesh.axes '{{model: 8}}', …
 
-exit codes: 0 fits; 2 bad input (unknown key, axis, indivisible, missing file with --require_inputs); 3 does not fit;
-4 the compiler crashed; 130 Ctrl-C. With several targets: that of the worst (3 before 4 before 2).
+exit codes: 0 fits, or says NOT COMPILED (what is known of its bytes fits; of the rest only a compiler knows);
+2 bad input (unknown key, axis, indivisible, missing file with --require_inputs); 3 does not fit; 4 the compiler
+crashed; 6 nothing was decided (no compiler, and a device's memory or what would run is not known); 130 Ctrl-C.
+With several targets: that of the worst (3 before 4 before 2 before 6).
 
 examples:
   python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target local
@@ -263,7 +265,7 @@ def _planned(asked: PlanRequest) -> int:
                 searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
     _report(asked, verdicts, searches)
     codes = {verdict.exit_code for verdict in verdicts}
-    return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT) if code in codes), OK)
+    return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
 
 
 def _searched(

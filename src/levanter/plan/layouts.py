@@ -76,6 +76,7 @@ class Figures:
     Attributes:
         arguments: bytes of the Program's inputs.
         made: bytes of what it makes on the way, as far as arithmetic names it: gradients and activations.
+        gradients: those of the gradients among them.
         errors: why a run would refuse it.
         residents: where parameters and optimizer state lie.
         hopeless: whether it is wrong in a way that further cuts cannot mend (collisions, sizes that do not divide).
@@ -83,6 +84,7 @@ class Figures:
 
     arguments: int
     made: int
+    gradients: int
     errors: tuple[str, ...]
     residents: tuple[LeafPlan, ...]
     hopeless: bool
@@ -164,6 +166,7 @@ def figures_of(subject: Subject, layout: Layout) -> Figures:
     errors += [str(error) for error in activations.errors]
     return Figures(
         arguments=sum(plan.bytes_per_device for plan in placed),
+        gradients=gradients,
         made=gradients + sum(a.bytes_per_device * kept_times(subject, a) for a in activations.leaves),
         errors=tuple(errors),
         residents=tuple(placed),
@@ -181,7 +184,7 @@ def kept_times(subject: Subject, activation: LeafPlan) -> int:
         return 1
     if activation.leaf.path != RESIDUAL:
         return max(1, sum(kept_names(subject, activation).values()))
-    if (model := _model(subject)) is not None:
+    if (model := model_of(subject)) is not None:
         return len(model.layers)
     stacks = (dict(plan.leaf.axes).get("layers", 1) for plan in subject.plan.sharding.leaves)
     return max(1, max(stacks, default=1))
@@ -190,7 +193,7 @@ def kept_times(subject: Subject, activation: LeafPlan) -> int:
 def kept_names(subject: Subject, activation: LeafPlan) -> Mapping[str, int]:
     """The names by which gradient checkpointing keeps arrays laid out like `activation` on the device, and of how many
     layers each."""
-    model = _model(subject)
+    model = model_of(subject)
     if model is None or activation.leaf.path == RESIDUAL:
         return {}
     kept = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
@@ -198,7 +201,7 @@ def kept_names(subject: Subject, activation: LeafPlan) -> Mapping[str, int]:
     return kept_by_name(model, inner, kept if isinstance(kept, list | tuple) else ())
 
 
-def _model(subject: Subject) -> LmConfig | None:
+def model_of(subject: Subject) -> LmConfig | None:
     """The model that is trained."""
     return getattr(subject.plan.work, "model", None)
 

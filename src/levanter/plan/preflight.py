@@ -26,13 +26,14 @@ from levanter.plan.blame import raised_in_library
 from levanter.plan.budget import Budget, budget_of
 from levanter.plan.comms import Network
 from levanter.plan.cost import mfu, step_time
+from levanter.plan.known import Known, known_of
 from levanter.plan.load_budget import LoadBudget, load_budget
 from levanter.plan.report.words import span_text
 from levanter.plan.room import shortage
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Stage, StageStatus, Verdict
 from levanter.plan.why_not import why_not
-from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, RunPlan, Target, Workload
+from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan, Target, Workload
 
 Progress = Callable[[str], None]
 LOCAL = "local"
@@ -74,6 +75,8 @@ class _Inquiry:
     stages: list[Stage] = field(default_factory=list)
     codes: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
+    known: tuple[str, Known] | None = None
+    """Where no compiler is asked: the Program that needs most, and what is known of its bytes."""
 
     def begin(self, doing: str | None = None) -> None:
         """Starts a stage; says what it does where that takes long."""
@@ -100,8 +103,8 @@ class _Inquiry:
 
     @property
     def exit_code(self) -> int:
-        """3 wins over a crash, and that over bad input."""
-        return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT) if code in self.codes), OK)
+        """3 wins over a crash, that over bad input, and that over nothing decided."""
+        return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in self.codes), OK)
 
 
 def preflight(question: Question, *, progress: Progress = lambda _: None) -> Verdict:
@@ -240,18 +243,23 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
     chosen = _chosen(plan, all_programs=question.all_programs)
     target = LOCAL if pod is None else pod.name
     inquiry.begin()
+    if not chosen and plan.missing:
+        message = "nothing is decided: what runs on the devices is known when every input is at hand"
+        inquiry.end("compile", message, code=NOT_DECIDED, status="unchecked")
+        return {}
     if not chosen:
         inquiry.end("compile", "the run computes nothing on the devices", status="skipped")
-        return {}
-    if not question.compile:
-        inquiry.end("compile", "not requested (--no-compile)", status="skipped")
-        return {}
-    if pod is not None and not pod.can_compile:
-        inquiry.end("compile", f"no compiler for {pod.generation.name} runs without one", status="unchecked")
         return {}
     name, most = _largest(budget)
     if budget.hbm_bytes is not None and most > budget.hbm_bytes:
         inquiry.end("compile", f"not needed: the inputs of {name} alone do not fit", status="skipped")
+        return {}
+    if not question.compile:
+        _without_compiler(inquiry, plan, chosen, "not requested (--no-compile)", status="skipped")
+        return {}
+    if pod is not None and not pod.can_compile:
+        why = f"no compiler for {pod.generation.name} runs without one"
+        _without_compiler(inquiry, plan, chosen, why, status="unchecked")
         return {}
 
     inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
@@ -289,6 +297,36 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
     message = "; ".join([*findings, *([f"{', '.join(fitting)} compiled"] if fitting else [])])
     inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
     return {outcome.name: outcome for outcome in outcomes}
+
+
+def _without_compiler(
+    inquiry: _Inquiry, plan: RunPlan, chosen: Sequence[str], why: str, *, status: StageStatus
+) -> None:
+    """Judges by what is known of the Programs' bytes; says so where that decides nothing."""
+    limit = plan.target.hbm_bytes
+    if plan.errors:
+        inquiry.end("compile", why, status=status)
+        return
+    if limit is None:
+        message = f"{why}; nothing is decided: what a device of {plan.target.name} has is not known"
+        inquiry.end("compile", message, code=NOT_DECIDED, status="unchecked")
+        return
+    inquiry.known = name, known = _neediest(plan, chosen, limit)
+    lacking = f"not in it: {known.lacking}"
+    if known.total > limit:
+        finding = f"{name} needs at least {gib(known.total)} > {gib(limit)}: {known}; {lacking}"
+        inquiry.end("compile", f"{why}, nor needed", findings=[finding], code=DOES_NOT_FIT)
+        return
+    inquiry.end(
+        "compile", f"{why}; {name} needs at least {_of(known.total, limit)} ({known}); {lacking}", status=status
+    )
+
+
+def _neediest(plan: RunPlan, names: Sequence[str], limit: int) -> tuple[str, Known]:
+    """The Program with most known bytes on a chip."""
+    found = {name: known_of(plan, name, hbm_bytes=limit) for name in names}
+    name = max(found, key=lambda each: found[each].total)
+    return name, found[name]
 
 
 def _cost(
@@ -395,8 +433,15 @@ def _headline(
     modelled = f"; {', '.join(times)} (modelled, not measured)" if times else ""
     if compiled:
         size = _of(max(p.peak_bytes or 0 for p in compiled), limit)
+    elif inquiry.known is not None and limit is not None:
+        program, known = inquiry.known
+        if known.total > limit:
+            return f"does not fit: at least {gib(known.total)} > {gib(limit)} ({program}; not compiled)"
+        size = f"at least {_of(known.total, limit)}"
     else:
         size = f"{_of(most, limit)} for inputs alone"
+    if inquiry.exit_code == NOT_DECIDED:
+        return f"not decided: {size}{modelled}"
     if inquiry.exit_code == OK:
         return f"{'fits' if compiled else 'not compiled'}: {size}{modelled}"
     problem = next(stage for stage in inquiry.stages if stage.status in ("refused", "crashed"))

@@ -20,6 +20,7 @@ from haliax_ext.placement import LeafPlan
 from haliax_ext.program import Program
 from levanter.plan.aot import Refused
 from levanter.plan.budget import Budget, Resident, by_group, cut_text, gradient_bytes, residents_of
+from levanter.plan.known import known_of
 from levanter.plan.layouts import Subject, kept_names, kept_times, least_bytes
 from levanter.plan.nearest import nearest_that_fits
 from levanter.run import RunPlan
@@ -34,13 +35,13 @@ WORTH_NAMING = 0.01
 def why_not(
     refused: Refused | OutOfMemory | None, plan: RunPlan, budget: Budget, *, program: str | None = None
 ) -> tuple[str, ...]:
-    """Lines that explain why a Program does not fit; none where neither arithmetic nor the compiler refuses it.
+    """Lines that explain why a Program does not fit; none where neither what is known nor the compiler refuses it.
 
     They name the largest inputs with their bytes, what the compiler lists, the largest activations where it is not the
     inputs' fault, and last the nearest mapping that fits, as a line of YAML.
 
     Args:
-        refused: what the compiler said; `None` where it was not asked because the inputs alone are too much.
+        refused: what the compiler said; `None` where it was not asked.
         plan: what was compiled.
         budget: the inputs by arithmetic.
         program: which Program; by default the refused one, else the one with the largest inputs.
@@ -52,13 +53,23 @@ def why_not(
     name = program or budget.largest
     limit = budget.hbm_bytes if refusal is None else refusal.available
     inputs = budget.arguments.get(name, 0)
-    if not name or limit is None or (refusal is None and inputs <= limit):
+    if not name or limit is None:
+        return ()
+    known = known_of(plan, name, hbm_bytes=limit)
+    if refusal is None and max(inputs, known.total) <= limit:
         return ()
     asked = plan.program(name)
     residents = budget.residents if name == budget.largest else residents_of(asked, plan.mesh)
     needed = inputs if refusal is None else max(inputs, refusal.needed)
     subject = Subject(plan=plan, program=asked, hbm_bytes=limit, made=needed - inputs or None)
-    lines = [_headline(asked, plan, inputs, needed, limit), _groups(residents)]
+    if refusal is None and inputs <= limit:
+        over = (
+            f"{name} needs at least {gib(known.total)} on a chip, {gib(known.total - limit)} more than its {gib(limit)}"
+        )
+        headline = f"{over}: {known} (not compiled: without {known.lacking})"
+    else:
+        headline = _headline(asked, plan, inputs, needed, limit)
+    lines = [headline, _groups(residents)]
     for allocation in () if refusal is None else refusal.allocations[:SHOWN]:
         lines.append(f"largest for the compiler: {gib(allocation.nbytes)} {_allocation(allocation, plan, residents)}")
     lines += [f"largest input: {_sized(r)}" for r in residents[:SHOWN]]
@@ -157,4 +168,4 @@ def _way_out(subject: Subject) -> str:
             f"none of the changes tried fits; --search looks further (evenly sharded, the inputs take {gib(least)} a "
             "chip)"
         )
-    return f"would fit: {found}"
+    return str(found)

@@ -39,7 +39,10 @@ def refusal(needed: float, available: float) -> OutOfMemory:
 
 def pasted(tmp_path, path, line: str, target: str):
     """The plan with the suggestion in the config, and the bytes that it promised."""
-    found = re.fullmatch(r"would fit: (.*?)  # ([\d.]+) (GiB|MiB) of inputs on a chip(, about .* \(estimated\))?", line)
+    said = (
+        r"(about \S+ GiB in all \(estimated, not compiled\)|at least .* in all \(not compiled: without gathered .*\))"
+    )
+    found = re.fullmatch(rf"would fit: (.*?)  # ([\d.]+) (GiB|MiB) of inputs on a chip, {said}", line)
     assert found, line
     fragment = yaml.safe_load(found[1])
     copy = tmp_path / f"{path.stem}_pasted.yaml"
@@ -90,7 +93,7 @@ def test_70b_with_a_whole_residual_stream(tmp_path):
     )
     # 16 rows a chip × 1024 × 8192 × 2 bytes for each of 80 layers.
     assert any("residual stream" in line and line.endswith("each of 80 layers: 20.00 GiB") for line in lines)
-    assert "(estimated)" in lines[-1]
+    assert "(estimated, not compiled)" in lines[-1]
     plan, promised, fragment = pasted(tmp_path, path, lines[-1], "v4-256")
     assert fragment == {"trainer": {"mesh": {"residual_mapping": {"embed": "model"}}}}
     assert plan.exit_code == 0

@@ -17,13 +17,13 @@ from levanter.plan.budget import Resident
 from levanter.plan.cost import StepTime
 from levanter.plan.report.words import between, percent, percent_between, seconds_text, span_text, three_digits
 from levanter.plan.verdict import ProgramVerdict, Verdict
-from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, OK, Workload
+from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, Workload
 
 SCHEMA = "levanter.plan/1"
 MODELLED = "modelled, not measured"
 PADDING, GRADIENTS, TEMPORARIES = "layout padding", "gradients", "temporaries"
 
-State = Literal["fits", "not compiled", "does not fit", "bad input", "compiler crash", "failed"]
+State = Literal["fits", "not compiled", "does not fit", "not decided", "bad input", "compiler crash", "failed"]
 
 # Names that only hold others.
 _TRUNK = frozenset(("transformer", "layers", "stacked", "model", "blocks"))
@@ -36,6 +36,7 @@ def state(verdict: Verdict) -> State:
     named: dict[int, State] = {
         BAD_INPUT: "bad input",
         DOES_NOT_FIT: "does not fit",
+        NOT_DECIDED: "not decided",
         COMPILER_CRASH: "compiler crash",
     }
     return named.get(verdict.exit_code, "failed")
