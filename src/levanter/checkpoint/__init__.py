@@ -17,11 +17,11 @@ from levanter.checkpoint.errors import CheckpointPeerError as CheckpointPeerErro
 from levanter.checkpoint.errors import CheckpointSaveError as CheckpointSaveError
 from levanter.checkpoint.errors import MissingCheckpointError as MissingCheckpointError
 from levanter.checkpoint.errors import UnreadableCheckpointError as UnreadableCheckpointError
+from levanter.checkpoint.finding import checkpoint_at as checkpoint_at
+from levanter.checkpoint.finding import find_checkpoints as find_checkpoints
+from levanter.checkpoint.finding import latest as latest
 from levanter.checkpoint.refs import CheckpointRef as CheckpointRef
 from levanter.checkpoint.refs import SavedLeaf as SavedLeaf
-from levanter.checkpoint.refs import checkpoint_at as checkpoint_at
-from levanter.checkpoint.refs import find_checkpoints as find_checkpoints
-from levanter.checkpoint.refs import latest as latest
 from levanter.checkpoint.restoring import restore as restore
 from levanter.checkpoint.source import CheckpointSource as CheckpointSource
 from levanter.checkpoint.source import same_names as same_names

@@ -1,7 +1,7 @@
-"""Arrays to Orbax's files and back: the only module that knows Orbax.
+"""Arrays to Orbax's files: the only module that knows Orbax.
 
-Every process writes the shards it holds, each shard once (of copies, one), as Zarr 3 in one OCDBT store. Reading takes
-any sharding: each process reads the ranges its devices need. A leaf's path is its name in the store.
+Every process writes the shards it holds, each shard once (of copies, one), as Zarr 3 in one OCDBT store. A leaf's path
+is its name in the store. What is read back is read chunk by chunk, by `source`.
 """
 
 import logging
@@ -14,11 +14,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from levanter.checkpoint.errors import UnreadableCheckpointError
+from levanter.checkpoint.digests import ArrayDigests, Number, chunks_of, digest_of
 from levanter.checkpoint.priority import giving_way
-from levanter.checkpoint.refs import CheckpointRef, absolute
+from levanter.checkpoint.refs import absolute
 from levanter.checkpoint.staging import Staging
-from levanter.checkpoint.targets import RestoreTarget
 
 # Orbax logs through the first; the second logs what its event loops leave behind.
 _LOGGERS = ("absl", "asyncio")
@@ -38,6 +37,9 @@ class ArrayWriter:
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(_told_by_us)
         self._failed, self._hook = False, sys.unraisablehook
+        self._chunks: dict[str, tuple[int, ...]] = {}
+        self._digests: dict[str, dict[Number, str]] = {}
+        self._brought: list[tuple[str, tuple[slice, ...], np.ndarray]] = []
         sys.unraisablehook = _Quiet(self._hook)
         self._orbax = ocp.AsyncCheckpointer(
             # Weights of floats shrink by a tenth under Orbax's compression, which takes four times the processor time.
@@ -56,17 +58,39 @@ class ArrayWriter:
         When it returns, the arrays may be donated or deleted.
         """
         how = {name: _pieces(array, self._chunk_bytes) for name, array in arrays.items()}
+        self._chunks = {name: _chunk(array, how[name]) for name, array in arrays.items()}
         self._failed = True
-        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(self._staging.copied(arrays), save_args=how))
+        copies, self._digests = self._staging.digested(arrays, self._chunks)
+        self._orbax.save(absolute(path), args=ocp.args.PyTreeSave(copies, save_args=how))
+        # Orbax has brought these to the host, and the arrays keep what was brought: nothing is copied twice.
+        self._brought = [
+            (name, shard.index, np.asarray(shard.data))
+            for name, array in arrays.items()
+            if name not in self._digests
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
 
-    def wait(self) -> None:
+    def wait(self) -> dict[str, ArrayDigests]:
         """Waits until all processes have written and the folder has its name; raises what went wrong.
 
         What writes has a lower priority from now on, so call it at once, from a thread that has nothing else to do.
+
+        Returns:
+            The digests of the chunks that this process wrote.
         """
         with giving_way():
+            for name, index, held in self._brought:
+                box = tuple((s.start or 0, (s.start or 0) + n) for s, n in zip(index, held.shape, strict=True))
+                own = self._digests.setdefault(name, {})
+                own |= {n: digest_of(held[..., *inside]) for n, inside in chunks_of(box, self._chunks[name])}
+            self._brought = []
             self._orbax.wait_until_finished()
         self._failed = False
+        return {
+            name: ArrayDigests(chunk=chunk, by_number=self._digests.get(name, {}))
+            for name, chunk in self._chunks.items()
+        }
 
     def close(self) -> None:
         """Waits and frees threads."""
@@ -120,6 +144,19 @@ def _pieces(array: jax.Array, chunk_bytes: int) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,) if array.ndim >= STACK_AXES else ())
 
 
+def _chunk(array: jax.Array, how: ocp.SaveArgs) -> tuple[int, ...]:
+    """The shape of the chunks that Orbax stores an array in.
+
+    Digests are of these, so that who reads a chunk can judge it. Were Orbax to choose others, they would be right all
+    the same, and reading slower.
+    """
+    from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
+
+    part = array.sharding.shard_shape(array.shape)
+    found = choose_chunk_shape(array.shape, part, array.dtype, how.chunk_byte_size, shard_axes=how.shard_axes)
+    return tuple(found)
+
+
 def _told_by_us(record: logging.LogRecord) -> bool:
     """Leaves out tracebacks that are logged, thread by thread, for a failure Orbax then raises: we raise it by name."""
     error = record.exc_info[1] if record.exc_info else None
@@ -132,43 +169,3 @@ def _passed_through_orbax(error: BaseException) -> bool:
     return any(f.f_globals.get("__name__", "").startswith("orbax.") for f, _ in frames) or (
         before is not None and _passed_through_orbax(before)
     )
-
-
-def read_arrays(ref: CheckpointRef, targets: Mapping[str, RestoreTarget]) -> dict[str, jax.Array]:
-    """Reads leaves of a checkpoint, each into its target's sharding; shapes and dtypes must have been compared.
-
-    Raises:
-        UnreadableCheckpointError: files of the checkpoint are missing or damaged.
-    """
-    if not targets:
-        return {}
-    item = {path: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=t.sharding) for path, t in targets.items()}
-    how = {
-        path: ocp.ArrayRestoreArgs(
-            dtype=np.dtype(t.dtype),
-            sharding=t.sharding,
-            global_shape=t.shape,
-            # Padding is filled with zeros, or left behind; everything else has been compared.
-            strict=t.shape == ref.leaves[path].shape,
-        )
-        for path, t in targets.items()
-    }
-    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
-    try:
-        found = reader.restore(
-            absolute(ref.arrays_path),
-            args=ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise UnreadableCheckpointError(
-            f"{ref.path}: the arrays of this checkpoint cannot be read: {type(error).__name__}: {first_lines(error)}"
-        ) from error
-    finally:
-        reader.close()
-    return {path: found[path] for path in targets}
-
-
-def first_lines(error: BaseException) -> str:
-    """The beginning of a message of a library, on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:300] + " …"

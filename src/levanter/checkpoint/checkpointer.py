@@ -21,26 +21,17 @@ from typing import Any, Self
 import jax
 
 from levanter.checkpoint.agreement import Agreement
+from levanter.checkpoint.digests import ArrayDigests, digests_text, merged
 from levanter.checkpoint.errors import CheckpointPeerError, CheckpointSaveError
-from levanter.checkpoint.refs import (
-    ARRAYS_PREFIX,
-    CheckpointRef,
-    Kind,
-    delete,
-    document,
-    entries_in,
-    find_checkpoints,
-    latest,
-    now,
-    step_path,
-    sweep,
-    write_ref,
-)
+from levanter.checkpoint.finding import delete, entries_in, find_checkpoints, latest, sweep, write_ref
+from levanter.checkpoint.metadata import document
+from levanter.checkpoint.refs import ARRAYS_PREFIX, CheckpointRef, Kind, now, step_path
 from levanter.checkpoint.retention import Interval, check_intervals, expired, is_kept
 from levanter.checkpoint.targets import saved_leaf
 from levanter.checkpoint.watching import SaveWatch
+from levanter.io.atomic import atomic_write
 from levanter.io.lease import Lease, LeaseError
-from levanter.io.paths import check_writable, filesystem, is_remote
+from levanter.io.paths import check_writable, filesystem, is_remote, join, open_read
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20
@@ -106,7 +97,7 @@ class Checkpointer:
         self._writer = ArrayWriter(timeout_seconds=timeout_seconds, chunk_bytes=chunk_bytes)
         self._used, self._watch, self._leases = dict(used or {}), watch, tuple(leases)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._running: tuple[CheckpointRef, Future[None]] | None = None
+        self._running: tuple[CheckpointRef, Future[CheckpointRef]] | None = None
         self._own: set[str] = set()
         self._newest: CheckpointRef | None = None
         self._last_time = clock()
@@ -202,8 +193,7 @@ class Checkpointer:
             return
         (ref, future), self._running = self._running, None
         with self._explained(ref):
-            future.result()
-        self._newest = ref
+            self._newest = future.result()
 
     def close(self) -> None:
         """Waits like `wait`, raises what it raises, and frees threads; nothing can be saved afterwards."""
@@ -231,10 +221,13 @@ class Checkpointer:
             os.makedirs(filesystem(ref.path)[1], exist_ok=True)
         return ARRAYS_PREFIX + secrets.token_hex(4)
 
-    def _complete(self, ref: CheckpointRef) -> None:
+    def _complete(self, ref: CheckpointRef) -> CheckpointRef:
         """Waits for the arrays, makes the checkpoint complete, and clears away; in the background."""
         try:
-            self._writer.wait()
+            digests = self._writer.wait()
+            if jax.process_count() > 1:
+                digests = self._of_all(ref, digests)
+            ref = replace(ref, digests=MappingProxyType(digests))
             if self._agreement.decides:
                 self._check_leases()
                 write_ref(ref)
@@ -245,6 +238,28 @@ class Checkpointer:
             self._own.add(ref.path)
             self._retire(ref)
         self._agreement.meet(f"complete {ref.arrays}")
+        return ref
+
+    def _of_all(self, ref: CheckpointRef, own: dict[str, ArrayDigests]) -> dict[str, ArrayDigests]:
+        """The digests of what all processes wrote, on the process that decides; its own on every other.
+
+        They pass through files beside the arrays, which are storage that all processes see; a killed process's are
+        swept up with its arrays.
+        """
+        files = [join(ref.path, f"{ref.arrays}.digests.{n}") for n in range(jax.process_count())]
+        if not self._agreement.decides:
+            with atomic_write(files[jax.process_index()]) as file:
+                file.write(digests_text(own))
+        self._agreement.meet(f"digests {ref.arrays}")
+        if not self._agreement.decides:
+            return own
+        for n, path in enumerate(files):
+            if n != jax.process_index():
+                with open_read(path) as file:
+                    own = merged(own, file.read())
+                fs, name = filesystem(path)
+                fs.rm_file(name)
+        return own
 
     def _check_leases(self) -> None:
         """Returns if the folders are still this run's."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 
+from levanter.checkpoint.reading import read_arrays
 from levanter.checkpoint.refs import CheckpointRef
 from levanter.checkpoint.targets import RestoreTarget, Unexpected, check_targets
 
@@ -28,7 +29,4 @@ def restore(
         UnreadableCheckpointError: files of the checkpoint are missing or damaged.
     """
     check_targets(ref, targets, unexpected=unexpected)
-    # Orbax takes half a second to import; a plan of a run does without.
-    from levanter.checkpoint.arrays import read_arrays
-
     return read_arrays(ref, targets)

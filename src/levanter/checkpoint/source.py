@@ -1,10 +1,11 @@
 """`CheckpointSource`: a checkpoint of ours as a `TensorSource`, so that it loads and exports like any other.
 
 The names are the leaves' paths, without the part that says where in the training state they were. Padding is left out.
-A slice is read from the pieces that hold it, and nothing else is; pieces that neighbouring slices share stay in a cache
-of bounded size.
+A slice is read from the chunks that hold it, and nothing else is; each is compared with its digest. Chunks that
+neighbouring slices share stay in a cache of bounded size.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,15 +14,21 @@ import numpy as np
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRule, WeightRules
+from haliax_ext.slices import intersect, to_slices
 from haliax_ext.sources import ByteRange, Index, TensorInfo
+from levanter.checkpoint.digests import ArrayDigests, Box, Number, chunks_in, digest_of
 from levanter.checkpoint.errors import UnreadableCheckpointError
-from levanter.checkpoint.refs import CheckpointRef, absolute
+from levanter.checkpoint.finding import unreadable
+from levanter.checkpoint.refs import CheckpointRef, SavedLeaf, absolute
 from levanter.io.paths import is_remote
 
 if TYPE_CHECKING:
     import tensorstore
 
+log = logging.getLogger(__name__)
 CACHE_BYTES = 256 << 20
+_AHEAD = 4
+"""Chunks of an array that are read at once."""
 
 
 class CheckpointSource:
@@ -37,6 +44,8 @@ class CheckpointSource:
         self._ref, self._prefix, self._cache_bytes = ref, prefix, cache_bytes
         self._lock = threading.Lock()
         self._open: dict[str, "tensorstore.TensorStore"] = {}
+        self._chunks: dict[tuple[str, Number], np.ndarray] = {}
+        self._said = False
         self._context: "tensorstore.Context | None" = None
         self._tensors = {
             path.removeprefix(prefix): TensorInfo(
@@ -63,14 +72,73 @@ class CheckpointSource:
         Raises:
             UnreadableCheckpointError: files of the checkpoint are missing or damaged.
         """
-        try:
-            found = self._stored(name)[index].read().result()
-        except (OSError, ValueError) as error:
-            raise self._unreadable(name, error) from error
+        path = f"{self._prefix}{name}"
+        leaf, digests = self._ref.leaves[path], self._ref.digests.get(path)
         if out is None:
-            return np.asarray(found)
-        out[...] = found
+            out = np.empty([part.stop - part.start for part in index], _dtype(leaf.dtype))
+        if digests is None:
+            self._say_unverified()
+        try:
+            if digests is None:
+                out[...] = self._stored(name)[index].read().result()
+            else:
+                self._read_chunks(name, tuple((part.start, part.stop) for part in index), digests, out)
+        except (OSError, ValueError) as error:
+            if isinstance(error, UnreadableCheckpointError):
+                raise
+            raise self._unreadable(name, str(error)) from error
         return out
+
+    def _read_chunks(self, name: str, box: Box, digests: ArrayDigests, out: np.ndarray) -> None:
+        shape = self._ref.leaves[f"{self._prefix}{name}"].shape
+        touched = list(chunks_in(box, digests.chunk, shape))
+        for begin in range(0, len(touched), _AHEAD):
+            group = touched[begin : begin + _AHEAD]
+            stored = self._stored(name)
+            coming = {
+                number: stored[to_slices(own)].read() for number, own in group if (name, number) not in self._chunks
+            }
+            for number, own in group:
+                values = self._verified(name, number, coming.get(number), digests)
+                common = intersect(own, box)
+                assert common is not None
+                inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, own, strict=True))
+                landing = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))
+                out[..., *to_slices(landing)] = values[..., *to_slices(inside)]
+                if common != own and coming.get(number) is not None:
+                    self._keep(name, number, values)
+
+    def _verified(
+        self, name: str, number: Number, coming: "tensorstore.Future[np.ndarray] | None", digests: ArrayDigests
+    ) -> np.ndarray:
+        """A chunk whose values are those that were saved."""
+        if coming is None:
+            with self._lock:
+                kept = self._chunks.get((name, number))
+            if kept is not None:
+                return kept
+            own = tuple((n * part, (n + 1) * part) for n, part in zip(number, digests.chunk, strict=True))
+            shape = self._ref.leaves[f"{self._prefix}{name}"].shape
+            clipped = tuple((a, min(b, size)) for (a, b), size in zip(own, shape, strict=True))
+            coming = self._stored(name)[to_slices(clipped)].read()
+        values = np.asarray(coming.result())
+        if digest_of(values) != digests.by_number[number]:
+            raise self._unreadable(name, f"chunk {list(number)} is damaged: it is not what was saved (digests differ)")
+        return values
+
+    def _keep(self, name: str, number: Number, values: np.ndarray) -> None:
+        with self._lock:
+            self._chunks[name, number] = values
+            while sum(each.nbytes for each in self._chunks.values()) > self._cache_bytes:
+                self._chunks.pop(next(iter(self._chunks)))
+
+    def _say_unverified(self) -> None:
+        with self._lock:
+            said, self._said = self._said, True
+        if not said:
+            log.warning(
+                "%s: unverified: it was saved without digests, so damage to its arrays would go unseen", self._ref
+            )
 
     def _stored(self, name: str) -> "tensorstore.TensorStore":
         """The leaf in its store, opened once."""
@@ -80,7 +148,9 @@ class CheckpointSource:
                 import tensorstore
 
                 if self._context is None:
-                    self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": self._cache_bytes}})
+                    # Verified chunks are kept here, not there.
+                    limit = 0 if self._ref.digests else self._cache_bytes
+                    self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": limit}})
                 base = absolute(self._ref.arrays_path)
                 base = base if is_remote(base) else f"file://{base}"
                 spec = {
@@ -90,16 +160,22 @@ class CheckpointSource:
                 }
                 opened = tensorstore.open(spec, open=True, read=True, context=self._context).result()
                 saved = self._ref.leaves[f"{self._prefix}{name}"]
-                if tuple(opened.shape) != saved.shape:
-                    raise ValueError(f"its shape is {list(opened.shape)}, but metadata.json says {list(saved.shape)}")
+                found = SavedLeaf(shape=tuple(opened.shape), dtype=opened.dtype.name)
+                if (found.shape, found.dtype) != (saved.shape, saved.dtype):
+                    raise ValueError(f"the files have {found}, but metadata.json says {saved}")
                 self._open[name] = opened
             return self._open[name]
 
-    def _unreadable(self, name: str, error: Exception) -> UnreadableCheckpointError:
-        text = " ".join(str(error).split())
-        return UnreadableCheckpointError(
-            f"{self._ref.path}: {name} cannot be read: {type(error).__name__}: {text[:300]}"
-        )
+    def _unreadable(self, name: str, why: str) -> UnreadableCheckpointError:
+        # TensorStore repeats where all of it is.
+        why = why.replace(f"{absolute(self._ref.arrays_path)}/", "")
+        return unreadable(self._ref.path, self._ref.arrays, f"{self._prefix}{name} cannot be read: {first_lines(why)}")
+
+
+def first_lines(text: str) -> str:
+    """The beginning of a library's message, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else text[:400] + " …"
 
 
 def same_names(leaves: Iterable[Leaf], *, padded: Sequence[str] = ()) -> WeightRules:

@@ -9,21 +9,20 @@ ever. The price is the memory of one state, held between saves too.
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from haliax_ext.host_reader import aligned_empty
-
-_Box = tuple[tuple[int, int], ...]
+from levanter.checkpoint.digests import Box, Number, chunks_of, copied
 
 
 class Staging:
     """Memory for the copies of one set of arrays at a time."""
 
     def __init__(self):
-        self._blocks: dict[tuple[str, _Box], np.ndarray] = {}
+        self._blocks: dict[tuple[str, Box], np.ndarray] = {}
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checkpoint copy")
 
     def copied(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -31,23 +30,39 @@ class Staging:
 
         Parts that several devices hold are copied once. Nothing is left under way when it returns.
         """
+        return self.digested(arrays, {})[0]
+
+    def digested(
+        self, arrays: Mapping[str, jax.Array], chunks: Mapping[str, tuple[int, ...]]
+    ) -> tuple[dict[str, jax.Array], dict[str, dict[Number, str]]]:
+        """What `copied` returns, and the digests of those chunks of the copies that this process is to write.
+
+        Args:
+            arrays: by name.
+            chunks: the shape of a chunk, by name; it divides what a device holds.
+        """
         here = {name for name, array in arrays.items() if _on_cpus(array)}
-        used: dict[tuple[str, _Box], np.ndarray] = {}
-        copies = []
+        used: dict[tuple[str, Box], np.ndarray] = {}
+        copies: list[tuple[str, Future[dict[Number, str]]]] = []
         for name in here:
             array = arrays[name]
+            # Of copies that several processes hold, the first is written.
+            written = {box_of(each.index, array.shape) for each in array.addressable_shards if each.replica_id == 0}
             for shard in array.addressable_shards:
-                key = (name, _box(shard.index, array.shape))
+                key = (name, box_of(shard.index, array.shape))
                 if key not in used:
                     block = self._blocks.get(key)
                     if block is None or block.shape != shard.data.shape or block.dtype != array.dtype:
                         block = aligned_empty(shard.data.shape, np.dtype(array.dtype))
                     used[key] = block
-                    copies.append(self._pool.submit(_copy, shard.data, block))
-        for each in copies:
-            each.result()
+                    chunk = chunks.get(name) if key[1] in written else None
+                    copies.append((name, self._pool.submit(_copy, shard.data, block, key[1], chunk)))
+        digests: dict[str, dict[Number, str]] = {name: {} for name in here}
+        for name, each in copies:
+            digests[name] |= each.result()
         self._blocks = used
-        return {name: _from_blocks(name, array, used) if name in here else array for name, array in arrays.items()}
+        found = {name: _from_blocks(name, array, used) if name in here else array for name, array in arrays.items()}
+        return found, digests
 
     def close(self) -> None:
         """Frees memory and threads."""
@@ -59,17 +74,23 @@ def _on_cpus(array: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in array.sharding.addressable_devices)
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Box:
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """An index into an array as a box of it."""
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
-def _copy(part: jax.Array, block: np.ndarray) -> None:
-    np.copyto(block, np.asarray(part))
+def _copy(part: jax.Array, block: np.ndarray, box: Box, chunk: tuple[int, ...] | None) -> dict[Number, str]:
+    held = np.asarray(part)
+    if chunk is None:
+        np.copyto(block, held)
+        return {}
+    return {number: copied(held[..., *inside], block[..., *inside]) for number, inside in chunks_of(box, chunk)}
 
 
-def _from_blocks(name: str, array: jax.Array, blocks: Mapping[tuple[str, _Box], np.ndarray]) -> jax.Array:
+def _from_blocks(name: str, array: jax.Array, blocks: Mapping[tuple[str, Box], np.ndarray]) -> jax.Array:
     """An array of the same sharding whose memory is the blocks', which CPU devices adopt."""
     parts = [
-        jax.device_put(blocks[name, _box(shard.index, array.shape)], shard.device) for shard in array.addressable_shards
+        jax.device_put(blocks[name, box_of(shard.index, array.shape)], shard.device)
+        for shard in array.addressable_shards
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

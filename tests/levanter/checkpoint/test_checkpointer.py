@@ -21,6 +21,7 @@ from levanter.checkpoint import (
     latest,
     restore,
 )
+from levanter.checkpoint.digests import ArrayDigests
 
 
 class Clock:
@@ -224,11 +225,12 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(devices, tm
         checkpointer.wait()
         written, wait = threading.Event(), checkpointer._writer.wait
 
-        def wait_then_lose_the_folder() -> None:
-            wait()
+        def wait_then_lose_the_folder() -> dict[str, ArrayDigests]:
+            found = wait()
             shutil.rmtree(tmp_path / "step-2")
             (tmp_path / "step-2").write_text("in the way")
             written.set()
+            return found
 
         monkeypatch.setattr(checkpointer._writer, "wait", wait_then_lose_the_folder)
         checkpointer.save(2, state(devices, 2), {})

@@ -190,7 +190,7 @@ def test_missing_files_of_arrays(devices, tmp_path):
     for path in Path(ref.arrays_path).rglob("d/*"):
         path.unlink()
     target = RestoreTarget(shape=(1 << 16,), dtype=np.dtype(np.float32), sharding=one)
-    with pytest.raises(UnreadableCheckpointError, match=r"step-5: the arrays of this checkpoint cannot be read: "):
+    with pytest.raises(UnreadableCheckpointError, match=r"step-5/arrays-.*: weight cannot be read: "):
         restore(ref, {"weight": target})
 
 
@@ -224,5 +224,5 @@ def test_damaged_and_foreign_metadata_are_errors_not_silence(tmp_path):
     with pytest.raises(UnreadableCheckpointError, match=r"version 99, but this program reads 1"):
         latest(str(tmp_path))
     (folder / "metadata.json").write_text(json.dumps({"format": "levanter-checkpoint", "version": 1, "step": 7}))
-    with pytest.raises(UnreadableCheckpointError, match=r"damaged \(KeyError"):
+    with pytest.raises(UnreadableCheckpointError, match=r"damaged: no kind; no saved_at; no arrays"):
         latest(str(tmp_path))

@@ -49,6 +49,9 @@ def test_process_0_decides_and_both_write(devices, tmp_path):
     assert found == [{"saved": [3, 5, 8, 10], "latest": 10}] * 2
     refs = find_checkpoints(str(tmp_path))
     assert [(ref.step, ref.kind) for ref in refs] == [(5, "kept"), (8, "temporary"), (10, "kept")]
+    # What each process wrote has its digest.
+    assert all(ref.digests.keys() == ref.leaves.keys() for ref in refs)
+    assert not list(tmp_path.glob("*/*.digests.*"))
     spec = importlib.util.spec_from_file_location("save_together", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, find_checkpoints
+from levanter.checkpoint import CheckpointRef, SaveWatch, checkpoint_at, latest
 from levanter.commands.train.config import TrainLmConfig
 from levanter.compat.hf.export import ExportPathError
 from levanter.compat.hf.export_place import exports_in, is_whole
@@ -62,9 +62,12 @@ class Places:
         return any(ref.path == join(base, base_name(ref.path)) for base in self.bases)
 
     def newest(self) -> CheckpointRef | None:
-        """The last complete checkpoint."""
-        found = find_checkpoints(*self.bases)
-        return found[-1] if found else None
+        """The last complete checkpoint.
+
+        Raises:
+            UnreadableCheckpointError: it is damaged.
+        """
+        return latest(*self.bases)
 
     def export(self, taken: int) -> str:
         """The folder of the export after so many steps."""

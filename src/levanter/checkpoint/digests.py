@@ -1,0 +1,135 @@
+"""Digests of arrays: what a checkpoint says of each stored chunk, so that whoever reads it knows that it is unharmed.
+
+A digest is of the values in row-major order, not of files: it covers all that lies between the memory that was saved
+and the memory that is read into. It costs next to nothing where values are copied anyway: pieces that fit a core's
+cache are copied and added up at once.
+
+The 64-bit words of each piece of 256 KiB are added modulo 2⁶⁴; BLAKE2b of these sums and the length is the digest. Any
+change within one word is noticed, so any flipped bit, as are pieces that are lost, repeated or exchanged; of other
+damage one case in 2⁶⁴ is not. It is no defence against somebody who wants to deceive.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Box = tuple[tuple[int, int], ...]
+Number = tuple[int, ...]
+"""Which chunk of an array: its place along each axis."""
+
+_WORDS = 32 * 1024
+"""Words of a piece."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDigests:
+    """The digests of an array's chunks.
+
+    Attributes:
+        chunk: the shape of a chunk.
+        by_number: digests, as hexadecimal digits; in one of several processes, of the chunks that it wrote.
+    """
+
+    chunk: tuple[int, ...]
+    by_number: Mapping[Number, str]
+
+    def in_order(self, shape: Sequence[int]) -> list[str]:
+        """The digests of all chunks of an array, the last axis running fastest.
+
+        Raises:
+            KeyError: some chunk has none.
+        """
+        return [self.by_number[number] for number in numbers(shape, self.chunk)]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], chunk: Sequence[int], digests: Sequence[str]) -> "ArrayDigests":
+        """The digests that `in_order` gave.
+
+        Raises:
+            ValueError: there are more or fewer of them than chunks.
+        """
+        if len(chunk) != len(shape) or not all(size > 0 for size in chunk):
+            raise ValueError(f"a chunk of {list(chunk)} in an array of {list(shape)}")
+        own = dict(zip(numbers(shape, chunk), digests, strict=True))
+        return cls(chunk=tuple(chunk), by_number=own)
+
+
+def digests_text(digests: Mapping[str, ArrayDigests]) -> bytes:
+    """The digests of one process's chunks, for another process."""
+    return json.dumps(
+        {name: [[list(n), x] for n, x in each.by_number.items()] for name, each in digests.items()}
+    ).encode()
+
+
+def merged(own: Mapping[str, ArrayDigests], text: bytes) -> dict[str, ArrayDigests]:
+    """Digests of a process's own chunks, with those that `digests_text` gave of another's."""
+    others = {name: {tuple(n): x for n, x in pairs} for name, pairs in json.loads(text).items()}
+    return {
+        name: ArrayDigests(chunk=each.chunk, by_number={**each.by_number, **others[name]}) for name, each in own.items()
+    }
+
+
+def numbers(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Number]:
+    """All chunks of an array, the last axis running fastest."""
+    return itertools.product(*(range(-(-size // part)) for size, part in zip(shape, chunk, strict=True)))
+
+
+def chunks_in(box: Box, chunk: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Number, Box]]:
+    """The chunks of an array that a box of it touches, each with its own box."""
+    touched = (range(start // part, -(-stop // part)) for (start, stop), part in zip(box, chunk, strict=True))
+    for number in itertools.product(*touched):
+        ends = zip(number, chunk, shape, strict=True)
+        yield number, tuple((n * part, min((n + 1) * part, size)) for n, part, size in ends)
+
+
+def chunks_of(box: Box, chunk: Sequence[int]) -> Iterator[tuple[Number, tuple[slice, ...]]]:
+    """The chunks that a box is made of, each with where it lies inside the box; chunks divide the box."""
+    ends = tuple(stop for _, stop in box)
+    for number, own in chunks_in(box, chunk, ends):
+        yield number, tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(own, box, strict=True))
+
+
+def digest_of(array: np.ndarray) -> str:
+    """The digest of an array's values."""
+    return _digest(np.ascontiguousarray(array), None)
+
+
+def copied(source: np.ndarray, target: np.ndarray) -> str:
+    """Copies an array into another of the same shape and dtype, and returns the digest of its values."""
+    assert source.shape == target.shape and source.dtype == target.dtype
+    if source.flags.c_contiguous and target.flags.c_contiguous:
+        return _digest(source, target)
+    np.copyto(target, source)
+    return digest_of(target)
+
+
+def _digest(source: np.ndarray, target: np.ndarray | None) -> str:
+    taken = _bytes(source)
+    given = None if target is None else _bytes(target)
+    whole = taken.size // 8 * 8
+    words = taken[:whole].view("<u8")
+    copies = None if given is None else given[:whole].view("<u8")
+    sums: list[int] = []
+    for begin in range(0, words.size, _WORDS):
+        piece = words[begin : begin + _WORDS]
+        if copies is not None:
+            place = copies[begin : begin + _WORDS]
+            np.copyto(place, piece)
+            piece = place
+        sums.append(int(np.add.reduce(piece)))
+    rest = taken[whole:]
+    if given is not None:
+        given[whole:] = rest
+    sums += [int.from_bytes(rest.tobytes(), "little"), taken.size]
+    return hashlib.blake2b(np.asarray(sums, "<u8").tobytes(), digest_size=8).hexdigest()
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    # Arrays of no axes, and of dtypes that NumPy does not know itself, have bytes too.
+    assert math.prod(array.shape)
+    return array.reshape(-1).view(np.uint8)
