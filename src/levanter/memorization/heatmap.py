@@ -2,7 +2,8 @@
 
 `character_heat` is log max p_z over the spans that hold a character, −inf where none does. `shade` turns it into ink
 between 0 (white) and 1 (dark): on a logarithmic scale everything below the threshold τ is white, τ itself is the
-lightest ink and p_z = 1 the darkest; on a linear one ink is p_z itself.
+lightest ink and p_z = 1 the darkest; on a linear one ink is p_z itself. By the token, ink is the mean log p of a suffix
+token, from `FLOOR` to 0, whatever the threshold: what is far from memorized differs there too.
 
 The maximum over many overlapping ranges is taken as sparse tables do it, only backwards: a span of length L is the
 union of two (overlapping) spans whose length is the largest power of two ≤ L. All spans are entered into the table of
@@ -17,9 +18,11 @@ from numpy.typing import ArrayLike
 
 from levanter.memorization.coverage import checked_spans
 
-Scale = Literal["log", "linear"]
+Scale = Literal["log", "linear", "token"]
 LIGHTEST = 0.1
 """The ink at the threshold: enough to be seen beside white."""
+FLOOR = -8.0
+"""log p a token that is white where ink is that; a guess among 3,000 tokens."""
 
 
 def character_heat(log_pz: ArrayLike, spans: np.ndarray, characters: int) -> np.ndarray:
@@ -58,13 +61,15 @@ def character_heat(log_pz: ArrayLike, spans: np.ndarray, characters: int) -> np.
     return upper
 
 
-def shade(heat: ArrayLike, *, log_threshold: float, scale: Scale = "log") -> np.ndarray:
+def shade(heat: ArrayLike, *, log_threshold: float, scale: Scale = "log", tokens: int = 1) -> np.ndarray:
     """Ink in [0, 1] for log-probabilities: float64 of the same shape.
 
     Args:
         heat: log p_z; −inf is white.
         log_threshold: log τ.
-        scale: `log` is 0 below τ, and from there rises with log p_z from `LIGHTEST` to 1; `linear` is p_z.
+        scale: `log` is 0 below τ, and from there rises with log p_z from `LIGHTEST` to 1; `linear` is p_z; `token` is
+            log p a token.
+        tokens: of a suffix, for `token`.
 
     Raises:
         ValueError: an unknown scale.
@@ -72,6 +77,8 @@ def shade(heat: ArrayLike, *, log_threshold: float, scale: Scale = "log") -> np.
     heat = np.asarray(heat, dtype=np.float64)
     if scale == "linear":
         return np.exp(heat)
+    if scale == "token":
+        return np.clip(1.0 - heat / tokens / FLOOR, 0.0, 1.0)
     if scale != "log":
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(get_args(Scale))}")
     if log_threshold >= 0:

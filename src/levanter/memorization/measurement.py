@@ -6,7 +6,7 @@ cannot disagree.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,16 @@ class Measurement:
         """Which characters are covered: bool `[characters]`."""
         return covered(self.spans[self.reached], self.characters)
 
+    @cached_property
+    def scored(self) -> np.ndarray:
+        """Which characters some window stands for: bool `[characters]`. Of the others nothing is known."""
+        return covered(self.spans, self.characters)
+
+    @property
+    def log_p_a_token(self) -> np.ndarray:
+        """The mean log-probability of a suffix token in each window, nats: float64 `[N]`."""
+        return self.log_pz / (self.scheme.suffix_tokens or self.book.suffix_tokens)
+
     @property
     def coverage(self) -> float:
         """The share of characters that are covered."""
@@ -119,6 +129,26 @@ class Measurement:
             count=count,
         )
 
+    def below(self, count: int = 20) -> tuple[Passage, ...]:
+        """The likeliest passages of those below the threshold, where p_z is above 0."""
+        rows = self.unit == "rows"
+        suffixes = self.spans if rows else self.book.suffix_char_spans
+        under = np.flatnonzero(~self.reached & (self.log_pz > -np.inf))
+        found = top_passages(
+            self.log_pz[under],
+            (self.spans if rows else self.book.char_spans)[under],
+            suffixes[under],
+            self.characters,
+            log_threshold=-np.inf,
+            count=count,
+        )
+        # Where a window next to it reaches the threshold, the passage is listed already.
+        return tuple(
+            replace(each, window=int(under[each.window]), run=each.suffix)
+            for each in found
+            if not self.covered[slice(*each.suffix)].any()
+        )
+
     @property
     def published(self) -> dict[str, float]:
         """Published coverages of a book of this title, in %."""
@@ -142,6 +172,7 @@ class Measurement:
             "coverage": self.coverage,
             "coverage_interval": _interval_json(self.coverage_interval),
             "covered_characters": int(self.covered.sum()),
+            "scored_characters": int(self.scored.sum()),
             "longest_covered_run": self.longest_run,
             "covered_runs": len(self.runs),
             "windows_reached": int(self.reached.sum()),
@@ -150,6 +181,7 @@ class Measurement:
             "expected_rate": expected_rate(self.log_pz),
             "max_extraction_rate": max_extraction_rate(self.log_pz, top_k=self.scheme.top_k),
             "log_pz": _distribution(self.log_pz),
+            "log_p_a_token": _distribution(self.log_p_a_token),
             "extraction_curve": {
                 "n": self.curve.n.tolist(),
                 "p": self.curve.p.tolist(),
@@ -172,6 +204,10 @@ class Measurement:
                     "run": list(passage.run),
                 }
                 for passage in self.passages()
+            ],
+            "passages_below": [
+                {"window": each.window, "log_pz": each.log_pz, "prefix": list(each.prefix), "suffix": list(each.suffix)}
+                for each in self.below()
             ],
             "published_coverage_percent": self.published,
         }

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from levanter.memorization.heatmap import Scale, columns, shade
 from levanter.memorization.measurement import Measurement
+from levanter.memorization.passages import runs
 
 INK = ("#ffffff", "#cfe0f1", "#8fbbdf", "#4a8fc6", "#1f5fa5", "#0b2f66")
 """From p_z below the threshold to p_z = 1."""
@@ -27,7 +28,12 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
     """The book as one strip from first character to last; a column is the mean ink of its characters."""
     figure = Figure(figsize=(16, 2.6), dpi=100)
     axes = figure.subplots()
-    ink = columns(shade(measured.heat, log_threshold=measured.log_threshold, scale=scale), _STRIP_PIXELS)
+    if scale == "log" and not measured.reached.any():
+        # Ink by the threshold would be white all over.
+        scale = "token"
+    tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
+    shaded = shade(measured.heat, log_threshold=measured.log_threshold, scale=scale, tokens=tokens)
+    ink = columns(shaded, _STRIP_PIXELS)
     axes.imshow(
         ink[None, :],
         aspect="auto",
@@ -37,12 +43,16 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
         interpolation="nearest",
         extent=(0, measured.characters, 0, 1),
     )
+    for start, stop in runs(~measured.scored):
+        axes.axvspan(start, stop, facecolor="#ffffff", edgecolor="#b4bcc8", hatch="////", linewidth=0)
     axes.set_yticks([])
     axes.set_xlabel(f"{measured.unit} of the book", color=_TEXT)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.set_title(
         f"{measured.book.title}: {measured.coverage:.2%} of {measured.characters:,} {measured.unit} covered "
-        f"(p_z ≥ {measured.threshold:.3g}, scheme {measured.scheme.name}, preset {measured.book.preset})",
+        f"(p_z ≥ {measured.threshold:.3g}, scheme {measured.scheme.name}, preset {measured.book.preset})"
+        + ("; ink is log p a token" if scale == "token" else "")
+        + ("" if measured.scored.all() else f"; hatched: not scored ({1 - measured.scored.mean():.2%})"),
         loc="left",
         fontsize=11,
         color=_TEXT,
@@ -56,12 +66,17 @@ def histogram_png(measured: Measurement) -> bytes:
     found = measured.histogram
     figure = Figure(figsize=(8, 4.6), dpi=100)
     axes = figure.subplots()
-    edges, counts, at = found.edges, found.counts, measured.log_threshold / math.log(10)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$10^{{{x:g}}}$"))
+    at = measured.log_threshold / math.log(10)
+    # Two bars at the left for what a logarithm cuts off: p_z = 0, and p_z below the lowest edge.
+    edges = np.concatenate([found.edges[0] - np.array([1.5, 0.75]), found.edges])
+    counts = np.concatenate([[found.zero, found.below], found.counts])
+    names = {edges[0] + 0.3: "0", edges[1] + 0.3: f"$<10^{{{found.edges[0]:g}}}$"}
+    ticks = [float(e) for e in range(int(found.edges[0]) + 2, 1, 2)]
+    axes.set_xticks([*names, *ticks], [*names.values(), *(f"$10^{{{e:g}}}$" for e in ticks)])
     axes.bar(
         edges[:-1],
         counts,
-        width=np.diff(edges),
+        width=np.concatenate([[0.6, 0.6], np.diff(found.edges)]),
         align="edge",
         color=np.where(edges[:-1] >= at - 1e-9, INK[4], INK[2]).tolist(),
         edgecolor="white",

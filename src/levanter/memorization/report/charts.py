@@ -17,25 +17,37 @@ WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 44
 _INNER_WIDTH, _INNER_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 STRIP_COLUMNS = 600
+_UNDERFLOW = 76
+"""Room at the left of a histogram for what a logarithm cuts off: p_z = 0, and p_z below the lowest edge."""
 
 
 def histogram_svg(measured: Measurement, name: str) -> str:
     """Windows by p_z, both axes logarithmic."""
     found = measured.histogram
-    top = max(1, math.ceil(math.log10(max(10, int(found.counts.max(initial=0)) * 1.2))))
+    tallest = max(int(found.counts.max(initial=0)), found.below, found.zero)
+    top = max(1, math.ceil(math.log10(max(10, tallest * 1.2))))
     low = float(found.edges[0])
+    left = _LEFT + _UNDERFLOW
 
     def x(log10: float) -> float:
-        return _LEFT + (log10 - low) / -low * _INNER_WIDTH
+        return left + (log10 - low) / -low * (_INNER_WIDTH - _UNDERFLOW)
 
     def y(windows: float) -> float:
         # A little room below 1, so that a single window is a bar one can see.
         return _TOP + _INNER_HEIGHT * (1 - (math.log10(windows) + 0.15) / (top + 0.15))
 
     parts = [_rule(y(10**e), f"10{superscript(e)}" if e > 1 else str(10**e)) for e in range(top + 1)]
-    parts += [_tick(x(e), _power(e)) for e in range(int(low), 1, 2)]
+    parts += [_tick(x(e), _power(e)) for e in range(int(low) + 2 * bool(found.below), 1, 2)]
     log10_threshold = measured.log_threshold / math.log(10)
     base = _TOP + _INNER_HEIGHT
+    for at, windows, said in ((0, found.zero, "p_z = 0"), (1, found.below, f"p_z above 0 and below 10^{low:g}")):
+        if windows:
+            begin, width, height = _LEFT + at * _UNDERFLOW / 2 + 3, _UNDERFLOW / 2 - 8, y(windows)
+            parts.append(
+                f'<rect class="bar underflow" x="{begin:.1f}" y="{height:.1f}" width="{width:.1f}" '
+                f'height="{base - height:.1f}"><title>{count(windows)} windows with {said}</title></rect>'
+            )
+            parts.append(_tick(begin + width / 2, ("0", f"&lt; {_power(int(low))}")[at]))
     for start, stop, windows in zip(found.edges[:-1], found.edges[1:], found.counts, strict=True):
         if windows:
             kind = "reached" if start >= log10_threshold - 1e-9 else "bar"
@@ -76,11 +88,18 @@ def curves_svg(measured: Measurement, name: str) -> str:
 
 def strip_svg(measured: Measurement, name: str) -> str:
     """The whole book as a still strip, for readers without scripts."""
-    ink = np.rint(columns(shade(measured.heat, log_threshold=measured.log_threshold), STRIP_COLUMNS) * 10).astype(int)
+    scale = "log" if measured.reached.any() else "token"
+    tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
+    shaded = shade(measured.heat, log_threshold=measured.log_threshold, scale=scale, tokens=tokens)
+    ink = np.rint(columns(shaded, STRIP_COLUMNS) * 10).astype(int)
+    # 11 is what was not scored: more than half of a column.
+    ink = np.where(columns((~measured.scored).astype(float), STRIP_COLUMNS) > 0.5, 11, ink)
     starts = np.flatnonzero(np.diff(ink, prepend=-1))
     widths = np.diff(starts, append=STRIP_COLUMNS)
     bars = "".join(
-        f'<rect class="i{ink[at]}" x="{at}" y="0" width="{width}" height="1"/>'
+        _hatch(int(at), int(width))
+        if ink[at] > 10
+        else f'<rect class="i{ink[at]}" x="{at}" y="0" width="{width}" height="1"/>'
         for at, width in zip(starts, widths, strict=True)
         if ink[at]
     )
@@ -88,6 +107,12 @@ def strip_svg(measured: Measurement, name: str) -> str:
         f'<svg class="still" viewBox="0 0 {STRIP_COLUMNS} 1" preserveAspectRatio="none" role="img" '
         f'aria-label="Heat strip: {escaped(name)}">{bars}</svg>'
     )
+
+
+def _hatch(start: int, width: int) -> str:
+    """A stretch that was not scored: lines, every fourth column. (A pattern would be asked for by its address.)"""
+    lines = "".join(f"M{at} 0h1v1h-1z" for at in range(start, start + width, 4))
+    return f'<path class="unscored" d="{lines}"><title>not scored</title></path>'
 
 
 def histogram_table(measured: Measurement) -> str:

@@ -19,10 +19,19 @@ def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -
         with_text: whether prefix and suffix are shown.
     """
     found = run.passages(count)
-    if not found:
-        return '<p class="lead">No window reaches the threshold.</p>'
     text = run.book.text if with_text else None
-    items = [_item(passage, n, index, text, run.unit) for n, passage in enumerate(found, 1)]
+    under = run.below(max(count - len(found), 0))
+    below = _listed([_item(passage, n, index, text, run.unit, reached=False) for n, passage in enumerate(under, 1)])
+    if not found:
+        above = '<p class="lead">No window reaches the threshold.'
+        return f"{above} The likeliest below it:</p>{below}" if under else f"{above}</p>"
+    listed = _listed([_item(passage, n, index, text, run.unit) for n, passage in enumerate(found, 1)])
+    if under:
+        listed += f"<details><summary>{len(under)} likeliest below the threshold</summary>{below}</details>"
+    return listed
+
+
+def _listed(items: list[str]) -> str:
     listed = f'<ol class="passages">{"".join(items[:SHOWN])}</ol>'
     if len(items) > SHOWN:
         listed += (
@@ -32,14 +41,15 @@ def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -
     return listed
 
 
-def _item(passage: Passage, rank: int, index: int, text: str | None, unit: str) -> str:
+def _item(passage: Passage, rank: int, index: int, text: str | None, unit: str, *, reached: bool = True) -> str:
     needed = samples(float(log_required_n(passage.log_pz, 0.5)))
     start, stop = passage.suffix
     facts = [
         f"{unit} {count(start)} – {count(stop)}",
         f"{needed} {'sample' if needed == '1' else 'samples'} for an even chance",
-        f"covered around it: {count(passage.run[1] - passage.run[0])}",
     ]
+    if reached:
+        facts.append(f"covered around it: {count(passage.run[1] - passage.run[0])}")
     if passage.merged > 1:
         facts.append(f"{count(passage.merged)} windows")
     quote = ""

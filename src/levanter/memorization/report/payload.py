@@ -1,8 +1,9 @@
 """What the page's script draws from: the heat of every character in a few bytes, and the text.
 
-Heat has 101 *levels*: 0 for characters below the threshold, and 1 … 100 from the lightest ink to p_z = 1, even in
-log p_z. Neighbours mostly share a level, so levels are written as runs: the run's length as a varint (seven bits a
-byte, low ones first, the high bit set on all but the last) and one byte of level; together in base64.
+Heat has *levels*: 1 … 100 from the lightest ink to p_z = 1, even in log p_z; 101 … 200 below the threshold, even in
+log p a token from just below it to `FLOOR`; 0 for what is less likely still; 255 for what no window stands for, of
+which nothing is known. Neighbours mostly share a level, so levels are written as runs: the run's length as a varint
+(seven bits a byte, low ones first, the high bit set on all but the last) and one byte of level; together in base64.
 """
 
 import base64
@@ -13,17 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from levanter.memorization.heatmap import LIGHTEST, shade
+from levanter.memorization.heatmap import FLOOR, LIGHTEST, shade
 from levanter.memorization.measurement import Measurement
 
-LEVELS = 100
+LEVELS, UNSCORED = 100, 255
 
 
 def levels(measured: Measurement) -> np.ndarray:
     """The level of every character: uint8 `[characters]`."""
     ink = shade(measured.heat, log_threshold=measured.log_threshold)
     above = 1 + np.rint((ink - LIGHTEST) / (1 - LIGHTEST) * (LEVELS - 1))
-    return np.where(ink > 0, above, 0).astype(np.uint8)
+    tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
+    top, each = min(measured.log_threshold / tokens, 0.0), measured.heat / tokens
+    # Where the threshold itself is below the floor there is nothing between them.
+    depth = (each - top) / (FLOOR - top) if top > FLOOR else np.full_like(each, np.inf)
+    below = np.where(depth <= 1, LEVELS + 1 + np.rint(np.clip(depth, 0, 1) * (LEVELS - 1)), 0)
+    return np.where(measured.scored, np.where(ink > 0, above, below), UNSCORED).astype(np.uint8)
 
 
 def encoded(levels: np.ndarray) -> str:
@@ -48,7 +54,12 @@ def book_payload(runs: Sequence[Measurement], names: Sequence[str], *, with_text
         "unit": runs[0].unit,
         "text": text,
         "runs": [
-            {"name": name, "logThreshold": min(run.log_threshold, 0.0), "levels": encoded(levels(run))}
+            {
+                "name": name,
+                "logThreshold": min(run.log_threshold, 0.0),
+                "tokens": run.scheme.suffix_tokens or run.book.suffix_tokens,
+                "levels": encoded(levels(run)),
+            }
             for name, run in zip(names, runs, strict=True)
         ],
     }

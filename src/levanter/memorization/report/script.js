@@ -1,7 +1,7 @@
 "use strict";
 // Draws the heat strips of each book and keeps strip, axis, text and passages on the same stretch of it (the view).
 (() => {
-  const READABLE = 4000, NARROWEST = 40, LIGHTEST = 0.1, LEVELS = 100;
+  const READABLE = 4000, NARROWEST = 40, LIGHTEST = 0.1, LEVELS = 100, UNSCORED = 255, FLOOR = -8;
   const number = new Intl.NumberFormat("en-US").format;
 
   // Runs of (length as a varint, level) to one level per character.
@@ -15,12 +15,21 @@
     return levels;
   }
 
-  // What level, log p_z and ink have to do with each other; level 0 is everything below the threshold.
-  function inkTable(logThreshold, scale) {
-    return Float64Array.from({ length: LEVELS + 1 }, (_, level) => {
-      if (level === 0) return 0;
-      const part = (level - 1) / (LEVELS - 1);
-      return scale === "linear" ? Math.exp(logThreshold * (1 - part)) : LIGHTEST + (1 - LIGHTEST) * part;
+  // log p_z of a level: 1 … 100 from the threshold up, 101 … 200 from below it down to the floor (by the token), 0 and
+  // what was not scored: nothing.
+  function logOf(run, level) {
+    if (level === 0 || level > 2 * LEVELS) return -Infinity;
+    const part = ((level - 1) % LEVELS) / (LEVELS - 1), top = run.logThreshold / run.tokens;
+    return level <= LEVELS ? run.logThreshold * (1 - part) : (top + part * (FLOOR - top)) * run.tokens;
+  }
+
+  // What level and ink have to do with each other.
+  function inkTable(run, scale) {
+    return Float64Array.from({ length: UNSCORED + 1 }, (_, level) => {
+      const log = logOf(run, level);
+      if (scale === "linear") return Math.exp(log);
+      if (scale === "token") return Math.max(0, 1 - log / run.tokens / FLOOR);
+      return level > 0 && level <= LEVELS ? LIGHTEST + (1 - LIGHTEST) * (level - 1) / (LEVELS - 1) : 0;
     });
   }
 
@@ -162,8 +171,11 @@
     }
 
     words(run, level) {
-      if (level === 0) return "below the threshold";
-      return "p_z ≈ " + percent(run.logThreshold * (1 - (level - 1) / (LEVELS - 1)));
+      if (level === UNSCORED) return "not scored";
+      const log = logOf(run, level), below = level === 0 || level > LEVELS ? "below the threshold" : "";
+      if (log === -Infinity) return below;
+      const token = `${(log / run.tokens).toFixed(2)} nats a token`;
+      return below ? `${below}, ${token}` : `p_z ≈ ${percent(log)}, ${token}`;
     }
 
     goTo(button) {
@@ -197,7 +209,9 @@
     }
 
     rescale() {
-      this.inks = this.runs.map(run => sums(run.levels, inkTable(run.logThreshold, this.inkChoice.value)));
+      this.inks = this.runs.map(run => sums(run.levels, inkTable(run, this.inkChoice.value)));
+      const unknown = Float64Array.from({ length: UNSCORED + 1 }, (_, level) => Number(level === UNSCORED));
+      this.unknown = this.runs.map(run => sums(run.levels, unknown));
       this.draw();
     }
 
@@ -205,8 +219,14 @@
       const [a, b] = this.view;
       this.section.dataset.start = a;
       this.section.dataset.stop = b;
-      this.whole.forEach((canvas, run) => this.paint(canvas, 0, this.characters, x => this.colour(run, x)));
-      this.zoomed.forEach((canvas, run) => this.paint(canvas, a, b, x => this.colour(run, x)));
+      this.whole.forEach((canvas, run) => {
+        this.paint(canvas, 0, this.characters, x => this.colour(run, x));
+        this.hatch(canvas, run, 0, this.characters);
+      });
+      this.zoomed.forEach((canvas, run) => {
+        this.paint(canvas, a, b, x => this.colour(run, x));
+        this.hatch(canvas, run, a, b);
+      });
       this.difference.forEach((canvas, zoomed) => {
         if (canvas) this.paint(canvas, zoomed ? a : 0, zoomed ? b : this.characters, x => this.contrast(x));
       });
@@ -243,6 +263,29 @@
       context.putImageData(row, 0, 0);
       context.imageSmoothingEnabled = false;
       context.drawImage(canvas, 0, 0, width, 1, 0, 0, width, height);
+    }
+
+    // Slanted lines over what no window stands for: of that nothing is known, and white would say that it is not memorized.
+    hatch(canvas, run, start, stop) {
+      const { width, height } = canvas, ratio = devicePixelRatio || 1, context = canvas.getContext("2d");
+      if (width === 0) return;
+      const missing = x => at(this.unknown[run], start + (x + 1) / width * (stop - start)) -
+        at(this.unknown[run], start + x / width * (stop - start)) > 0.5 * (stop - start) / width;
+      context.save();
+      context.strokeStyle = palette.faint;
+      context.lineWidth = ratio;
+      context.beginPath();
+      for (let from = 0; from < width;) {
+        let to = from;
+        while (to < width && missing(to)) to++;
+        if (to > from) context.rect(from, 0, to - from, height);
+        from = to + 1;
+      }
+      context.clip();
+      context.beginPath();
+      for (let x = -height; x < width; x += 7 * ratio) { context.moveTo(x, height); context.lineTo(x + height, 0); }
+      context.stroke();
+      context.restore();
     }
 
     // The part of the whole book that is in view, as a frame.
@@ -286,7 +329,7 @@
       if (!this.reader || this.text === null) return;
       const [a, b] = this.view, stop = Math.min(b, a + READABLE), run = this.runs[this.chosen];
       const cuts = this.marked ? this.marked.filter(x => x > a && x < stop) : [];
-      const parts = [];
+      const parts = [], scale = this.inkChoice.value, table = inkTable(run, scale === "linear" ? "log" : scale);
       for (let from = a; from < stop;) {
         let to = from + 1;
         while (to < stop && run.levels[to] === run.levels[from] && !cuts.includes(to)) to++;
@@ -294,8 +337,11 @@
         const element = document.createElement(inMark ? "mark" : "span"), level = run.levels[from];
         const inner = inMark ? element.appendChild(document.createElement("span")) : element;
         inner.textContent = this.slice(from, to);
-        if (level > 0) {
-          const part = inkTable(run.logThreshold, "log")[level];
+        const part = table[level];
+        if (level === UNSCORED) {
+          inner.classList.add("unscored");
+          inner.title = this.words(run, level);
+        } else if (part > 0) {
           inner.style.background = `rgb(${mixed(palette.ramp, part).join(" ")})`;
           inner.title = this.words(run, level);
           inner.classList.toggle("dark", part * 100 >= palette.flip);

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from levanter.memorization.measurement import Measurement
 from levanter.memorization.report.charts import strip_svg
-from levanter.memorization.report.words import escaped, probability
+from levanter.memorization.report.words import escaped, probability, share
 
 _KEYS = "Heat strip. Arrow keys left and right move, up and down zoom, 0 shows the whole book."
 _BUTTONS = (
@@ -25,6 +25,8 @@ def strips(runs: Sequence[Measurement], names: Sequence[str], *, has_text: bool)
         has_text: whether the text is in the page.
     """
     several = len(runs) > 1
+    # Where nothing reaches the threshold, ink by it is white all over.
+    faint = not any(run.reached.any() for run in runs)
     link = '<svg class="link" viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true"><path/></svg>'
     reader = (
         '<div class="reader script-only" tabindex="0" role="region" aria-label="The text in view"></div>'
@@ -32,7 +34,7 @@ def strips(runs: Sequence[Measurement], names: Sequence[str], *, has_text: bool)
         else '<p class="note">The text is left out of this report.</p>'
     )
     return (
-        f'<div class="card strips{" several" if several else ""}">{_tools(names, has_text=has_text)}'
+        f'<div class="card strips{" several" if several else ""}">{_tools(names, has_text=has_text, faint=faint)}'
         f'<div class="navigator script-only" tabindex="0" role="group" aria-label="{_KEYS}">{_stack(names, "whole")}'
         f'{link}{_stack(names, "zoomed")}<canvas class="scale" aria-hidden="true"></canvas></div>'
         f"<noscript>{_still(runs, names)}</noscript>{_legend(runs)}"
@@ -42,13 +44,14 @@ def strips(runs: Sequence[Measurement], names: Sequence[str], *, has_text: bool)
     )
 
 
-def _tools(names: Sequence[str], *, has_text: bool) -> str:
+def _tools(names: Sequence[str], *, has_text: bool, faint: bool) -> str:
     buttons = "".join(
         f'<button type="button" data-do="{do}" aria-label="{label}">{sign}</button>' for do, label, sign in _BUTTONS
     )
+    by_token = " selected" if faint else ""
     choices = (
         '<label>ink <select class="ink"><option value="log">logarithmic</option>'
-        '<option value="linear">linear</option></select></label>'
+        f'<option value="linear">linear</option><option value="token"{by_token}>log p a token</option></select></label>'
     )
     if len(names) > 1:
         options = [f'<option value="{n}">{escaped(name)}</option>' for n, name in enumerate(names)]
@@ -92,4 +95,9 @@ def _still(runs: Sequence[Measurement], names: Sequence[str]) -> str:
 def _legend(runs: Sequence[Measurement]) -> str:
     thresholds = {run.log_threshold for run in runs}
     below = f"p_z below {probability(runs[0].log_threshold)}" if len(thresholds) == 1 else "p_z below the threshold"
-    return f'<div class="legend"><span>{below}</span><i></i><span>p_z = 1</span></div>'
+    unknown = [run.characters - int(run.scored.sum()) for run in runs]
+    hatched = ""
+    if any(unknown):
+        shares = dict.fromkeys(share(n / run.characters) for n, run in zip(unknown, runs, strict=True))
+        hatched = f'<b class="unscored"></b><span>not scored: {", ".join(shares)} of the {runs[0].unit}</span>'
+    return f'<div class="legend"><span>{below}</span><i></i><span>p_z = 1</span>{hatched}</div>'

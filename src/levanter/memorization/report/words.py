@@ -17,8 +17,10 @@ def count(number: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share in %: 96.27 %, 0.0013 %."""
+    """A share in %: 96.27 %, 0.0013 %; below a millionth of a % as a power of ten."""
     percent = value * 100
+    if 0 < percent < 1e-6:
+        return probability(math.log(value))
     places = 2 if percent >= 0.1 or percent == 0 else min(8, 1 - math.floor(math.log10(percent)))
     return f"{percent:.{places}f} %"
 
