@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Shape
 from levanter.hardware import Accelerator
+from levanter.plan.calibration import TimeCalibration, calibration
 from levanter.plan.comms import Network
 
 # The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured here.
@@ -100,6 +101,7 @@ class StepTime:
         links: by mesh axes.
         peak: the model's FLOPs at peak, where they were given.
         unknown: what has no estimate.
+        calibration: what the expected time rests on.
     """
 
     cycles: float
@@ -110,6 +112,7 @@ class StepTime:
     cycle_scale: float = 1.0
     peak: float = 0.0
     unknown: tuple[str, ...] = ()
+    calibration: TimeCalibration = TimeCalibration()
 
     @property
     def compute(self) -> float:
@@ -124,17 +127,23 @@ class StepTime:
     @property
     def expected(self) -> float:
         """The one figure to plan with: the schedule as compiled, its cycles calibrated."""
-        return max(self.cycle_scale * self.cycles + self.kernels_expected + self.exposed, self.low)
+        return max(self._scheduled, self.low)
 
     @property
     def low(self) -> float:
-        """Everything overlapped."""
-        return max(self.bounds.values())
+        """Everything overlapped; where nothing calibrates the time, what the fastest published run made of its own."""
+        least, (share, _) = max(self.bounds.values()), self.calibration.spread
+        return least if share == 1.0 else max(min(least, share * self._scheduled), self.peak)
+
+    @property
+    def _scheduled(self) -> float:
+        """The schedule as compiled, its cycles calibrated."""
+        return self.cycle_scale * self.cycles + self.kernels_expected + self.exposed
 
     @property
     def high(self) -> float:
         """The schedule as compiled, its cycles as the compiler states them or as calibrated, whichever is longer."""
-        return max(self.compute + self.exposed, self.expected)
+        return max(self.compute + self.exposed, self.calibration.spread[1] * self.expected)
 
     @property
     def bound_by(self) -> str:
@@ -164,7 +173,12 @@ class StepTime:
 
 
 def step_time(
-    figures: CompiledFigures, network: Network, *, model_flops: float = 0.0, causal: bool = True
+    figures: CompiledFigures,
+    network: Network,
+    *,
+    model_flops: float = 0.0,
+    causal: bool = True,
+    parameters: float | None = None,
 ) -> StepTime | None:
     """The time of one execution.
 
@@ -173,6 +187,7 @@ def step_time(
         network: the mesh on the pod.
         model_flops: of one execution over all tokens; 0 if not known.
         causal: whether attention kernels visit the causal half of their blocks only (their masks are not in the text).
+        parameters: of the model, by which it is known whether runs of its size calibrate the time; None for unknown.
 
     Returns:
         The range; `None` where the compiler states no cycles or the clock is not known.
@@ -202,6 +217,7 @@ def step_time(
         links=links,
         peak=model_flops / (pod.devices * pod.peak_flops()),
         unknown=tuple(unknown + silent),
+        calibration=calibration(pod.generation.name, parameters),
     )
 
 

@@ -12,6 +12,7 @@ compiler is not asked where arithmetic already answers (inputs beyond the memory
 Words. *Question*: which run, which target, how far to go. *Finding*: one thing that is wrong, in a sentence.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -354,7 +355,7 @@ def _cost(
                 needed = OutOfMemory(needed=outcome.peak_bytes, available=limit or 0, allocations=(), message="")
                 verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
             if pod is not None:
-                verdict = _timed(verdict, outcome, pod)
+                verdict = _timed(verdict, outcome, pod, _parameters(plan))
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
     if timed:
@@ -373,13 +374,21 @@ def _why_no_time(outcomes: Mapping[str, Outcome]) -> str:
     return "no cycles are known for this target"
 
 
-def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator) -> ProgramVerdict:
+def _parameters(plan: RunPlan) -> float | None:
+    """How many parameters the model has; None where there is none to lay out."""
+    if isinstance(plan.searchable, str):
+        return None
+    return float(sum(math.prod(leaf.shape) for leaf in plan.searchable.parameters))
+
+
+def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, parameters: float | None) -> ProgramVerdict:
     """The verdict with the time of one execution and what it says of the chips' use."""
     if outcome.figures is None:
         return verdict
     workload: Workload | None = verdict.workload
     network = Network.of(outcome.mesh, pod, outcome.coordinates)
-    time_ = step_time(outcome.figures, network, model_flops=0.0 if workload is None else workload.flops_causal)
+    flops = 0.0 if workload is None else workload.flops_causal
+    time_ = step_time(outcome.figures, network, model_flops=flops, parameters=parameters)
     if time_ is None or workload is None:
         return replace(verdict, time=time_)
 
@@ -430,7 +439,8 @@ def _headline(
         return f"does not fit while loading: {gib(load.device_peak)} > {gib(limit)}"
     compiled = [p for p in programs if p.peak_bytes is not None]
     times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
-    modelled = f"; {', '.join(times)} (modelled, not measured)" if times else ""
+    trusted = all(p.time is None or not p.time.calibration.said for p in programs)
+    modelled = f"; {', '.join(times)} (modelled, not {'measured' if trusted else 'calibrated'})" if times else ""
     if compiled:
         size = _of(max(p.peak_bytes or 0 for p in compiled), limit)
     elif inquiry.known is not None and limit is not None:

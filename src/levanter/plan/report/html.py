@@ -283,7 +283,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
         tag("p", said),
         charts.time_bars(bars),
         table(("module", *passes, "compute", "of the step"), rows, numbers=numbers),
-        *(tag("p", sentence) for sentence in facts.suspicions(time)),
+        *(tag("p", sentence) for sentence in (*facts.suspicions(time), *filter(None, [time.calibration.said]))),
         tag("p", _speed(verdict, program)),
         note=facts.MODELLED,
     )

@@ -247,7 +247,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     lines += table(rows, align=("left", *numbers, "left"), header=header)
     said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in facts.bounds(program))
     lines += paragraph(f"if all of it overlapped: {said}; the low end is bound by {time.bound_by}")
-    for sentence in facts.suspicions(time):
+    for sentence in (*facts.suspicions(time), *filter(None, [time.calibration.said])):
         lines += paragraph(sentence)
     speed, work = facts.rate(verdict, program), program.workload
     if speed is not None and work is not None:

@@ -187,6 +187,7 @@ def _time(program: ProgramVerdict) -> dict[str, Any] | None:
             {"module": part.name, "seconds": part.seconds, "by_pass": part.during} for part in facts.parts(program)
         ],
         "not_modelled": list(time.unknown),
+        "not_calibrated": time.calibration.said or None,
     }
 
 

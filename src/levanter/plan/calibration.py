@@ -1,0 +1,57 @@
+"""How far a modelled time can be trusted: which published runs its generation has, and what was seen elsewhere.
+
+`CYCLE_SCALE` brings the compiler's cycles to published speeds, and a published speed is of one size of model. Where a
+generation has no such run, or a model is smaller or larger than those of its generation, a time is stated all the same,
+with a line that says so and with a range that holds every published run known of any generation
+(docs/preflight.md, *Outside the calibration*).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CALIBRATED: Mapping[str, tuple[float, float]] = {"v4": (6.7e9, 69e9), "v5p": (6.7e9, 406e9), "v6e": (8.0e9, 406e9)}
+"""Parameters of the smallest and the largest model of each generation whose published speed is known."""
+EDGE = 1.5
+"""By how much a model may be smaller or larger than those."""
+BEYOND = (0.7, 1.15)
+"""Between which shares of the expected time all published runs lie: 0.71 for a model of 0.78 B parameters on v6e-8,
+0.87 for one of 16 B on v5e-256, 1.11 for 405 B on v6e-256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeCalibration:
+    """What an expected time rests on.
+
+    Attributes:
+        said: why it is not calibrated; empty where it is.
+        spread: shares of the expected time that the range holds at the least.
+    """
+
+    said: str = ""
+    spread: tuple[float, float] = (1.0, 1.0)
+
+
+def calibration(generation: str, parameters: float | None) -> TimeCalibration:
+    """What a time on a generation of accelerators rests on.
+
+    Args:
+        generation: its name.
+        parameters: of the model; None where that is not known.
+    """
+    found = CALIBRATED.get(generation)
+    if found is None:
+        return TimeCalibration(
+            said=f"not calibrated: no published run on {generation} sets a scale for its cycles, which are taken as "
+            "the compiler states them; the range holds every published run that is known of any generation",
+            spread=BEYOND,
+        )
+    if parameters is None or found[0] / EDGE <= parameters <= found[1] * EDGE:
+        return TimeCalibration()
+    which = "smallest" if parameters < found[0] else "largest"
+    size = found[0] if parameters < found[0] else found[1]
+    return TimeCalibration(
+        said=f"outside the calibrated range: the {which} model with a published speed on {generation} has "
+        f"{size / 1e9:.3g} B parameters, this one {parameters / 1e9:.3g} B; a small model on v6e-8 ran in 0.71 of the "
+        "time modelled for it",
+        spread=BEYOND,
+    )
