@@ -39,7 +39,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "StepInfo": "levanter.trainer.report.StepReport",
     },
     "levanter.trainer.config:TrainerConfig": {
-        "batch_axis_at_step batch_schedule": "trainer.train_batch_size is a number, or a list of {start, value}",
+        "batch_axis_at_step": "trainer.train_batch_size is a number, or a list of {start, value}",
         "checkpoint_search_paths": "levanter.checkpoint.latest(base, …) looks below several folders",
         "mesh_axis_specs": "trainer.mesh is the config, trainer.device_mesh the mesh",
     },
@@ -58,17 +58,24 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "saveable_training_mask take_train_step trainables_only": "trainer.trainable says what is; " + _DESCRIBED,
     },
     "levanter.checkpoint": {
-        "load_checkpoint": "restore(latest(base), planned_targets(plan, mesh)) reads into final shards",
+        "save_metadata tree_deserialise_leaves tree_serialise_leaves": "save_checkpoint and load_checkpoint do both",
         "load_checkpoint_or_initialize": "train_lm resumes by itself; restore(…) for the rest",
-        "save_checkpoint": "Checkpointer(base, …).save(step, arrays, metadata)",
         "CheckpointDebugConfig CheckpointDebugStateProvider register_debug_checkpointer_state_provider "
         "unregister_debug_checkpointer_state_provider": "how long saves take is logged anyway",
         "CheckpointCandidate discover_checkpoint_candidates": "levanter.checkpoint.find_checkpoints",
     },
     "levanter.checkpoint.checkpointer:Checkpointer": {
-        "on_step load_checkpoint load_model wait_until_finished": "save(step, arrays, metadata), and restore(…)",
+        "load_model": "load_checkpoint(model, path, subpath='model')",
+    },
+    "levanter.compat.torch_serialization": {
+        "StateDictSerializationMixin apply_prefix default_eqx_module_from_state_dict default_eqx_module_to_state_dict "
+        "default_update_state_dict_with_eqx_module save_state_dict stack_state_dict to_numpy_state_dict "
+        "unstack_state_dict update_state_dict_with_jax_tree": "model.to_state_dict() gives tensors by Hugging Face's "
+        "names; haliax.state_dict is for modules of Haliax's",
     },
     "levanter.compat.hf_checkpoints": {
+        "KEYS_TO_COPY_FROM_BASE_CONFIG LevConfig MConfig": "levanter.compat.hf.config_bridge: config.json",
+        "PYTORCH_MODEL PYTORCH_WEIGHTS_INDEX_NAME": "files of pickles are not read: convert them to safetensors",
         "save_hf_checkpoint_callback": "train_lm exports at every hf_save_steps",
         "upload_to_hub": "folders are written, not uploaded; `hf upload` uploads one",
         "build_generation_config GenerationConfigDict": "train_lm writes generation_config.json "
@@ -78,7 +85,12 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.compat.hf.converter:HFCheckpointConverter": {
         "with_tokenizer_padded_to_match_model": "not needed: a tokenizer may have fewer ids than the model has rows",
     },
+    "levanter.layers.outputs:Outputs": {
+        "array axes axis_size astype mean ndim resolve_axis shape": "a call gives activations and what layers added "
+        "up: model.logits(outputs.activations), or the earlier call model(ids, mask, key=None), gives logits",
+    },
     "levanter.models.base:LmHeadModel": {
+        "from_state_dict": "HFCheckpointConverter.load_pretrained reads files into final shards",
         "resize_vocab": "rows are neither made up nor cut; rows beyond the tokenizer's ids do no harm",
     },
     "levanter.eval": {
@@ -93,6 +105,9 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "run_eval_harness_main get_padding_count_from_batch get_segment_ids_from_batch": _HARNESS,
     },
     "levanter.callbacks": {
+        "LossFunctionWithMetrics fold_metric unwrap_metrics": "objectives name their terms: levanter.trainer.objective",
+        "compute_and_visualize_log_probs": "`viz_logprobs` writes the page",
+        "log_memory_usage log_to_wandb save_xla_dumps_to_wandb": "levanter.tracker logs to any of its trackers",
         "pbar_logger": "levanter.io.Progress",
         "log_performance_stats log_step_info": "train_lm logs throughput itself",
         "compute_validation_loss": _EVALUATES,
@@ -102,8 +117,10 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "wandb_xla_logger": "`levanter.main.plan … --keep_hlo FOLDER` writes the programs",
         "CBInfo Callback CallbackStateView JitCallback LambdaCallback StateCallbackRunner": _HOOKS,
     },
-    "levanter.callbacks.watch": {"WatchCallback compute_watch_stats": "trainer.watch says what is watched"},
-    "levanter.callbacks.profiler": {"ProfileOptionsConfig profile": "trainer.profiler says which steps are profiled"},
+    "levanter.callbacks.watch": {"Target VALID_WATCH_TARGETS": "levanter.trainer.WatchConfig checks them"}
+    | {"WatchCallback compute_watch_stats": "trainer.watch says what is watched"},
+    "levanter.callbacks.profiler": {"AdvancedProfileOptionValue": "levanter.trainer.ProfileOptionsConfig"}
+    | {"ProfileOptionsConfig profile": "trainer.profiler says which steps are profiled"},
     "levanter.tracker": {
         "jit_log defer_tracker_for_jit": _STEP,
         "BackgroundTracker LoggableValue": "levanter.tracker.Tracker is the protocol",
@@ -114,14 +131,13 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.tracker.tracker_fns": {"jit_log defer_tracker_for_jit LoggableValue": _STEP},
     "levanter.tracker.wandb": {"WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"},
     "levanter.data": {
-        "DataLoader": "levanter.data.batches reads rows ahead of the devices",
-        "ListAsyncDataset": "levanter.data.DirectDatasetComponent holds texts in place",
-        "AsyncDataset BlockShufflingDataset ConcatDataset EpochDataset EraShufflingDataset MappedAsyncDataset "
-        "MixtureDataset PermutationDataset StopStrategy SyncDataset": _ROWS,
-        "BatchProcessor ShardedDataSource datasource_from_hf datasource_from_json datasource_from_jsonl "
+        "BlockShufflingDataset ConcatDataset EraShufflingDataset MixtureDataset StopStrategy": _ROWS,
+        "BatchLoader build_cache dataset_from_hf dataset_from_jsonl": _STORE,
+        "ShardedDataSource datasource_from_hf datasource_from_json datasource_from_jsonl "
         "datasource_from_parquet batched": "data.components say what is read; levanter.data.read_records reads a file",
     },
     "levanter.data.text": {
+        "BatchEncodingDataset LEDGER_FILE TokenizedDocumentCache concatenate_and_group_texts": _STORE,
         "CausalLmDataset ChatDataset EpochDataset MultiturnChatDataset NamedLmDataset TokenSeqDataset TokenSeqDict "
         "TraceChatDataset mk_chat_sft_dataset mk_supervised_dataset dataset_for_component "
         "dataset_for_trace_chat_format DEFAULT_LM_DATA_SHUFFLE": _ROWS,
@@ -139,28 +155,51 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "loss_labels_from_spans named_attention_mask_from_grug named_lm_example_from_grug "
         "named_lm_example_from_labeled TraceChatEvaluationFormat": _EXAMPLE,
     },
-    "levanter.data.loader": {
-        "DataLoader DataLoaderIterator check_sharded_consistency stack_batches stack_tree": "levanter.data.batches "
-        "reads rows ahead of the devices",
+    "levanter.data.dataset": {"BlockShufflingDataset DatasetBase MapFunction": _ROWS},
+    "levanter.data._preprocessor": {
+        "BatchResult IdentityProcessor as_record_batch canonicalize_batch dict_from_record_batch": _STORE,
     },
+    "levanter.data.sharded_dataset": {
+        "JsonDataset JsonlDataset TextDataset TextUrlDataset WrappedHFDataset dataset_from_hf "
+        "dataset_from_jsonl": "levanter.data.read_records reads a file",
+    },
+    "levanter.data.loader": {"stack_batches": "levanter.legacy.facades.loaders.stack_tree makes one tree of examples"},
     "levanter.data.mixture": {"ConcatDataset MixtureDataset rescale_mixture_schedule_for_batch_schedule": _ROWS},
     "levanter.data.packing": {
         "GreedyPrepackedDataset PromptCompletion SequencePacker greedy_pack_prompt_completions pack_documents "
         "pack_prompt_completions per_segment_correct per_segment_loss": "components pack themselves: `pack: …`",
     },
-    "levanter.distributed": {"LevanterSlurmCluster": "Slurm is found by itself; " + _LAUNCH},
+    "levanter.distributed": {
+        "auto_ray_cluster": _LAUNCH,
+        "LevanterSlurmCluster": "Slurm is found by itself; " + _LAUNCH,
+    },
+    "levanter.logging": {
+        "capture_time init_logger is_wandb_available jittable_wandb_log log_optimizer_hyperparams log_time_to_wandb "
+        "save_xla_dumps_to_wandb silence_transformer_nag": "levanter.tracker logs, levanter.io.setup_logging says how",
+    },
+    "levanter.mesh": {
+        "local_device_grid_positions process_mesh_position process_mesh_size": "every array says where its parts lie",
+    },
+    "levanter.schedule": {"BIG_INT BatchSegment": "levanter.data.training_data.BatchSchedule"},
+    "levanter.tensorstore_serialization": {
+        "build_kvstore_spec load_array_from_tensorstore save_array_to_tensorstore": "checkpoints are whole trees",
+    },
+    "levanter.utils.activation": {
+        "ActivationFunction JaxActivationFunction TO_FN TO_JAX_FN": "levanter.layers.activation.ACTIVATIONS",
+    },
     "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config reads the types it knows"},
     "levanter.layers": {
-        "Attention AttentionBackend AttentionConfig AttentionWithSink GatedAttention dot_product_attention "
-        "LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
+        "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
     },
     "levanter.layers.attention": {
-        "Attention AttentionBackend AttentionConfig AttentionWithSink GatedAttention MultiHeadLatentAttention "
-        "MultiHeadLatentAttentionConfig default_attention_type default_ragged_paged_attention dot_product_attention "
-        "dot_product_attention_with_sink ragged_paged_attention simple_attention_with_dropout": _LAYERS,
+        "Attention AttentionWithSink GatedAttention MultiHeadLatentAttention MultiHeadLatentAttentionConfig "
+        "default_ragged_paged_attention dot_product_attention_with_sink ragged_paged_attention "
+        "simple_attention_with_dropout": _LAYERS,
+        "KvPageCache PageBatchInfo PageTable PageTableSpec": _SAMPLING,
     },
     "levanter.layers.rotary": {
-        "DefaultRotaryEmbeddings Llama3RotaryEmbeddings RotaryEmbeddings YarnRotaryEmbeddings": _LAYERS,
+        "DefaultRotaryEmbeddings Llama3RotaryEmbeddings RotaryEmbeddings YarnRotaryEmbeddings apply_rotary_pos_emb "
+        "rotary_pos_emb rotate_half": "levanter.layers.rotary.apply_rotary and RotaryConfig.tables",
     },
     "levanter.models.lm_model": {"LmConfigT LmT": "type variables of upstream's own"},
     "levanter.models.loss": {
@@ -169,14 +208,14 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "loss never holds a whole [batch, position, vocab]: levanter.models.scoring",
     },
     "levanter.models.attention": {
-        "Attention AttentionBackend AttentionConfig dot_product_attention simple_attention_with_dropout": _LAYERS,
+        "Attention simple_attention_with_dropout": _LAYERS,
     },
     "levanter.models.gemma": {
         "Gemma2DecoderLayer Gemma2Transformer GemmaDecoderLayer GemmaNormConfig GemmaRMSNorm GemmaTransformer": _LAYERS,
     },
     "levanter.models.gpt2": {"Gpt2Attention Gpt2Block Gpt2Embeddings Gpt2Mlp Gpt2Transformer": _LAYERS},
     "levanter.models.llama": {
-        "LlamaAttention LlamaDecoderLayer LlamaEmbedding LlamaMlp LlamaRMSNorm LlamaTransformer": _LAYERS,
+        "LlamaEmbedding LlamaMlp LlamaTransformer": _LAYERS,
     },
     "levanter.models.mixtral": {
         "MixtralDecoderLayer MixtralMoEMlp MixtralSparseMoeBlock MixtralTransformer": _LAYERS,
@@ -217,6 +256,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "of levanter.mesh.MeshConfig",
     },
     "levanter.utils.jax_utils": {
+        "currently_allocated_array_memory dump_fwd_bwd_jaxprs format_currently_allocated_array_memory "
+        "ordered_tree_map pytree_partial recursive_checkpoint reduce set_hardware_rng_ops": _PARTS,
         "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` says what lies on each device",
         "assert_equal axis_resource_is_explicit broadcast_one_to_all broadcast_shard flops_estimate is_inside_jit "
         "is_in_jit jnp_to_python join_key leaf_key_paths move_tree_to_memory_kind multihost_broadcast_sync "
@@ -228,7 +269,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "remove": "fsspec has it",
     },
     "levanter.utils.py_utils": {
-        "FailSafeJSONEncoder actual_sizeof dataclass_with_default_init logical_cpu_core_count "
+        "FailSafeJSONEncoder actual_sizeof cached_classproperty classproperty dataclass_with_default_init "
         "set_global_rng_seeds": _PARTS,
     },
     "levanter.utils.tree_utils": {
@@ -257,14 +298,17 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.lora": _LORA,
     "levanter.analysis": "`viz_logprobs` and `plan` write pages",
     "levanter.visualization": "`viz_logprobs` writes the page",
+    "levanter.callbacks._core": _HOOKS,
+    "levanter.callbacks._metrics": _HOOKS,
     "levanter.callbacks.labeled_eval": "evaluation by labels is not here yet; tags are evaluated one by one",
     "levanter.callbacks.state_adapter": _HOOKS,
     "levanter.callbacks.tensorstore_callbacks": "checkpoints are written by Orbax",
     "levanter.compat.fsspec_safetensor": "levanter.compat.hf.index.open_weights reads safetensors by ranges",
+    "levanter.data._prp": _ROWS,
     "levanter.data.audio": _SPEECH,
-    "levanter.data.dataset": _ROWS,
     "levanter.data.metrics_monitor": _STORE,
     "levanter.data.permutation": _ROWS,
+    "levanter.data.shard_cache": _STORE,
     "levanter.data.sharded_datasource": "data.components say what is read; levanter.data.read_records reads a file",
     "levanter.data.text.cache": _STORE,
     "levanter.data.text.datasets": "levanter.data has the configurations; " + _ROWS,
@@ -289,17 +333,19 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.layers.normalization": "levanter.layers.norm",
     "levanter.layers.page_table": _SAMPLING,
     "levanter.layers.sampler": _SAMPLING,
-    "levanter.logging": "levanter.io.setup_logging",
     "levanter.megascale": _LAUNCH,
     "levanter.metrics": "levanter.trainer.metrics",
     "levanter.main.model_init": "levanter.commands.model.pretrained describes and loads models",
     "levanter.models.apertus": _FAMILY,
     "levanter.models.asr_model": _SPEECH,
-    "levanter.models.flash_attention": "kernels are chosen by `model.attn_backend`: levanter.layers.attention",
     "levanter.models.gpt2_hyena": _FAMILY,
     "levanter.models.hyena": _FAMILY,
     "levanter.models.linear": _LAYERS,
     "levanter.models.whisper": _FAMILY,
+    "levanter.models.backpack": _FAMILY,
+    "levanter.models.longformer": _LAYERS,
+    "levanter.models.longformer_scale_test": _LAYERS,
+    "levanter.models.mpt": _FAMILY,
     "levanter.newdata": _ROWS,
     "levanter.optim.adam_mini": _OPTIMIZER,
     "levanter.optim.adamh": _OPTIMIZER,
@@ -315,16 +361,11 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.optim.soap": _OPTIMIZER,
     "levanter.optim.sophia": _OPTIMIZER,
     "levanter.optim.util": _OPTIMIZERS,
-    "levanter.schedule": "trainer.train_batch_size takes a list of {start, value}",
     "levanter.shapes": _PARTS,
     "levanter.store": _STORE,
-    "levanter.tensorstore_serialization": "checkpoints are written by Orbax; levanter.checkpoint reads and writes them",
     "levanter.tracker.helpers": "levanter.tracker.Tracker is a protocol of five methods",
     "levanter.tracker.histogram": "trainer.watch.include_histograms",
-    "levanter.utils.activation": "levanter.layers.activation",
-    "levanter.utils.background_iterable": "levanter.data.batches reads rows ahead of the devices",
     "levanter.utils.cloud_utils": _LAUNCH,
-    "levanter.utils.datetime_utils": "levanter.config.durations",
     "levanter.utils.flop_utils": "levanter.models.flops",
     "levanter.utils.hf_utils": "levanter.data.Tokenizer has byte_lengths()",
     "levanter.utils.index": _PARTS,
@@ -335,6 +376,7 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.utils.stat_utils": _PARTS,
     "levanter.utils.thread_utils": _PARTS,
     "levanter.utils.token_init": "rows are neither made up nor cut; rows beyond the tokenizer's ids do no harm",
+    "levanter.types": _PARTS,
     "levanter.utils.types": _PARTS,
 }
 """A module → what there is instead of all that is in it and below it."""

@@ -31,7 +31,10 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.eval": (),
     "levanter.layers": (),
     "levanter.layers.attention": (),
+    "levanter.layers.attention.mask": ("AttentionMask",),
+    "levanter.layers.outputs": ("Outputs",),
     "levanter.layers.rotary": (),
+    "levanter.mesh": (),
     "levanter.mesh.config": ("MeshConfig",),
     "levanter.models.base": ("LmHeadModel",),
     "levanter.models.gemma": (),
@@ -57,7 +60,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
 
 
 EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "levanter.models.registry": {"LmConfig": ("from_hf_config",)}
+    "levanter.models.registry": {"LmConfig": ("from_hf_config", "default_hf_checkpoint_converter")}
 }
 """Of those classes, members that are asked of the class itself."""
 
@@ -75,6 +78,17 @@ EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
     "levanter.trainer.config": ("TrainerConfig",),
 }
 """Modules with configuration classes that were made with other keywords."""
+
+
+EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
+    "levanter.layers.attention.mask": {"AttentionMask.materialize": ("materialize", 2, ("q_slice", "k_slice"))},
+    "levanter.models.decoder.model": {"DecoderLmHeadModel.__call__": ("logits", 1, ("key", "pos_ids"))},
+    "levanter.checkpoint.checkpointer": {
+        "Checkpointer.__init__": ("new_checkpointer", 1, ("save_interval", "step_policies", "dt_now_injection"))
+    },
+}
+"""Methods that were called otherwise: the function for it in `levanter.legacy.facades.calls`, how many arguments are
+given by position today, and keywords that no call of today has."""
 
 
 class _EarlierModules:
@@ -103,6 +117,9 @@ class _EarlierNamesIn(SourceFileLoader):
                 setattr(vars(module)[cls], member, _OfClass(f"{name}:{cls}", member))
         for cls in EARLIER_KEYWORDS.get(name, ()):
             _accept_earlier_keywords(vars(module)[cls])
+        for method, call in EARLIER_CALLS.get(name, {}).items():
+            cls, _, member = method.partition(".")
+            _accept_earlier_calls(vars(module)[cls], member, *call)
 
 
 class _OfClass:
@@ -128,7 +145,7 @@ class _ModulesWithEarlierNames:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in EARLIER_NAMES and name not in EARLIER_KEYWORDS and name != DRACCUS:
+        if not any(name in known for known in (EARLIER_NAMES, EARLIER_KEYWORDS, EARLIER_CALLS, {DRACCUS})):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
@@ -151,8 +168,18 @@ def _first(own: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
     return found
 
 
+PRIVATE = {
+    "_apply_rotary_pos_emb",
+    "_convert_to_jnp",
+    "_get_fs_and_plain_path",
+    "_rotate_half",
+    "_stack_batch_encodings",
+}
+"""Names of upstream's that begin with an underscore and that its tests import; of no others the tables are asked."""
+
+
 def _earlier(at: str, name: str, *instance: Any) -> Any:
-    if name.startswith("_"):
+    if name.startswith("_") and name not in PRIVATE:
         raise AttributeError(f"{at} has no attribute {name!r}")
     return import_module("levanter.legacy.imports").look_up(at, name, *instance)
 
@@ -169,6 +196,20 @@ def _accept_earlier_keywords(cls: type) -> None:
         init(self, *args, **keys)
 
     cls.__init__ = __init__
+
+
+def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, keywords: tuple[str, ...]) -> None:
+    """Makes a method take the calls it had: `model(ids, mask, key=key)`."""
+    own = vars(cls)[member]
+
+    @wraps(own)
+    def method(self: Any, *args: Any, **keys: Any) -> Any:
+        by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
+        if len(args) <= positional and not by_name:
+            return own(self, *args, **keys)
+        return getattr(import_module("levanter.legacy.facades.calls"), facade)(own, self, *args, **keys)
+
+    setattr(cls, member, method)
 
 
 def _part(name: str) -> Any:

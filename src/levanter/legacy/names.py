@@ -9,6 +9,8 @@
 
 from collections.abc import Mapping
 
+from levanter.legacy.tool_names import TOOL_CLASS_MEMBERS, TOOL_NAMES
+
 _MODELS = "levanter.legacy.facades.models"
 _TRAINER = "levanter.legacy.facades.trainer"
 _MESH = "levanter.legacy.facades.mesh"
@@ -85,7 +87,7 @@ _CARELESS = {
     "main": "levanter.main.eval_careless_lm:main",
 }
 
-NAMES: Mapping[str, Mapping[str, str]] = {
+_OWN: Mapping[str, Mapping[str, str]] = {
     "levanter": {"current_tracker": f"{_TRACKER}:current_tracker", "initialize": f"{_TRAINER}:initialize_all"},
     "levanter.layers": _MASKS,
     "levanter.models.lm_model": _EXAMPLES,
@@ -269,7 +271,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter.main.eval_pz": _CARELESS,
     "levanter.main.marin_eval_sliding_total": _CARELESS,
 }
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    at: {**_OWN.get(at, {}), **TOOL_NAMES.get(at, {})} for at in dict.fromkeys((*_OWN, *TOOL_NAMES))
+}
 """Module, or `module:Class` → name there → where it is now (`module:name`, or a module)."""
 
-CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {"levanter.models.registry:LmConfig": ("from_hf_config",)}
+_OWN_CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {"levanter.models.registry:LmConfig": ("from_hf_config",)}
+CLASS_MEMBERS: Mapping[str, tuple[str, ...]] = {
+    at: (*_OWN_CLASS_MEMBERS.get(at, ()), *TOOL_CLASS_MEMBERS.get(at, ()))
+    for at in dict.fromkeys((*_OWN_CLASS_MEMBERS, *TOOL_CLASS_MEMBERS))
+}
 """`module:Class` → those of its names that are asked of the class itself."""

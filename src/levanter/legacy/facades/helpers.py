@@ -1,6 +1,7 @@
 """Small helpers that scripts of earlier generations import from `levanter.utils`."""
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -46,6 +47,11 @@ def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
 def non_caching_cycle(items: Iterable[Any]) -> Iterator[Any]:
     """The items over and over, asked for anew each time."""
     return itertools.chain.from_iterable(itertools.repeat(items))
+
+
+def logical_cpu_core_count() -> int:
+    """How many processors the operating system shows."""
+    return os.cpu_count() or 1
 
 
 def barrier_sync(timeout: float = 200) -> None:

@@ -1,0 +1,379 @@
+"""Layers, attention and activations by the names and calls of earlier generations, over ours.
+
+    out = dot_product_attention("position", "key_position", "head_size", q, k, v, mask)
+    norm = LlamaRMSNorm.init(Embed, eps=1e-5)
+    attention = LlamaAttention.init(config, key=key); y = attention(x, mask)
+
+Models here are one decoder made of specs; what stands below are a decoder's parts, called as upstream's were. Dropout,
+biases of attention and paged caches are not here, and refused where they are asked for.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
+
+from haliax_ext.pytree import PyTree
+from levanter.layers.activation import ACTIVATIONS
+from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
+from levanter.layers.attention.backends import BackendChoice, attend, choose_backend, default_backend
+from levanter.layers.norm import RMSNorm
+from levanter.layers.outputs import Outputs
+from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig, apply_rotary
+from levanter.models.decoder.config import DecoderConfig
+from levanter.models.decoder.model import DecoderBlock
+
+BLOCK_SIZE = 128
+"""Early 2024's default of `flash_attention`."""
+
+
+class AttentionBackend(StrEnum):
+    """Upstream's names of `attn_backend`; `levanter.layers.attention` says what each stands for here."""
+
+    DEFAULT = "default"
+    NVTE = "nvte"
+    SPLASH = "splash"
+    JAX_FLASH = "jax_flash"
+    VANILLA = "vanilla"
+
+
+class ActivationFunctionEnum(StrEnum):
+    """Upstream's names of activations."""
+
+    relu = "relu"
+    silu = "silu"
+    swish = "swish"
+    gelu = "gelu"
+    gelu_new = "gelu_new"
+    quick_gelu = "quick_gelu"
+    tanh = "tanh"
+
+    def to_fn(self) -> Callable[[NamedArray], NamedArray]:
+        """The function of arrays with names."""
+        return ACTIVATIONS[self.value]
+
+    def to_jax_fn(self) -> Callable[[jax.Array], jax.Array]:
+        """The function of arrays without names."""
+
+        def of_array(x: jax.Array) -> jax.Array:
+            axes = tuple(Axis(f"axis_{n}", size) for n, size in enumerate(x.shape))
+            return ACTIVATIONS[self.value](NamedArray(x, axes)).array
+
+        return of_array
+
+
+@dataclass(frozen=True)
+class OldAttentionConfig:
+    """What an attention layer is made of, in upstream's keys.
+
+    Attributes:
+        Embed: the axis of the residual stream.
+        num_heads, num_kv_heads: heads of queries, and of keys and values.
+        head_dim: features of a head; None shares those of `Embed` out.
+        use_bias, use_output_bias: whether projections have biases; None for the output: as the others.
+        upcast_attn: scores are float32 always.
+        attn_backend, flash_attention_block_size: what attends, and in which blocks.
+        rope: the rotary embedding; None for none.
+        sliding_window: how many keys a query sees; None for all.
+        scaling_factor: of the scores; None for one over the root of the features of a head.
+        logits_soft_cap: bound of the scores.
+    """
+
+    Embed: Axis
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    use_bias: bool = False
+    use_output_bias: bool | None = None
+    upcast_attn: bool = False
+    attn_backend: AttentionBackend | None = None
+    flash_attention_block_size: int | None = None
+    rope: RotaryConfig | None = None
+    sliding_window: int | None = None
+    scaling_factor: float | None = None
+    logits_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.Embed.size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def q_heads_per_group(self) -> int:
+        """Heads of queries for each of keys and values."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def KVHeads(self) -> Axis:
+        """The axis of heads of keys and values."""
+        return Axis("kv_head", self.num_kv_heads)
+
+    @property
+    def Heads(self) -> Axis:
+        """The axis of heads of queries."""
+        return Axis("heads", self.num_heads)
+
+    @property
+    def HeadSize(self) -> Axis:
+        """The axis of the features of a head."""
+        return Axis("head_size", self.head_size)
+
+    @property
+    def QHeadsPerGroup(self) -> Axis:
+        """The axis of heads of queries in a group."""
+        return Axis("q_heads_per_group", self.q_heads_per_group)
+
+
+def default_attention_type() -> AttentionBackend:
+    """What `attn_backend: null` means: the choice goes by platform and length."""
+    return AttentionBackend.DEFAULT
+
+
+def dot_product_attention(
+    QPos: Axis | str,
+    KPos: Axis | str,
+    Key: Axis | str,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: AttentionMask | NamedArray | None = None,
+    bias: NamedArray | None = None,
+    attention_dtype: DTypeLike | None = None,
+    precision: PyTree = None,
+    use_flash: bool | None = None,
+    attn_backend: str | None = None,
+    flash_block_size: int | None = None,
+    dropout: float = 0.0,
+    *,
+    logits_soft_cap: float | None = None,
+    scaling_factor: float | None = None,
+    inference: bool = True,
+    prng: jax.Array | None = None,
+    attn_sink: NamedArray | None = None,
+) -> NamedArray:
+    """Attention over axes of any names.
+
+    Args:
+        QPos, KPos, Key: the axes of queries, keys and features.
+        query, key, value: `[…, QPos, Key]`, `[…, KPos, Key]` twice. What queries have beside that and keys have not is
+            heads of queries that share theirs.
+        mask: which keys a query sees: a rule, or an array over `QPos` and `KPos`; None for all.
+        bias, precision: refused.
+        attention_dtype: of queries and keys.
+        use_flash: true goes block by block, false holds all scores; None decides by length.
+        attn_backend, flash_block_size: what attends, by either project's name, and in which blocks.
+        dropout: refused while training.
+        logits_soft_cap: bound of the scores.
+        scaling_factor: multiplies the scores; one over the root of the features by default.
+        inference, prng: whether nothing is random; it never is.
+        attn_sink: for each head a score that every query sees and whose value is zero.
+
+    Returns:
+        The axes of `query`.
+
+    Raises:
+        ValueError: a part that is not here is asked for.
+    """
+    del prng
+    refused = {"bias": bias, "precision": precision, "dropout": dropout if not inference else None}
+    if asked := [name for name, given in refused.items() if given]:
+        raise ValueError(f"{', '.join(asked)}: attention here has none; levanter.layers.attention says what it has")
+    QPos, KPos, Key = query.resolve_axis(_name(QPos)), key.resolve_axis(_name(KPos)), query.resolve_axis(_name(Key))
+    for_queries: dict[Axis | str, Axis | str] = {QPos.name: "position", Key.name: "head_size"}
+    for_keys: dict[Axis | str, Axis | str] = {KPos.name: "key_position", Key.name: "head_size"}
+    q = query.rename(for_queries)
+    if attention_dtype is not None:
+        q, key = q.astype(attention_dtype), key.astype(attention_dtype)
+    k, v = key.rename(for_keys), value.rename(for_keys)
+    if isinstance(mask, NamedArray):
+        mask = AttentionMask.of_array(mask.rename({QPos.name: "position", KPos.name: "key_position"}))
+    scale = 1 / math.sqrt(Key.size) if scaling_factor is None else scaling_factor
+    choice = _choice(use_flash, attn_backend, flash_block_size, query=q, length=KPos.size)
+    rule = AttentionMask() if mask is None else mask
+    found = attend(q, k, v, rule, softmax_scale=scale, choice=choice, soft_cap=logits_soft_cap, sinks=attn_sink)
+    return found.rename({"position": QPos, "head_size": Key}).rearrange(query.axes)
+
+
+def _choice(
+    use_flash: bool | None,
+    backend: str | None,
+    block: int | None,
+    *,
+    query: NamedArray,
+    length: int,
+) -> BackendChoice:
+    if backend is not None and backend != AttentionBackend.DEFAULT:
+        return choose_backend(str(backend), platform=None, dtype=query.dtype, length=length, block_size=block)
+    if use_flash is None:
+        return default_backend(length, block_size=block)
+    return BackendChoice(name="blockwise" if use_flash else "reference", reason="as asked for", block_size=block)
+
+
+def flash_attention(
+    QPos: Axis | str,
+    KPos: Axis | str,
+    Key: Axis | str,
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask | NamedArray | None = None,
+    bias: NamedArray | None = None,
+    *,
+    dropout: float = 0.0,
+    inference: bool,
+    key: jax.Array | None = None,
+    block_size: int = BLOCK_SIZE,
+    dtype: DTypeLike | None = None,
+    precision: PyTree = None,
+) -> NamedArray:
+    """Attention block by block of keys; see `dot_product_attention`. The result has the positions first."""
+    return dot_product_attention(
+        QPos,
+        KPos,
+        Key,
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        dtype,
+        precision,
+        True,
+        flash_block_size=block_size,
+        dropout=dropout,
+        inference=inference,
+        prng=key,
+    )
+
+
+def materialize_mask(
+    mask: PyTree, QPos: Axis, KPos: Axis, q_slice: PyTree = None, k_slice: PyTree = None
+) -> NamedArray | None:
+    """A mask as an array: the rule's, or the array that it is; a part of it where slices are given."""
+    if mask is None:
+        return None
+    if isinstance(mask, AttentionMask):
+        return mask.materialize(QPos, KPos, q_slice=q_slice, k_slice=k_slice)  # pyright: ignore[reportCallIssue]
+    for axis, part in ((QPos, q_slice), (KPos, k_slice)):
+        if part is not None:
+            mask = hax.slice(mask, axis.name, start=part.start, length=part.size)
+    return mask
+
+
+# --- Llama's parts ---
+
+
+class LlamaRMSNorm:
+    """`LlamaRMSNorm.init(axis, eps)`: the norm of a Llama."""
+
+    @staticmethod
+    def init(axis: Axis, eps: float = 1e-6, use_weight: bool = True, use_bias: bool = False) -> RMSNorm:
+        """A norm with unit weights; it has no bias."""
+        if use_bias:
+            raise ValueError("use_bias: a root-mean-square norm here has none")
+        return RMSNorm.init(axis, eps=eps, use_weight=use_weight)
+
+
+class LlamaRotaryEmbedding(eqx.Module):
+    """Tables of cosines and sines of the plain rotary embedding.
+
+    Attributes:
+        HeadSize: the features of a head.
+        Pos: the positions.
+        base: of the geometric series of wavelengths.
+    """
+
+    HeadSize: Axis = eqx.field(static=True)
+    Pos: Axis = eqx.field(static=True)
+    base: float = eqx.field(static=True, default=10000.0)
+
+    def __call__(self, seq_len: int) -> tuple[NamedArray, NamedArray]:
+        """Cosines and sines of the first positions, `[position, head_size]`."""
+        positions = hax.arange(self.Pos.resize(seq_len))
+        return DefaultRotaryConfig(theta=self.base).tables(self.HeadSize, positions, length=seq_len)
+
+
+def rotate_half(x: NamedArray) -> NamedArray:
+    """The features' halves swapped, the new first one negated."""
+    HeadSize = x.resolve_axis("head_size")
+    half = HeadSize.size // 2
+    return hax.concatenate(HeadSize, [-x[HeadSize, half : HeadSize.size], x[HeadSize, 0:half]])
+
+
+def apply_rotary_pos_emb(
+    q: NamedArray, k: NamedArray, cos: NamedArray, sin: NamedArray
+) -> tuple[NamedArray, NamedArray]:
+    """Queries and keys rotated by tables."""
+    HeadSize = q.resolve_axis("head_size")
+    return apply_rotary(q, cos, sin, HeadSize), apply_rotary(k, cos, sin, HeadSize)
+
+
+class LlamaAttention(eqx.Module):
+    """A decoder's attention, called with a stream and a mask.
+
+    Attributes:
+        inner: the attention.
+        config: the decoder's.
+    """
+
+    inner: GroupedQueryAttention
+    config: DecoderConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: jax.Array) -> "LlamaAttention":
+        """Freshly initialized projections."""
+        return LlamaAttention(inner=GroupedQueryAttention.init(config.attention_of(0), key=key), config=config)
+
+    def __call__(
+        self, x: NamedArray, mask: AttentionMask | NamedArray | None = None, *, key: object = None
+    ) -> NamedArray:
+        """Attends within `x`, `[…, position, embed]`."""
+        del key
+        return self.inner(x, _context(self.config, x, mask))[0]
+
+
+class LlamaDecoderLayer(eqx.Module):
+    """A decoder's layer, called with a stream and a mask.
+
+    Attributes:
+        inner: the layer.
+        config: the decoder's.
+    """
+
+    inner: DecoderBlock
+    config: DecoderConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: jax.Array) -> "LlamaDecoderLayer":
+        """A freshly initialized layer."""
+        return LlamaDecoderLayer(inner=DecoderBlock.init(config.layers[0], key=key), config=config)
+
+    def __call__(
+        self, x: NamedArray, mask: AttentionMask | NamedArray | None = None, *, key: object = None
+    ) -> NamedArray:
+        """Maps the residual stream `[…, position, embed]` to itself."""
+        del key
+        return self.inner((Outputs(activations=x), None), _context(self.config, x, mask))[0].activations
+
+
+def _context(config: DecoderConfig, x: NamedArray, mask: AttentionMask | NamedArray | None) -> MixerContext:
+    """What the layers of a forward pass read beside the stream."""
+    Pos = x.resolve_axis("position")
+    index = hax.arange(Pos)
+    tables = {name: rope.tables(config.HeadSize, index, length=Pos.size) for name, rope in config.ropes.items()}
+    rule = AttentionMask.of_array(mask.astype(bool)) if isinstance(mask, NamedArray) else mask
+    return MixerContext(mask=AttentionMask() if rule is None else rule, tables=tables)
+
+
+def _name(axis: Axis | str) -> str:
+    return axis if isinstance(axis, str) else axis.name

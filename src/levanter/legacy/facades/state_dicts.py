@@ -1,0 +1,154 @@
+"""Models as dictionaries of tensors under Hugging Face's names, as scripts of earlier generations ask for them.
+
+    tensors = model.to_state_dict()                                     # name → array
+    tensors = hax.state_dict.to_torch_compatible_state_dict(model)      # the same: Haliax asks the model
+
+Names, shapes and the order of axes are those of the family's weight rules, by which checkpoints are read and exports
+written. `flatten_linear_layers` and its inverse are for linear layers of Haliax's own.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+
+from haliax_ext.abstract import leaves, map_arrays
+from haliax_ext.pytree import PyTree, path_string
+from haliax_ext.saving import tensors_of
+from levanter.compat.hf.export import plan_export
+from levanter.models.base import LmHeadModel
+from levanter.models.registry import LmConfig
+
+StateDict = dict[str, Any]
+SAFE_TENSORS_MODEL = "model.safetensors"
+SAFE_TENSORS_INDEX_NAME = "model.safetensors.index.json"
+
+
+def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
+    """`model.to_state_dict(prefix)`: the tensors by Hugging Face's names, on the host."""
+
+    def tensors(prefix: str | None = None) -> StateDict:
+        config = model.config
+        assert isinstance(config, LmConfig), f"{type(config).__name__} is of no family with weight rules"
+        plan = plan_export(leaves(model), config, model.Vocab, vocab_size=model.Vocab.size)
+        arrays: dict[str, Any] = {}
+        map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
+        found = tensors_of(plan.tensors, arrays)
+        return {_under(prefix, tensor.name): values for tensor, values in found}
+
+    return tensors
+
+
+def to_torch_compatible_state_dict(model: LmHeadModel, *, flatten: bool = True, prefix: str | None = None) -> StateDict:
+    """The tensors of a model of ours by Hugging Face's names; they are flat as they are there, always."""
+    del flatten
+    return to_state_dict(model)(prefix)
+
+
+def convert_to_jnp(tensor: PyTree) -> jax.Array:
+    """A tensor of torch as an array; bfloat16, which NumPy lacks, goes through float32, which holds it exactly."""
+    if str(tensor.dtype) == "torch.bfloat16":
+        return jnp.asarray(tensor.detach().cpu().float().numpy()).astype(jnp.bfloat16)
+    return jnp.asarray(tensor.detach().cpu().numpy())
+
+
+def flatten_linear_layers(prefix: str | None, tree: PyTree, out_dims_first_in_dict: bool | None) -> StateDict:
+    """The linear layers of a tree as matrices and vectors.
+
+    Args:
+        prefix: before every name; None for nothing.
+        tree: layers of `haliax.nn.Linear`.
+        out_dims_first_in_dict: whether rows are outputs (as torch has it) or inputs; None leaves the layer's order.
+    """
+    found: StateDict = {}
+    for path, layer in _linear_layers(tree):
+        In, Out = _axes(layer)
+        first = _out_first(layer) if out_dims_first_in_dict is None else out_dims_first_in_dict
+        order = (*Out, *In) if first else (*In, *Out)
+        stacks = tuple(axis for axis in layer.weight.axes if axis not in order)
+        rows, columns = (Out, In) if first else (In, Out)
+        matrix = layer.weight.rearrange((*stacks, *order)).array
+        under = _under(prefix, path)
+        found[_under(under, "weight")] = matrix.reshape(*(s.size for s in stacks), _size(rows), _size(columns))
+        if layer.bias is not None:
+            bias = layer.bias.rearrange((*stacks, *Out)).array
+            found[_under(under, "bias")] = bias.reshape(*(s.size for s in stacks), _size(Out))
+    return found
+
+
+def unflatten_linear_layers(
+    prefix: str | None,
+    statedict: Mapping[str, Any],
+    layer: PyTree,
+    out_dims_first_in_dict: bool | None,
+) -> StateDict:
+    """The inverse of `flatten_linear_layers`: arrays with the axes of a tree's layers, by the same names."""
+    found: StateDict = {}
+    for path, each in _linear_layers(layer):
+        In, Out = _axes(each)
+        first = _out_first(each) if out_dims_first_in_dict is None else out_dims_first_in_dict
+        order = (*Out, *In) if first else (*In, *Out)
+        stacks = tuple(axis for axis in each.weight.axes if axis not in order)
+        under = _under(prefix, path)
+        for name, axes, like in (("weight", order, each.weight), ("bias", Out, each.bias)):
+            if like is None:
+                continue
+            flat = jnp.asarray(statedict[_under(under, name)])
+            whole = hax.named(flat.reshape([axis.size for axis in (*stacks, *axes)]), (*stacks, *axes))
+            found[_under(under, name)] = whole.rearrange(like.axes).array
+    return found
+
+
+def tree_from_state_dict(tree: PyTree, state_dict: Mapping[str, Any], prefix: str | None = None) -> PyTree:
+    """A tree with its arrays taken from a dictionary, by their paths."""
+
+    def taken(leaf: PyTree, old: PyTree) -> jax.Array:
+        new = np.asarray(state_dict[_under(prefix, leaf.path)])
+        if new.shape != tuple(old.shape):
+            raise ValueError(
+                f"{_under(prefix, leaf.path)}: the tree has {tuple(old.shape)}, the dictionary {new.shape}"
+            )
+        return jnp.asarray(new)
+
+    return map_arrays(taken, tree)
+
+
+def tree_to_state_dict(tree: PyTree, prefix: str | None = None) -> StateDict:
+    """The arrays of a tree by their paths; of a model of ours by Hugging Face's names."""
+    if isinstance(tree, LmHeadModel):
+        return to_state_dict(tree)(prefix)
+    found: StateDict = {}
+    map_arrays(lambda leaf, x: found.__setitem__(_under(prefix, leaf.path), x) or x, tree)
+    return found
+
+
+def _linear_layers(tree: PyTree) -> list[tuple[str, Any]]:
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, hnn.Linear))[0]
+    return [(path_string(keys), layer) for keys, layer in flat if isinstance(layer, hnn.Linear)]
+
+
+def _axes(layer: PyTree) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """Input and output axes of a layer of Haliax's."""
+    In, Out = ((axes,) if isinstance(axes, Axis) else tuple(axes) for axes in (layer.In, layer.Out))
+    return In, Out
+
+
+def _out_first(layer: PyTree) -> bool:
+    """Whether a layer's matrix has its outputs before its inputs."""
+    In, Out = _axes(layer)
+    order = [axis for axis in layer.weight.axes if axis in (*In, *Out)]
+    return order[: len(Out)] == list(Out)
+
+
+def _size(axes: tuple[Axis, ...]) -> int:
+    return math.prod(axis.size for axis in axes)
+
+
+def _under(prefix: str | None, name: str) -> str:
+    return ".".join(part for part in (prefix, name) if part)
