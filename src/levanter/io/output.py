@@ -138,6 +138,12 @@ def output_is_lost(error: BaseException | None = None) -> bool:
             gone = isinstance(error, BrokenPipeError) and _has_no_reader(stream)
         except BrokenPipeError:
             gone = True
+        except OSError as failed:
+            # No room where it is redirected to, or a terminal that has gone.
+            gone = True
+            name = "standard output" if stream is sys.stdout else "standard error"
+            _silence(stream)
+            logger.warning("%s cannot be written (%s)", name, failed.strerror or failed)
         if gone:
             lost = True
             _silence(stream)

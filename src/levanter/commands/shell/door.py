@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.shell.entry import shell
-from levanter.commands.shell.interrupts import raise_if_interrupted
+from levanter.commands.shell.interrupts import interrupts_wait
 from levanter.config import load_written
 from levanter.io import setup_logging
 
@@ -26,11 +26,11 @@ def enter(name: str, argv: Sequence[str] | None = None) -> int:
         setup_logging()
         words = list(sys.argv[1:] if argv is None else argv)
         loaded = load_written(listed.config_class(), words, program=f"python -m levanter.main.{name}")
-        from levanter.commands.shell.perform import perform
+        # Importing JAX and its kin takes seconds.
+        with interrupts_wait():
+            from levanter.commands.shell.perform import perform
 
-        entry_point = listed.load()
-        # Importing JAX and its kin takes seconds, in which some of them swallow Ctrl-C.
-        raise_if_interrupted()
+            entry_point = listed.load()
         return perform(entry_point, loaded.config, written=loaded.written).exit_code
 
     return shell(of_command_line)

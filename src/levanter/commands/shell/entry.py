@@ -72,7 +72,8 @@ def shell(run: Callable[[], int | None]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and output_is_lost(error):
             return end_alone(INTERNAL_ERROR, NOT_READ)
-        if isinstance(error, OSError) and not is_user_error(error) and (told := _of_the_system(error)) is not None:
+        if type(error).__module__ == "builtins" and isinstance(error, OSError) and (told := _of_the_system(error)):
+            output_is_lost()
             error = told
         if isinstance(error, MemoryError):
             error = DoesNotFitError(f"it does not fit in this machine's memory: {str(error) or 'nothing is left'}")
@@ -136,4 +137,9 @@ def _of_the_system(error: OSError) -> OutputError | None:
     name = error.filename2 or error.filename
     if isinstance(name, (str, os.PathLike)):
         return output_error(os.fspath(name), error, doing="read or written")
-    return None if error.errno not in NO_SPACE else output_error(tempfile.gettempdir(), error)
+    if error.errno not in NO_SPACE:
+        return None
+    return OutputError(
+        f"what is printed, or a temporary file in {tempfile.gettempdir()}, cannot be written ({error.strerror})\n"
+        "  → make room there, or where standard output is redirected to"
+    )

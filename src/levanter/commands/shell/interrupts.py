@@ -57,6 +57,33 @@ def raise_if_interrupted() -> None:
 
 
 @contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Raises an interrupt behind the block instead of inside of it: around imports, which are not made for it.
+
+    Some swallow it, and C++ modules that are interrupted while they are made abort the process. Where it takes long,
+    the user is told, and the second Ctrl-C ends the process.
+
+    Raises:
+        KeyboardInterrupt: there was one.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        _current.received = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    raise_if_interrupted()
+
+
+@contextmanager
 def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] = os._exit) -> Iterator[Interrupts]:
     """Raises an interrupt that was dropped once more in the main thread, and ends the process at the second Ctrl-C.
 
