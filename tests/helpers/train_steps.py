@@ -61,7 +61,8 @@ class Setup:
         def build():
             return config.build(Vocab, key=jax.random.PRNGKey(0))
 
-        state = abstract_state(build, optimizer, precision, self.partition)
+        averaging = dict(self.more).get("averaging")
+        state = abstract_state(build, optimizer, precision, self.partition, averaging)
         frozen = abstract_frozen(build, precision, self.partition)
         plan = plan_state(state, self.mappings, self.spec, frozen=frozen)
         plan.whole.check()
@@ -88,7 +89,9 @@ class Setup:
             batch=objective.abstract_batch(hax.Axis("batch", ROWS), hax.Axis("position", POSITIONS)),
             mappings=self.mappings,
         )
-        init = init_program(plan, lambda key: config.build(Vocab, key=key), optimizer, precision, self.partition)
+        init = init_program(
+            plan, lambda key: config.build(Vocab, key=key), optimizer, precision, self.partition, averaging
+        )
         return plan, init, program
 
     def batch(self, n: int, mesh) -> Any:
@@ -115,6 +118,8 @@ class Setup:
         template = program.input("state").value
         whole = {leaf.path: np.zeros(leaf.shape, leaf.dtype) for leaf in leaves(template)}
         whole |= {path: values[path.removeprefix("model.")] for path in whole if path.startswith("model.")}
+        average = "average.parameters."
+        whole |= {path: values[path.removeprefix(average)] for path in whole if path.startswith(average)}
         placed = {p: jax.device_put(v, plan.whole.sharding(p, mesh)) for p, v in whole.items()}
         return with_arrays(template, placed)
 

@@ -33,10 +33,8 @@ _EXAMPLE = "rows are `levanter.legacy.facades.models.LmExample` for scripts; a r
 GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not here"},
     "levanter.trainer": {
-        "Trainer": _DESCRIBED,
         "TrainerHooks TrainStepResult WrappedLossFunction": _HOOKS,
         "AllConfig initialize DEFAULT_JAX_CONFIG": "`levanter.initialize(config)` begins a script",
-        "StepInfo": "levanter.trainer.report.StepReport",
     },
     "levanter.trainer.config:TrainerConfig": {
         "batch_axis_at_step": "trainer.train_batch_size is a number, or a list of {start, value}",
@@ -53,7 +51,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "finds the sets, build_sequences makes their rows",
     },
     "levanter.trainer_state": {
-        "TrainerState": "levanter.trainer.state.TrainState holds what a step carries on",
         "InsideJitInfo cast_params_by_trainability init_optimizer_for_trainables make_floating_point_trainable_filter "
         "saveable_training_mask take_train_step trainables_only": "trainer.trainable says what is; " + _DESCRIBED,
     },
@@ -228,11 +225,12 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.optim": {
         "AdamHConfig AdoptConfig CautiousConfig GrugMuonConfig KronConfig MarsConfig MiniConfig MuonHConfig NamoConfig "
-        "NamoDConfig ScionConfig SoapConfig SophiaHConfig": _OPTIMIZER,
-        "EmaDecaySqrtConfig EmaModelAveragingConfig ModelAveragingConfig": "trainer.model_averaging is not supported "
-        "yet, and refused by name",
+        "NamoDConfig ScionConfig SoapConfig": _OPTIMIZER,
         "ScaleByAdoptState ScaleByMarsState ScaleByMiniState ScaleByMuonState ScaleByRMSPropMomState "
         "ScaleByScionState": _OPTIMIZERS,
+    },
+    "levanter.optim.model_averaging": {
+        "EmaDecaySqrtModelAveraging EmaModelAveraging ModelAveraging": "the step keeps it: levanter.trainer.averaging",
     },
     "levanter.optim.config": {
         "ConstantLrSchedule CosineLrSchedule InvLrSchedule InvSqrtDecayLrSchedule InvSqrtLrSchedule LinearLrSchedule "
@@ -354,12 +352,10 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.optim.grugmuon": _OPTIMIZER,
     "levanter.optim.kron": _OPTIMIZER,
     "levanter.optim.mars": _OPTIMIZER,
-    "levanter.optim.model_averaging": "trainer.model_averaging is not supported yet, and refused by name",
     "levanter.optim.muonh": _OPTIMIZER,
     "levanter.optim.namo": _OPTIMIZER,
     "levanter.optim.scion": _OPTIMIZER,
     "levanter.optim.soap": _OPTIMIZER,
-    "levanter.optim.sophia": _OPTIMIZER,
     "levanter.optim.util": _OPTIMIZERS,
     "levanter.shapes": _PARTS,
     "levanter.store": _STORE,

@@ -202,7 +202,6 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.tracker.tracker_fns": _GLOBAL_TRACKER,
     "levanter.callbacks": {
-        "StepInfo": "levanter.trainer.report:StepReport",
         "profiler": "levanter.callbacks.profiler",
         "watch": "levanter.callbacks.watch",
     },

@@ -12,6 +12,7 @@ _DICTS = "levanter.legacy.facades.state_dicts"
 _DURATIONS = "levanter.legacy.facades.durations"
 _HELPERS = "levanter.legacy.facades.helpers"
 _MEMBERS = "levanter.legacy.facades.model_members"
+_TRAINING = "levanter.legacy.facades.training"
 _HF = "levanter.compat.hf.limits"
 
 
@@ -35,6 +36,8 @@ _ATTENTION = {
     **_all(_LAYERS, "AttentionBackend dot_product_attention"),
     "AttentionConfig": f"{_LAYERS}:OldAttentionConfig",
 }
+
+_AVERAGES = _all("levanter.trainer", "EmaDecaySqrtConfig EmaModelAveragingConfig ModelAveragingConfig")
 
 TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter.data": {
@@ -107,6 +110,15 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.data.config:LmDataConfig": _all(_MEMBERS, "id train_urls validation_urls"),
     "levanter.trainer.config:TrainerConfig": _all(_MEMBERS, "batch_schedule fsdp_axis tensor_parallel_axes wandb"),
+    "levanter.trainer": {
+        **_all(_TRAINING, "StepInfo Trainer TrainerState"),
+        "OptimizerConfig": "levanter.optim:AdamConfig",
+    },
+    "levanter.trainer_state": _all(_TRAINING, "TrainerState"),
+    "levanter.callbacks": _all(_TRAINING, "StepInfo"),
+    "levanter.optim": _AVERAGES,
+    "levanter.optim.model_averaging": _AVERAGES,
+    "levanter.optim.sophia": {"SophiaHConfig": "levanter.optim:SophiaHConfig"},
     "levanter.utils.activation": _all(_LAYERS, "ActivationFunctionEnum"),
     "levanter.utils.background_iterable": _all(_LOADERS, "BackgroundIterable BackgroundIterator"),
     "levanter.utils.datetime_utils": _all(_DURATIONS, "encode_timedelta parse_timedelta"),

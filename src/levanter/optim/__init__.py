@@ -12,6 +12,7 @@ from levanter.optim.outliers import SkipStepConfig as SkipStepConfig
 from levanter.optim.schedules import LrSchedule as LrSchedule
 from levanter.optim.schedules import Schedule as Schedule
 from levanter.optim.schedules import build_schedule as build_schedule
+from levanter.optim.sophia import SophiaHConfig as SophiaHConfig
 from levanter.optim.update_clipping import ClipUpdateNormConfig as ClipUpdateNormConfig
 
 register_absent()  # what no optimizer above has taken

@@ -89,16 +89,6 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "target_merged_dim_size": 2048,
         "precond_dtype": None,
     },
-    "sophia-h": {
-        "weight_decay": 0.1,
-        "beta1": 0.96,
-        "beta2": 0.99,
-        "gamma": 0.01,
-        "epsilon": 1e-12,
-        "clip_threshold": 1.0,
-        "update_interval": 10,
-        "rng_seed": 0,
-    },
 }
 """Upstream's optimizers: the keys of each with upstream's defaults (except those that all optimizers have)."""
 

@@ -26,6 +26,7 @@ from levanter.config.ranges import (
     Ranged,
 )
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
+from levanter.optim.curvature import Hutchinson
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.outliers import SkipStepConfig, carry_recent
 from levanter.optim.parameters import Parameter, decay_mask, map_parameters
@@ -161,6 +162,11 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
     @property
     def outliers(self) -> SkipStepConfig | None:
         """When a step is left out as far from those before; None for never."""
+        return None
+
+    @property
+    def curvature(self) -> Hutchinson | None:
+        """How often the train step estimates curvature for it; None for never."""
         return None
 
 

@@ -24,9 +24,9 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
 from levanter.models.groups import FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.run import RunPlan
-from levanter.trainer.state import FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
+from levanter.trainer.state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
 
-STATE_GROUPS = (OPTIMIZER, "kv cache", "batch")
+STATE_GROUPS = (OPTIMIZER, AVERAGE, "kv cache", "batch")
 GROUPS = (*PARAMETER_GROUPS, *FROZEN_GROUPS, *STATE_GROUPS)
 
 
@@ -181,8 +181,9 @@ def group_of(argument: Input, leaf: Leaf) -> str:
         return "kv cache"
     if argument.name == FROZEN:
         return frozen_group(leaf)
-    if OPTIMIZER in parts:
-        return OPTIMIZER
+    for group in (OPTIMIZER, AVERAGE):
+        if group in parts:
+            return group
     if isinstance(argument.placement, ShardingPlan | Mappings) and leaf.axes:
         inside = isinstance(argument.value, TrainState) and leaf.path.startswith(f"{MODEL}.")
         return parameter_group(replace(leaf, path=leaf.path.removeprefix(f"{MODEL}.")) if inside else leaf)

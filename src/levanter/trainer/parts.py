@@ -179,12 +179,12 @@ class EmaModelAveragingConfig(ModelAveragingConfig):
 @ModelAveragingConfig.register_subclass("ema_decay_sqrt")
 @dataclass(frozen=True, kw_only=True)
 class EmaDecaySqrtConfig(ModelAveragingConfig):
-    """An exponential moving average, then a weight that falls as 1 - sqrt of the decay's progress.
+    """The mean of the parameters of all steps, of which those of a final phase weigh most.
 
     Attributes:
-        beta: the weight of the average up to `switch_step`.
-        switch_step: the step at which the decay begins.
-        decay_steps: the length of the decay.
+        beta: each step before `switch_step` has the weight 1 - beta.
+        switch_step: the step from which on the weight is 1 - sqrt(x), x being the part of the phase that has passed.
+        decay_steps: the length of the phase; behind it the average stays as it is.
     """
 
     beta: Decay = 0.999

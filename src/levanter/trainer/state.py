@@ -29,9 +29,11 @@ from haliax_ext.pytree import PyTree
 from levanter.models.base import LmHeadModel
 from levanter.models.groups import FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.models.precision import Precision
+from levanter.trainer.averaging import ParameterAverage, begin
+from levanter.trainer.parts import ModelAveragingConfig
 from levanter.trainer.trainable import EVERYTHING, Partition, bind
 
-MODEL, OPTIMIZER, FROZEN = "model", "optimizer", "frozen"
+MODEL, OPTIMIZER, FROZEN, AVERAGE = "model", "optimizer", "frozen", "average"
 GRADIENT_BYTES = 4
 _KEY = jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
 
@@ -44,21 +46,34 @@ class TrainState(eqx.Module):
         model: the parameters that are trained, in their storage dtype; None in the places of frozen ones.
         optimizer: the optimizer's statistics.
         key: random bits of the steps to come, `uint32[2]`.
+        average: an average of the parameters over the steps (`trainer.averaging`); None for none.
     """
 
     step: jax.Array
     model: LmHeadModel
     optimizer: PyTree
     key: jax.Array
+    average: ParameterAverage | None = None
+
+    @property
+    def judged(self) -> LmHeadModel:
+        """The parameters that are evaluated and exported: their average, where there is one."""
+        return self.model if self.average is None else self.average.parameters
 
 
-def start(model: LmHeadModel, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def start(
+    model: LmHeadModel,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    averaging: ModelAveragingConfig | None = None,
+) -> TrainState:
     """The state before the first step."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         model=model,
         optimizer=optimizer.init(model),  # pyright: ignore[reportArgumentType]
         key=key,
+        average=begin(averaging, model),
     )
 
 
@@ -67,10 +82,11 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     precision: Precision,
     partition: Partition = EVERYTHING,
+    averaging: ModelAveragingConfig | None = None,
 ) -> TrainState:
     """The state without memory; `build` makes the model."""
     trained, _ = partition.split(cast(abstract(build), precision.params))
-    return abstract(lambda m, k: start(m, optimizer, k), trained, _KEY)
+    return abstract(lambda m, k: start(m, optimizer, k, averaging), trained, _KEY)
 
 
 def abstract_frozen(build: Callable[[], LmHeadModel], precision: Precision, partition: Partition) -> LmHeadModel | None:
@@ -102,7 +118,7 @@ class StatePlan:
     @property
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes on a device of what a step holds from beginning to end, by kind; gradients are float32."""
-        groups: dict[str, int] = dict.fromkeys((*PARAMETER_GROUPS, *FROZEN_GROUPS, "gradients", OPTIMIZER), 0)
+        groups: dict[str, int] = dict.fromkeys((*PARAMETER_GROUPS, *FROZEN_GROUPS, "gradients", OPTIMIZER, AVERAGE), 0)
         for plan in self.parameters.leaves:
             if plan.leaf.path in self.frozen:
                 groups[frozen_group(plan.leaf)] += plan.bytes_per_device
@@ -110,8 +126,9 @@ class StatePlan:
             groups[parameter_group(plan.leaf)] += plan.bytes_per_device
             groups["gradients"] += math.prod(plan.shard_shape) * GRADIENT_BYTES
         for plan in self.whole.leaves:
-            if plan.leaf.path.startswith(f"{OPTIMIZER}."):
-                groups[OPTIMIZER] += plan.bytes_per_device
+            for group in (OPTIMIZER, AVERAGE):
+                if plan.leaf.path.startswith(f"{group}."):
+                    groups[group] += plan.bytes_per_device
         return {name: size for name, size in groups.items() if size}
 
 
@@ -198,13 +215,14 @@ def init_program(
     optimizer: optax.GradientTransformation,
     precision: Precision,
     partition: Partition = EVERYTHING,
+    averaging: ModelAveragingConfig | None = None,
 ) -> Program:
     """The Program that makes the first state from a key, every piece in its final shards."""
 
     def initialize(key: jax.Array) -> TrainState:
         for_model, for_steps = jax.random.split(key)
         trained, _ = partition.split(precision.cast_to_param(build(for_model)))
-        return start(trained, optimizer, for_steps)
+        return start(trained, optimizer, for_steps, averaging)
 
     return Program(
         name="init_state",
@@ -234,11 +252,16 @@ def init_frozen_program(
     )
 
 
-def init_optimizer_program(state: TrainState, plan: StatePlan, optimizer: optax.GradientTransformation) -> Program:
+def init_optimizer_program(
+    state: TrainState,
+    plan: StatePlan,
+    optimizer: optax.GradientTransformation,
+    averaging: ModelAveragingConfig | None = None,
+) -> Program:
     """The Program that adds optimizer state to the trained part of a model that was loaded."""
 
     def initialize(model: LmHeadModel, key: jax.Array) -> TrainState:
-        return start(model, optimizer, key)
+        return start(model, optimizer, key, averaging)
 
     return Program(
         name="init_optimizer",

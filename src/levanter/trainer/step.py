@@ -26,10 +26,14 @@ from haliax_ext.pytree import PyTree
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
+from levanter.optim.curvature import Hutchinson, direction, product
+from levanter.optim.curvature import remembered as remembered_curvature
 from levanter.optim.outliers import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
 from levanter.optim.schedules import Schedule
+from levanter.trainer.averaging import averaged
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS, Objective
+from levanter.trainer.parts import ModelAveragingConfig
 from levanter.trainer.state import FROZEN, StatePlan, TrainState, at_output
 from levanter.trainer.trainable import bind
 from levanter.trainer.watch import Watch, Watched
@@ -78,6 +82,8 @@ class StepRecipe(Generic[B]):
         accumulation: microbatches of a step.
         parameters: where the parameters lie, by their paths in the model; None pins nothing.
         skip_nonfinite: whether a step whose loss or gradient is not finite leaves the state as it was.
+        averaging: which average of the parameters the state carries; None for none.
+        curvature: how often the optimizer is given an estimate of the Hessian's diagonal; None for never.
         outliers: likewise for a step far from those before; the optimizer's state then ends with their numbers.
         watch: what else is seen of the step; None for nothing.
     """
@@ -90,6 +96,8 @@ class StepRecipe(Generic[B]):
     bind: Callable[..., LmHeadModel] = bind
     parameters: ShardingPlan | None = None
     skip_nonfinite: bool = False
+    averaging: ModelAveragingConfig | None = None
+    curvature: Hutchinson | None = None
     outliers: SkipStepConfig | None = None
     watch: Watch | None = None
 
@@ -117,10 +125,15 @@ def train_step(recipe: StepRecipe[B], state: TrainState, frozen: PyTree, batch: 
         batch: of the objective.
     """
     weight = recipe.objective.normalizer(batch)
-    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, 1 / jnp.maximum(weight, TINY))
+    scale = 1 / jnp.maximum(weight, TINY)
+    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, scale)
+    before = state
+    if recipe.curvature is not None:
+        with jax.named_scope("curvature"):
+            state = _with_curvature(recipe, recipe.curvature, state, frozen, batch, scale)
     with jax.named_scope("optimizer"):
         new, metrics = _updated(recipe, state, sums, grads, weight)
-        return _kept(recipe, state, new, metrics) if recipe.skips else (new, metrics)
+        return _kept(recipe, before, new, metrics) if recipe.skips else (new, metrics)
 
 
 def _updated(
@@ -140,7 +153,12 @@ def _updated(
         watched=_watched(recipe.watch, grads=grads, params=state.model, updates=updates, opt_state=state.optimizer),
     )
     model = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.model, updates)
-    return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key), metrics
+    average = state.average
+    if average is not None:
+        assert recipe.averaging is not None, "the state carries an average that the recipe does not know"
+        with jax.named_scope("average"):
+            average = averaged(recipe.averaging, average, model, state.step)
+    return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key, average=average), metrics
 
 
 def _watched(watch: Watch | None, **trees: PyTree) -> Watched | None:
@@ -193,9 +211,7 @@ def sums_and_gradients(
 
     if recipe.accumulation == 1:
         return of_part(batch)
-    Batch = objective.rows(batch)
-    Micro = hax.Axis("microbatch", recipe.accumulation)
-    Rows = Batch.resize(Batch.size // recipe.accumulation)
+    Micro, parts = _parts(recipe, batch)
 
     def add(carry: tuple[Sums, Any], part: B) -> tuple[Sums, Any]:
         sums, grads = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
@@ -203,9 +219,56 @@ def sums_and_gradients(
         return carry[0] + sums, _pinned(total, recipe.parameters)
 
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-    parts = jax.tree.map(lambda x: x.unflatten_axis(Batch, (Rows, Micro)), batch, is_leaf=_is_named)
     start = (Sums.zeros(term.name for term in objective.terms), _pinned(nothing, recipe.parameters))
     return hax.fold(add, Micro)(start, parts)
+
+
+def _with_curvature(
+    recipe: StepRecipe[B], rule: Hutchinson, state: TrainState, frozen: PyTree, batch: B, scale: jax.Array
+) -> TrainState:
+    """The state whose optimizer knows one more estimate of the Hessian's diagonal, where it is time for one."""
+
+    def estimated(optimizer: PyTree) -> PyTree:
+        along = _pinned(direction(rule, state.model, state.step), recipe.parameters)
+        turned = _products(recipe, state.model, frozen, batch, scale, along)
+        return remembered_curvature(rule, optimizer, jax.tree.map(jnp.multiply, along, turned))
+
+    due = state.step % rule.interval == 0
+    return replace(state, optimizer=jax.lax.cond(due, estimated, lambda optimizer: optimizer, state.optimizer))
+
+
+def _products(
+    recipe: StepRecipe[B], trained: LmHeadModel, frozen: PyTree, batch: B, scale: jax.Array, along: PyTree
+) -> PyTree:
+    """The Hessian of what is minimized times a direction, float32, in the parameters' shards."""
+    objective = recipe.objective
+
+    def of_part(part: B) -> PyTree:
+        def minimized(parameters: LmHeadModel) -> jax.Array:
+            model = recipe.bind(parameters, frozen)
+            usable = in_compute_dtype(model, recipe.precision.compute, recipe.parameters)
+            return objective.minimized(objective.sums(usable, part) * scale)
+
+        return _pinned(_wide(product(jax.grad(minimized), trained, along)), recipe.parameters)
+
+    if recipe.accumulation == 1:
+        return of_part(batch)
+    Micro, parts = _parts(recipe, batch)
+
+    def add(total: PyTree, part: B) -> PyTree:
+        made = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
+        return _pinned(jax.tree.map(jnp.add, total, made), recipe.parameters)
+
+    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    return hax.fold(add, Micro)(_pinned(nothing, recipe.parameters), parts)
+
+
+def _parts(recipe: StepRecipe[B], batch: B) -> tuple[hax.Axis, B]:
+    """The microbatches: their axis, and the batch with that axis; each takes every n-th row."""
+    Batch = recipe.objective.rows(batch)
+    Micro = hax.Axis("microbatch", recipe.accumulation)
+    Rows = Batch.resize(Batch.size // recipe.accumulation)
+    return Micro, jax.tree.map(lambda x: x.unflatten_axis(Batch, (Rows, Micro)), batch, is_leaf=_is_named)
 
 
 def _is_named(x: object) -> bool:

@@ -23,7 +23,6 @@ REFUSED: Mapping[str, str] = {
     "merged_hf_upload": _LORA,
     "eval_harness": _HARNESS,
     "labeled_eval": "evaluation by labels is not here yet; data.components with tags are evaluated one by one",
-    "trainer.model_averaging": "not supported yet; leave it out",
 }
 """Key → why it is refused, where it asks for something (is neither null, false nor `none`)."""
 

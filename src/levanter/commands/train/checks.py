@@ -17,11 +17,15 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
 from levanter.data import AbsentTextError, DataError, LmDataConfig, Tokenizer, compare_stores, resolve_training
 from levanter.models.registry import LmConfig
+from levanter.optim import OptimizerConfig
 from levanter.run import BAD_INPUT, Check, RunRefused
 from levanter.trainer.frozen import FrozenPart, check_partition, under_model
 from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
 
 T = TypeVar("T")
+
+KERNELS = ("splash", "cudnn")
+"""Implementations of attention that can be differentiated once."""
 
 
 def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size: int) -> list[Check]:
@@ -140,3 +144,21 @@ def refuse_all(checks: Sequence[Check], problems: Sequence[ValueError]) -> None:
     if len(problems) == 1 and not before:
         raise problems[0]
     raise RunRefused([*before, *problems], exit_code=BAD_INPUT)
+
+
+def refuse_kernels(optimizer: OptimizerConfig, model: LmConfig) -> None:
+    """Refuses an optimizer that wants curvature of a model whose attention cannot be differentiated twice.
+
+    Args:
+        optimizer: the run's.
+        model: with the choices for its platform made.
+
+    Raises:
+        ValueError: attention is done by a kernel.
+    """
+    kernel = getattr(model, "attn_backend", None)
+    if optimizer.curvature is not None and kernel in KERNELS:
+        raise ValueError(
+            f"optimizer.type: {OptimizerConfig.get_choice_name(type(optimizer))} differentiates the loss twice, which "
+            f"the attention kernel {kernel} cannot; model.attn_backend: blockwise can"
+        )

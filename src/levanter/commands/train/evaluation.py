@@ -183,7 +183,7 @@ class Evaluate:
         given = ((batch, batch.inputs) for batch in batches)
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
             for batch, logprobs in results(
-                self.program, self.mesh, bind(state.model, self.frozen), given, behind=FETCH_BEHIND, jit=jit_together
+                self.program, self.mesh, bind(state.judged, self.frozen), given, behind=FETCH_BEHIND, jit=jit_together
             ):
                 scores.add(batch, logprobs.array)
                 progress.advance(1)

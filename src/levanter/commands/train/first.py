@@ -29,6 +29,7 @@ from levanter.commands.model.layout import load_weights
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.models.base import LmHeadModel
 from levanter.processes.together import jit_together
+from levanter.trainer.averaging import ParameterAverage
 from levanter.trainer.frozen import DIGEST, FrozenPart, check_digests, check_partition, on_host, under_model
 from levanter.trainer.state import FROZEN, MODEL, OPTIMIZER, TrainState
 from levanter.trainer.trainable import bind
@@ -124,7 +125,7 @@ def begun_from(
     if config.initialize_model_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_model_from_checkpoint_path)
         trained, frozen = work.partition.split(_taken(plan, mesh, ref, whole, MODEL))
-        return replace(fresh, model=trained), frozen
+        return replace(fresh, model=trained, average=_from_there(plan, mesh, ref, fresh, whole)), frozen
     if config.initialize_from_checkpoint_path is not None:
         ref = checkpoint_at(config.initialize_from_checkpoint_path)
         try:
@@ -134,8 +135,19 @@ def begun_from(
             raise CheckpointMismatchError(
                 f"{error}\n  → initialize_model_from_checkpoint_path takes the parameters alone"
             ) from error
-        return replace(fresh, model=trained, optimizer=_rewound(optimizer, fresh.optimizer)), frozen
+        average = _from_there(plan, mesh, ref, fresh, whole)
+        rewound = _rewound(optimizer, fresh.optimizer)
+        return replace(fresh, model=trained, optimizer=rewound, average=average), frozen
     return fresh, frozen
+
+
+def _from_there(
+    plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: TrainState, whole: LmHeadModel
+) -> ParameterAverage | None:
+    """The average of a run that begins with a checkpoint's parameters: these, in memory of their own."""
+    if fresh.average is None:
+        return None
+    return replace(fresh.average, parameters=plan.work.partition.split(_taken(plan, mesh, ref, whole, MODEL))[0])
 
 
 def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHeadModel:

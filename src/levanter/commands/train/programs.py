@@ -70,11 +70,11 @@ class TrainedRun:
 
 def first_programs(run: TrainedRun) -> list[Program]:
     """The Programs that make the first state and what is frozen: all of it, or what weights that are read lack."""
-    plan, partition = run.state_plan, run.partition
+    plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
     if run.config.reference is not None:
-        first = [init_optimizer_program(run.state, plan, run.transformation)]
+        first = [init_optimizer_program(run.state, plan, run.transformation, averaging)]
     else:
-        first = [init_program(plan, run.build, run.transformation, run.precision, partition)]
+        first = [init_program(plan, run.build, run.transformation, run.precision, partition, averaging)]
         if run.frozen is not None:
             first.append(init_frozen_program(plan, run.build, run.precision, partition))
     if run.frozen is not None:
@@ -101,6 +101,8 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         accumulation=batches.accumulation,
         parameters=run.state_plan.parameters,
         skip_nonfinite=trainer.skip_nonfinite_steps > 0,
+        averaging=trainer.model_averaging,
+        curvature=optimizer.curvature,
         outliers=optimizer.outliers,
         watch=watch,
     )

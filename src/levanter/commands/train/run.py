@@ -323,7 +323,7 @@ class _Keep:
         self._export(taken, state)
 
     def _export(self, taken: int, state: TrainState) -> str:
-        model = bind(state.model, self._frozen)
+        model = bind(state.judged, self._frozen)
         return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
 
 

@@ -28,7 +28,7 @@ from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.shell.perform import perform
-from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all
+from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import find_validation
 from levanter.commands.train.frozen import frozen_part, partition_notes
@@ -48,9 +48,10 @@ from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import OK, PREEMPTED, Check, EntryPoint, NonFiniteResultError, RunPlan, Searchable, Session, Target
+from levanter.trainer.averaging import check_averaging
 from levanter.trainer.batch_plan import BatchStage, plan_batches
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.state import StatePlan, abstract_frozen, abstract_state, plan_state
+from levanter.trainer.state import AVERAGE, OPTIMIZER, StatePlan, abstract_frozen, abstract_state, plan_state
 from levanter.trainer.trainable import Partition
 
 NAME = "train_lm"
@@ -147,7 +148,7 @@ def _trained(
 
     trainer, resolved = settled.config.trainer, settled.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
-    state = abstract_state(example, settled.transformation, settled.precision, partition)
+    state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
     frozen = abstract_frozen(example, settled.precision, partition)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
@@ -219,11 +220,13 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
     resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
     batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
     transformation = attempted(problems, lambda: config.optimizer.build(trainer.num_train_steps))
+    attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
     model, reasons = architecture.for_platform(
         target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.position_ways
     )
+    refuse_kernels(config.optimizer, model)
     checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]
     checks += [
         Check(name="schedule", status="note", message=line)
@@ -282,7 +285,9 @@ def _searchable(run: TrainedRun, parameters: ShardingPlan, whole: ShardingPlan, 
         training=True,
         parameters=tuple(each.leaf for each in parameters.leaves),
         statistics=tuple(
-            each.leaf for each in whole.leaves if each.leaf.path.startswith("optimizer") and each.leaf.path not in own
+            each.leaf
+            for each in whole.leaves
+            if each.leaf.path.startswith((OPTIMIZER, AVERAGE)) and each.leaf.path not in own
         ),
         sizes={**sizes, "vocab": Vocab.size, "position": run.config.positions},
         tensor_axes=run.model.tensor_axes,

@@ -24,7 +24,8 @@ from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
 from haliax_ext.meshspec import MeshSpec, mesh_in_scope
 from haliax_ext.pytree import PyTree, is_named
 from levanter.legacy.facades.datasets import AsyncDataset, IterableDataset, ShardableDataset, SyncDataset, wait_for
-from levanter.legacy.facades.schedules import OldBatchSchedule, ScheduleStep
+from levanter.legacy.facades.schedules import OldBatchSchedule
+from levanter.trainer.parts import BatchSizeStage
 
 Resources = Mapping[str, Any]
 
@@ -193,7 +194,7 @@ class DataLoader:
     def __init__(
         self,
         data: AsyncDataset[Any] | SyncDataset[Any],
-        batch_size: int | Sequence[ScheduleStep] | Axis,
+        batch_size: int | Sequence[BatchSizeStage] | Axis,
         *,
         batch_axis_name: str | None = None,
         max_buffered_batches: int | None = 64,

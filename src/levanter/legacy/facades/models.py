@@ -22,6 +22,7 @@ from haliax_ext.abstract import abstract, leaves
 from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.layers.attention import AttentionMask
 from levanter.layers.linear import Dense
+from levanter.legacy.facades.calls import as_mask
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import next_tokens, token_logprobs
@@ -39,6 +40,20 @@ class LmExample(eqx.Module):
     tokens: NamedArray
     loss_weight: NamedArray
     attn_mask: AttentionMask = AttentionMask.causal()
+
+    def __init__(
+        self,
+        tokens: NamedArray,
+        loss_weight: NamedArray | None = None,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        loss_mask: NamedArray | None = None,
+    ):
+        weight = loss_weight if loss_weight is not None else loss_mask
+        if weight is None or (loss_weight is not None and loss_mask is not None):
+            raise ValueError("LmExample: give loss_weight, or loss_mask, which is its 2025 name")
+        self.tokens, self.loss_weight = tokens, weight
+        self.attn_mask = as_mask(attn_mask) or AttentionMask.causal()
 
     @property
     def loss_mask(self) -> NamedArray:

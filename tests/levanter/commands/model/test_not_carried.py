@@ -31,7 +31,6 @@ ASKED = {
     "eval_harness": {"eval_harness": {"task_spec": ["boolq"]}},
     "labeled_eval": {"labeled_eval": {"a": 1}},
     "trainer.quantization": {"trainer": {"quantization": {"int8": True}}},
-    "trainer.model_averaging": {"trainer": {"model_averaging": {"type": "ema"}}},
     "log_entropy": {"log_entropy": True},
     "pad_tokenizer_to_match_model": {"pad_tokenizer_to_match_model": True},
     "trainer.use_explicit_mesh_axes": {"trainer": {"use_explicit_mesh_axes": True}},
@@ -179,7 +178,7 @@ def flat(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 # Keys below a block that is refused as a whole, and those that only entry points use which are not here.
-BELOW = ("trainer.model_averaging.", "eval_harness_steps")
+BELOW = ("eval_harness_steps",)
 ELSEWHERE = ("chosen_field", "rejected_field", "slice_strategy")
 CHAT = {"type": "chat", "chat_template": "{{ messages[0]['content'] }}", "mask_user_turns": False, "single_turn": True}
 WITHOUT_MEANING_HERE = ("use_cpu", "comparison_is_hf")

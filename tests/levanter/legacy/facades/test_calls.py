@@ -11,6 +11,7 @@ from haliax import Axis
 
 from levanter.compat.hf.export import export
 from levanter.layers.attention import AttentionMask
+from levanter.legacy.facades.models import LmExample
 from levanter.legacy.imports import GoneMemberError
 from levanter.models import Gpt2Config, LlamaConfig
 
@@ -89,3 +90,19 @@ def test_configurations_know_their_heads():
     assert config.Heads == Axis("heads", 4) and config.KVHeads == Axis("kv_head", 2)
     assert Gpt2Config(**SMALL).Heads == Axis("heads", 4)
     assert Gpt2Config.default_hf_checkpoint_converter.reference_checkpoint == Gpt2Config(**SMALL).reference_checkpoint
+
+
+def test_an_example_is_made_by_either_generations_names(ids):
+    weights, causal = hax.ones(Axis("position", 12)), AttentionMask.causal()
+    array = hax.nn.attention.causal_mask(Axis("position", 12), Axis("key_position", 12))
+    made = [
+        LmExample(tokens=ids, loss_mask=weights, attn_mask=causal),
+        LmExample(tokens=ids, loss_weight=weights),
+        LmExample(ids, weights, array),
+    ]
+    assert all((each.loss_mask.array == each.loss_weight.array).all() for each in made)
+    assert made[1].attn_mask == causal and made[2].attn_mask.explicit is not None
+    assert jax.tree.structure(made[0]) == jax.tree.structure(jax.tree.map(lambda x: x, made[0]))
+    for wrong in ({}, {"loss_weight": weights, "loss_mask": weights}):
+        with pytest.raises(ValueError, match="loss_mask, which is its 2025 name"):
+            LmExample(tokens=ids, **wrong)

@@ -1,0 +1,99 @@
+"""Sophia-H (Liu et al., arXiv:2305.14342, algorithm 3 with Hutchinson's estimator): momentum over clipped curvature.
+
+    m ← β₁ m + (1 − β₁) g
+    h ← β₂ h + (1 − β₂) u ⊙ (H u)          every k-th step, u standard normal; else h stays
+    θ ← θ − η λ θ − η clip(m / max(γ h, ε), ρ)
+
+A parameter whose loss is flat, or bends down, moves by ρ times the learning rate in the direction of its momentum; a
+steep one moves less. Learning rates are near Lion's, below Adam's.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from haliax_ext.pytree import PyTree
+from levanter.config.ranges import Count, Decay, Epsilon, NonNegativeFloat, PositiveFloat, PositiveInt
+from levanter.optim.config import OptimizerConfig
+from levanter.optim.curvature import Curved, Hutchinson, no_curvature
+
+
+class SophiaState(NamedTuple):
+    """Running means.
+
+    Attributes:
+        momentum: of the gradient, float32.
+        curvature: of the Hessian's diagonal, float32.
+    """
+
+    momentum: PyTree
+    curvature: Curved
+
+
+def scale_by_sophia(
+    *, beta1: float, gamma: float, epsilon: float, clip_threshold: float | None
+) -> optax.GradientTransformation:
+    """Turns gradients into momentum over curvature, clipped.
+
+    Args:
+        beta1: the part of the momentum that is kept.
+        gamma: multiplies the curvature.
+        epsilon: the least that is divided by.
+        clip_threshold: the largest size of a component; None for no limit.
+    """
+
+    def init(params: PyTree) -> SophiaState:
+        momentum = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        return SophiaState(momentum=momentum, curvature=no_curvature(params))
+
+    def update(grads: PyTree, state: SophiaState, params: PyTree = None) -> tuple[PyTree, SophiaState]:
+        del params
+        momentum = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g.astype(jnp.float32), state.momentum, grads)
+
+        def one(m: jax.Array, h: jax.Array, g: jax.Array) -> jax.Array:
+            step = m / jnp.maximum(gamma * h, epsilon)
+            limited = step if clip_threshold is None else jnp.clip(step, -clip_threshold, clip_threshold)
+            return limited.astype(g.dtype)
+
+        found = jax.tree.map(one, momentum, state.curvature.diagonal, grads)
+        return found, SophiaState(momentum=momentum, curvature=state.curvature)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+@OptimizerConfig.register_subclass("sophia-h")
+@dataclass(frozen=True, kw_only=True)
+class SophiaHConfig(OptimizerConfig):
+    """Sophia with Hutchinson's estimates of the Hessian's diagonal (arXiv:2305.14342).
+
+    Attributes:
+        weight_decay: the part of a parameter that is taken off, times the learning rate.
+        beta1: of the momentum.
+        beta2: of the mean of the estimates.
+        gamma: multiplies the curvature; smaller lets more components be clipped.
+        epsilon: the least that the momentum is divided by.
+        clip_threshold: the largest size of a component, before the learning rate; null for no limit.
+        update_interval: steps between two estimates, each of which costs about two gradients more.
+        rng_seed: of the random directions.
+    """
+
+    weight_decay: NonNegativeFloat = 0.1
+    beta1: Decay = 0.96
+    beta2: Decay = 0.99
+    gamma: PositiveFloat = 0.01
+    epsilon: Epsilon = 1e-12
+    clip_threshold: PositiveFloat | None = 1.0
+    update_interval: PositiveInt = 10
+    rng_seed: Count = 0
+
+    @property
+    def curvature(self) -> Hutchinson | None:
+        return Hutchinson(interval=self.update_interval, decay=self.beta2, seed=self.rng_seed)
+
+    def scaling(self) -> optax.GradientTransformation:
+        return scale_by_sophia(
+            beta1=self.beta1, gamma=self.gamma, epsilon=self.epsilon, clip_threshold=self.clip_threshold
+        )
