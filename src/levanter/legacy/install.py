@@ -128,7 +128,7 @@ class _OfClass:
     def __init__(self, at: str, name: str):
         self.at, self.name = at, name
 
-    def __get__(self, instance: Any, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> object:
         return _earlier(self.at, self.name, owner)
 
 
@@ -178,7 +178,7 @@ PRIVATE = {
 """Names of upstream's that begin with an underscore and that its tests import; of no others the tables are asked."""
 
 
-def _earlier(at: str, name: str, *instance: Any) -> Any:
+def _earlier(at: str, name: str, *instance: object) -> Any:
     if name.startswith("_") and name not in PRIVATE:
         raise AttributeError(f"{at} has no attribute {name!r}")
     return import_module("levanter.legacy.imports").look_up(at, name, *instance)
@@ -203,7 +203,7 @@ def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, 
     own = vars(cls)[member]
 
     @wraps(own)
-    def method(self: Any, *args: Any, **keys: Any) -> Any:
+    def method(self: object, *args: object, **keys: object) -> object:
         by_name = any(name in keys for name in keywords) or type(keys.get("attn_mask")).__name__ == "NamedArray"
         if len(args) <= positional and not by_name:
             return own(self, *args, **keys)

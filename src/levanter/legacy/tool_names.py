@@ -118,7 +118,6 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter.callbacks": _all(_TRAINING, "StepInfo"),
     "levanter.optim": _AVERAGES,
     "levanter.optim.model_averaging": _AVERAGES,
-    "levanter.optim.sophia": {"SophiaHConfig": "levanter.optim:SophiaHConfig"},
     "levanter.utils.activation": _all(_LAYERS, "ActivationFunctionEnum"),
     "levanter.utils.background_iterable": _all(_LOADERS, "BackgroundIterable BackgroundIterator"),
     "levanter.utils.datetime_utils": _all(_DURATIONS, "encode_timedelta parse_timedelta"),

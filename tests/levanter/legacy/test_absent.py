@@ -144,9 +144,9 @@ def test_absent_families_are_refused_by_name_at_run_time():
 def test_absent_optimizers_are_refused_by_name_at_run_time():
     overrides = {"model": {"type": "llama", "hidden_dim": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}}
     data = {"data": {"tokenizer": "passthrough", "vocab_size": 64}}
-    config = parse(TrainLmConfig, overrides={**overrides, **data, "optimizer": {"type": "sophia-h", "gamma": 0.01}})
+    config = parse(TrainLmConfig, overrides={**overrides, **data, "optimizer": {"type": "soap", "shampoo_beta": 0.9}})
     assert isinstance(config.optimizer, AbsentOptimizerConfig)
-    with pytest.raises(AbsentOptimizerError, match=r"optimizer\.type: sophia-h is an upstream optimizer .* adam"):
+    with pytest.raises(AbsentOptimizerError, match=r"optimizer\.type: soap is an upstream optimizer .* adam"):
         describe(config, CPU)
     for name, cls in OptimizerConfig.get_known_choices().items():
         if issubclass(cls, AbsentOptimizerConfig):

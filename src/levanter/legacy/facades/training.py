@@ -20,7 +20,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from haliax import Axis, NamedArray
 from jax.sharding import Mesh, NamedSharding
 
@@ -189,7 +188,7 @@ class Trainer:
 
     Args:
         config: the `trainer:` block.
-        optimizer: a transformation, such as `config.optimizer.build(steps)`.
+        optimizer: an optax transformation, such as `config.optimizer.build(steps)`.
         loss_fn: the loss; see the module.
         add_default_hooks: whether losses are logged and checkpoints saved as `config` says.
     """
@@ -197,7 +196,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainerConfig,
-        optimizer: optax.GradientTransformation,
+        optimizer: PyTree,
         loss_fn: Loss,
         *,
         add_default_hooks: bool = True,
