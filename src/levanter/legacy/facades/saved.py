@@ -30,7 +30,8 @@ from haliax_ext.pytree import PyTree, is_named, leaves_with_paths, map_with_path
 from levanter.checkpoint import Checkpointer, CheckpointRef, RestoreTarget, checkpoint_at, restore
 from levanter.checkpoint.checkpointer import CHUNK_BYTES
 from levanter.checkpoint.errors import MissingCheckpointError
-from levanter.checkpoint.refs import ARRAYS_PREFIX, METADATA, now, read_ref, write_ref
+from levanter.checkpoint.finding import read_ref, write_ref
+from levanter.checkpoint.refs import ARRAYS_PREFIX, METADATA, now
 from levanter.checkpoint.targets import saved_leaf
 from levanter.commands.model.saved_model import model_metadata
 from levanter.io.paths import filesystem, is_remote
@@ -256,9 +257,12 @@ def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
     writer = ArrayWriter(timeout_seconds=SAVE_SECONDS, chunk_bytes=CHUNK_BYTES)
     try:
         writer.start(ref.arrays_path, arrays)
-        writer.wait()
+        digests = writer.wait()
     finally:
         writer.close()
+    if jax.process_count() == 1:
+        # Digests of several processes are brought together by `Checkpointer`; without them, reading says unverified.
+        ref = dataclasses.replace(ref, digests=MappingProxyType(digests))
     if jax.process_index() == 0:
         write_ref(ref)
 
