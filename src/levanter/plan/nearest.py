@@ -25,6 +25,7 @@ from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, declared_by_gr
 from levanter.models.activations import RESIDUAL
 from levanter.plan.known import Known, known_under
 from levanter.plan.layouts import AXES, ROWS, Figures, Layout, LayoutChange, Subject, activations_of, figures_of
+from levanter.run import Searchable
 
 MOST_CHANGES = 3
 ROOM = 0.8
@@ -32,8 +33,7 @@ ROOM = 0.8
 compiled, what has no name took up to 16 % of one."""
 BEAM = 4
 """Layouts to which further changes are applied."""
-TENSOR_AXES = ("heads", "vocab", "mlp")
-"""Axes that are sharded for parameters and activations alike."""
+HEADS, VOCAB = "heads", "vocab"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,7 @@ def _cut_parameters(subject: Subject, layout: Layout, figures: Figures) -> Itera
     def repeated(plan: LeafPlan) -> int:
         return plan.bytes_per_device - plan.bytes_per_device // mesh.ways(plan.replicated_over)
 
+    tensor = tensor_axes(subject)
     worst = sorted((p for p in figures.residents if p.replicated_over), key=repeated, reverse=True)
     for plan in worst[:BEAM]:
         free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
@@ -129,18 +130,27 @@ def _cut_parameters(subject: Subject, layout: Layout, figures: Figures) -> Itera
         for over in subsets:
             # Mesh axes that cut the batch can cut parameters, but no other axis of activations.
             shared = not set(over) & set(batch)
-            for name in _axes_to_cut(plan, shared=shared):
+            for name in _axes_to_cut(plan, tensor, shared=shared):
                 rules = _rules(plan, name, over, mesh)
                 if rules is not None:
-                    yield _with_rules(layout, name, over, rules, shared=shared and name in TENSOR_AXES)
+                    yield _with_rules(layout, name, over, rules, shared=shared and name in tensor)
 
 
-def _axes_to_cut(plan: LeafPlan, *, shared: bool) -> list[str]:
+def tensor_axes(subject: Subject) -> tuple[str, ...]:
+    """Axes that are sharded for parameters and activations alike: those that the model's layers name, and `vocab`."""
+    searchable = subject.plan.searchable
+    model = searchable if isinstance(searchable, Searchable) else getattr(subject.plan.work, "model", None)
+    cuts: tuple[tuple[str, ...], ...] = getattr(model, "tensor_axes", ())
+    names = [HEADS if KV_HEAD in axes else axes[0] for axes in cuts]
+    return tuple(dict.fromkeys((*(name for name in names if name == HEADS), VOCAB, *names)))
+
+
+def _axes_to_cut(plan: LeafPlan, tensor: tuple[str, ...], *, shared: bool) -> list[str]:
     """The axes of a leaf worth cutting, those first that are usually cut; `heads` stands for both of its axes."""
     names = [name for name in plan.leaf.names if name != "layers" and not name.startswith("_")]
     if Q_PER_GROUP in names or KV_HEAD in names:
-        names = ["heads", *(name for name in names if name not in (KV_HEAD, Q_PER_GROUP))]
-    order = (*TENSOR_AXES, "embed") if shared else ("embed", *TENSOR_AXES)
+        names = [HEADS, *(name for name in names if name not in (KV_HEAD, Q_PER_GROUP))]
+    order = (*tensor, "embed") if shared else ("embed", *tensor)
     return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
 
@@ -150,7 +160,7 @@ def _rules(
     """Rules that cut axis `name` of a leaf over more mesh axes; `None` where sizes do not divide."""
     cuts = dict(zip(plan.leaf.names, plan.mesh_axes, strict=True))
     sizes = dict(plan.leaf.axes)
-    if name != "heads":
+    if name != HEADS:
         axes = (*(a for a in cuts[name] if mesh.shape[a] > 1), *over)
         return {name: axes} if sizes[name] % mesh.ways(axes) == 0 else None
     if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:
@@ -168,9 +178,9 @@ def _with_rules(
     shared: bool,
 ) -> Layout:
     mappings = layout.mappings
-    groups = rules.get(Q_PER_GROUP) if name == "heads" else None
+    groups = rules.get(Q_PER_GROUP) if name == HEADS else None
     declared = declared_by_groups(groups or ())
-    written = over if name == "heads" else rules[name]
+    written = over if name == HEADS else rules[name]
     section = "trainer.mesh.shared_mapping" if shared else "trainer.mesh.param_mapping"
     return replace(
         layout,

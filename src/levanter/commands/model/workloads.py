@@ -4,13 +4,14 @@ FLOPs are those of the mathematics (`levanter.models.flops`), over all devices; 
 takes no time to speak of has no workload.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from haliax_ext.program import Program
 from levanter.commands.model.pretrained import PretrainedModel
 from levanter.data import EvaluationSet, FileDocuments
 from levanter.io import file_size, is_remote
+from levanter.models.flops import FlopsPerToken
 from levanter.models.registry import LmConfig
 from levanter.run import RunPlan, Workload
 from levanter.trainer.batch_plan import BatchStage
@@ -65,7 +66,13 @@ def scoring_workload(
 
 
 def training_workloads(
-    model: LmConfig, batches: tuple[BatchStage, ...], vocab: int, *, positions: int, steps: int
+    model: LmConfig,
+    batches: tuple[BatchStage, ...],
+    vocab: int,
+    *,
+    positions: int,
+    steps: int,
+    spared: Callable[[FlopsPerToken], float] = lambda _: 0.0,
 ) -> Iterator[Workload]:
     """What one step of each Program takes, and how many of them the run does.
 
@@ -75,6 +82,7 @@ def training_workloads(
         vocab: ids that the head tells apart, without the rows that only round it up.
         positions: tokens in a row.
         steps: of the whole run.
+        spared: operations a token of the backward pass that are not done, as gradients of frozen weights.
     """
     ends = (*(stage.start for stage in batches[1:]), steps)
     done = [max(0, min(end, steps) - stage.start) for stage, end in zip(batches, ends, strict=True)]
@@ -83,7 +91,8 @@ def training_workloads(
         tokens = own.plan.placed_rows * positions
 
         def flops(attention: Literal["causal", "full"], tokens: int = tokens) -> float:
-            return tokens * model.flops(vocab_size=vocab, context_length=positions, attention=attention).training
+            each = model.flops(vocab_size=vocab, context_length=positions, attention=attention)
+            return tokens * (each.training - spared(each))
 
         yield Workload(
             program=program_name(own),

@@ -1,7 +1,15 @@
 """What a training run freezes: how its plan says it, and how its checkpoints name it."""
 
 import math
+from collections.abc import Callable
 
+import haliax as hax
+
+from levanter.layers.experts import ExpertsSpec
+from levanter.models.base import LmHeadModel
+from levanter.models.flops import FlopsPerToken
+from levanter.models.registry import LmConfig
+from levanter.optim.parameters import Parameter, map_parameters
 from levanter.run import Check
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.frozen import FrozenPart
@@ -24,6 +32,50 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
         origin=f"trainer.seed {trainer.seed}" if begun_from is None else begun_from,
         digests=dict.fromkeys(sorted(plan.frozen), ""),
     )
+
+
+def spared_flops(
+    model: LmConfig, trained: LmHeadModel, frozen: LmHeadModel | None, *, vocab: int
+) -> Callable[[FlopsPerToken], float]:
+    """Operations a token that a backward pass does not do because weights are frozen.
+
+    A frozen matrix has no gradient, which would cost as much as its forward product. Gradients of activations are
+    computed all the same, unless the head alone is trained: nothing below it then needs them.
+
+    Args:
+        model: the architecture.
+        trained: the trained leaves, abstract, in the places of the model; None in those of frozen ones.
+        frozen: likewise the frozen ones; None where everything is trained.
+        vocab: ids that the head tells apart.
+
+    Returns:
+        What gives these operations for a count of the forward pass.
+    """
+    if frozen is None:
+        return lambda _: 0.0
+    head = 2.0 * vocab * model.Embed.size
+    chosen = {part.routing.chosen for layer in model.layers for part in layer.parts if isinstance(part, ExpertsSpec)}
+
+    def product(parameter: Parameter, value: hax.NamedArray) -> None:
+        """Counts the forward product with a parameter, if there is one."""
+        names = [axis.name for axis in parameter.axes]
+        is_head = parameter.role == "matrix" and "head" in parameter.roles
+        if is_head or (parameter.role == "embedding" and tied and "vocab" in names):
+            found.append(head)
+        elif parameter.role == "matrix":
+            size = 2.0 * math.prod(axis.size for axis in parameter.axes)
+            routed = "expert" in names and len(set(names) - {"layers"}) > 2
+            found.append(size * min(chosen) / value.resolve_axis("expert").size if routed and chosen else size)
+
+    tied = bool(getattr(model, "tie_word_embeddings", False))
+    found: list[float] = []
+    map_parameters(product, frozen)
+    weights = sum(found)
+    roles: list[tuple[str, ...]] = []
+    map_parameters(lambda parameter, _: roles.append(parameter.roles), trained)
+    if all("head" in each for each in roles):
+        return lambda flops: 2 * flops.scoring - head
+    return lambda _: weights
 
 
 def partition_notes(plan: StatePlan) -> list[Check]:

@@ -31,7 +31,7 @@ from levanter.commands.shell.perform import perform
 from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import find_validation
-from levanter.commands.train.frozen import frozen_part, partition_notes
+from levanter.commands.train.frozen import frozen_part, partition_notes, spared_flops
 from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
 from levanter.commands.train.places import places_written, what_is_left
@@ -112,7 +112,16 @@ def describe(
         load=load,
         computing=tuple(programs),
         saving=_saving(config, model, Vocab, state_plan, target),
-        workloads=tuple(training_workloads(model, batches, vocab, positions=positions, steps=trainer.num_train_steps)),
+        workloads=tuple(
+            training_workloads(
+                model,
+                batches,
+                vocab,
+                positions=positions,
+                steps=trainer.num_train_steps,
+                spared=spared_flops(model, run.state.model, run.frozen, vocab=vocab),
+            )
+        ),
         notes=resolved.notes,
         resident_bytes=state_plan.bytes_by_group,
         searchable=_searchable(run, state_plan.parameters, state_plan.whole, Vocab),

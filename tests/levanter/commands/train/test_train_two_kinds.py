@@ -23,6 +23,8 @@ from levanter.commands.train.first import first_state
 from levanter.commands.train.run import execute
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
+from levanter.plan.layouts import Subject
+from levanter.plan.nearest import tensor_axes
 from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 
@@ -51,6 +53,13 @@ def described(config: TrainLmConfig):
     axes = config.trainer.mesh.axes
     target = Target(name="local", platform="cpu", kind="cpu", devices=axes["data"] * axes["model"])
     return describe(config, target).check()
+
+
+def test_suggestions_divide_the_axes_that_the_kinds_of_layer_name(tmp_path):
+    """A refusal proposes to cut `channel` too, which nothing in the plan's code knows of."""
+    plan = described(config_of(tmp_path))
+    found = tensor_axes(Subject(plan=plan, program=plan.computing[-1], hbm_bytes=1))
+    assert found[:2] == ("heads", "vocab") and set(found) == {"heads", "vocab", "mlp", "channel"}
 
 
 class Losses(NoopTracker):
