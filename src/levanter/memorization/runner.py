@@ -154,6 +154,8 @@ def score_batches(
         first: where to begin, a multiple of the batch, so that every batch holds what it would hold in a whole run.
         fetch_behind: batches in flight before the first result is fetched.
     """
+    if first == len(source):
+        return  # a run that ended between its last part and its results
     assert first % shape.rows == 0, f"window {first} does not begin a batch of {shape.rows}"
     batches = (_batch(source, begin, shape) for begin in range(first, len(source), shape.rows))
     for real, found in results(program, mesh, model, batches, behind=fetch_behind, jit=jit_together):

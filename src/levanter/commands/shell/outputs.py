@@ -12,6 +12,7 @@ from pathlib import Path
 
 from levanter.io import Output, OutputError, atomic_write, is_remote, local_path, probe
 from levanter.io.paths import base_name
+from levanter.io.write_errors import output_error
 from levanter.run import Check
 
 
@@ -26,7 +27,11 @@ def output_checks(key: str, path: str | Path) -> list[Check]:
         message = f"{key}: {path}: whether it can be written is known where the run is"
         return [Check(name="output", status="unchecked", message=message)]
     at = Path(local_path(str(path))).absolute()
-    there = next(each for each in (at, *at.parents) if each.exists())
+    try:
+        there = next(each for each in (at, *at.parents) if each.exists())
+    except OSError as error:
+        problem = ValueError(f"{key}: {output_error(str(path), error)}")
+        return [Check(name="output", status="unchecked", message=str(problem), error=problem)]
     if there != at and not there.is_dir():
         problem = f"{key}: {path}: {there} is a file, not a folder"
     elif not os.access(there, os.W_OK):
