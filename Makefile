@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean
+.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -55,6 +55,10 @@ golden-compiled: $(BIN)/.dev  ## the same for what takes the TPU compiler, or mi
 $(BIN)/.docs: pyproject.toml $(BIN)/.core
 	$(BIN)/python -m pip install -q -e '.[docs]'
 	@touch $@
+
+SOAK_MINUTES ?= 30
+soak: $(BIN)/.dev  ## runs under signals, full and slow disks, damage, lost peers; the report goes to docs (30 minutes)
+	cd tests && PYTHONPATH=$(CURDIR)/tests:$(CURDIR) $(abspath $(BIN))/python -m soak --minutes $(SOAK_MINUTES) --report $(CURDIR)/docs/reliability.md
 
 docs: $(BIN)/.docs  ## the documents as a site, in site/; a broken link or a page that nothing lists is an error
 	$(BIN)/python -m mkdocs build --quiet --strict --clean

@@ -49,10 +49,10 @@ def test_what_was_not_scored_is_hatched_and_named():
 
 def test_whoever_scored_everything_sees_no_hatching():
     book = cut_short(147)
-    run = measure(replace(book, suffix_char_spans=np.stack([book.char_spans[:, 0], book.char_spans[:, 1] + 1], axis=1)))
-    assert (
-        run.scored.all() and '<b class="unscored">' not in report_html([run]) and "unscored" not in strip_svg(run, "a")
-    )
+    spans = np.stack([book.char_spans[:, 0], book.char_spans[:, 1] + 1], axis=1)
+    run = measure(replace(book, suffix_char_spans=spans))
+    assert run.scored.all()
+    assert '<b class="unscored">' not in report_html([run]) and "unscored" not in strip_svg(run, "a")
 
 
 def test_what_is_far_below_every_threshold_is_a_bar_and_not_nothing():

@@ -1,0 +1,1 @@
+"""A soak: runs in turns under everything that happens to runs."""
