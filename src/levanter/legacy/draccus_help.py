@@ -4,8 +4,12 @@ For its help text draccus looks for the docstring behind each field. Our classes
 class, whose lines draccus takes for fields: behind the last one it reads past the end of the class (IndexError, draccus
 0.11). So it is handed what the section says of a field, and for classes of others what it found before, or nothing
 where it stumbles.
+
+And a document of an entry point is read by our own reader: its keys may be those of any generation, and draccus, which
+knows today's fields alone, would refuse the others.
 """
 
+import sys
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -34,3 +38,27 @@ def teach(module: ModuleType) -> None:
 
     vars(get_attribute_docstring)["of_attributes_sections"] = True
     vars(module)["get_attribute_docstring"] = get_attribute_docstring
+
+
+PARSER = "draccus.argparsing"
+"""The module of draccus that reads documents and command lines."""
+
+
+def teach_parsing(module: ModuleType) -> None:
+    """Makes draccus's `parse` read the documents of entry points, whose old keys mean something here; once."""
+    theirs = module.parse
+    if getattr(theirs, "of_entry_points", False):
+        return
+
+    @wraps(theirs)
+    def parse(config_class: type, config_path: object = None, args: object = None, **keys: object) -> object:
+        ours = config_class.__module__.startswith("levanter.commands.")
+        if not ours or keys or config_path is None:
+            return theirs(config_class, config_path, args, **keys)
+        argv = sys.argv[1:] if args is None else list(args)  # pyright: ignore[reportArgumentType]
+        return import_module("levanter.config").load(config_class, ["--config_path", str(config_path), *argv])
+
+    vars(parse)["of_entry_points"] = True
+    for holder in (module, sys.modules.get("draccus")):
+        if holder is not None and vars(holder).get("parse") is theirs:
+            vars(holder)["parse"] = parse

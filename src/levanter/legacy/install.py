@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from levanter.legacy.draccus_help import MODULE as DRACCUS
-from levanter.legacy.draccus_help import teach
+from levanter.legacy.draccus_help import PARSER, teach, teach_parsing
 
 EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.checkpoint": (),
@@ -133,11 +133,11 @@ class _OfClass:
 
 
 class _TaughtDraccus(SourceFileLoader):
-    """Loads draccus's reader of docstrings, which then reads ours too."""
+    """Loads draccus's readers of docstrings and of documents, which then read ours too."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        teach(module)
+        (teach if module.__name__ == DRACCUS else teach_parsing)(module)
 
 
 class _ModulesWithEarlierNames:
@@ -145,11 +145,11 @@ class _ModulesWithEarlierNames:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not any(name in known for known in (EARLIER_NAMES, EARLIER_KEYWORDS, EARLIER_CALLS, {DRACCUS})):
+        if not any(name in known for known in (EARLIER_NAMES, EARLIER_KEYWORDS, EARLIER_CALLS, {DRACCUS, PARSER})):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            loader = _TaughtDraccus if name == DRACCUS else _EarlierNamesIn
+            loader = _TaughtDraccus if name in (DRACCUS, PARSER) else _EarlierNamesIn
             spec.loader = loader(spec.loader.name, spec.loader.path)
         return spec
 
@@ -236,3 +236,5 @@ def install() -> None:
     sys.meta_path.append(_EarlierModules)  # pyright: ignore[reportArgumentType]
     if DRACCUS in sys.modules:
         teach(sys.modules[DRACCUS])
+    if PARSER in sys.modules:
+        teach_parsing(sys.modules[PARSER])

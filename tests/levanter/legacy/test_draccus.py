@@ -119,3 +119,18 @@ def test_whichever_is_imported_first(first):
         "assert draccus.parse(CacheOptions, args=['--batch_size', '3']).batch_size == 3\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_document_of_2024_is_read_by_draccus_parse(tmp_path):
+    """Keys of any generation, and the command line behind them; configurations of others stay draccus's business."""
+    from levanter.commands.train.train_lm import TrainLmConfig
+
+    path = tmp_path / "old.yaml"
+    path.write_text(
+        "data: {id: some/data}\nmodel: {type: gpt2, hidden_dim: 32, num_heads: 4, num_layers: 2, seq_len: 64}\n"
+        "trainer: {train_batch_size: 32, fsdp_axis: embed, wandb: {project: p}}\n"
+    )
+    config = draccus.parse(TrainLmConfig, str(path), args=["--trainer.seed", "3"])
+    assert (config.model.max_seq_len, config.trainer.seed, config.data.id) == (64, 3, "some/data")
+    assert config.trainer.fsdp_axis == "embed" and config.trainer.wandb.project == "p"
