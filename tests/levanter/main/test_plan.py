@@ -142,7 +142,10 @@ def test_planning_fetches_nothing(tmp_path, capsys, monkeypatch, reference):
         (["--target", "v4-8"], "the entry point comes first"),
         (["eval_lm", "--target", "v4-8", "--no-compile", "--hf_checkpiont", "x"], "hf_checkpiont"),
         (["eval_lm", "--target", "v4-8", "--config_path", "nowhere.yaml"], "nowhere.yaml"),
-        (["eval_lm", "--target", "v4-8", "--assume_tokens", "0", "--hf_checkpoint", "x"], "assume_tokens: must be at least 1"),
+        (
+            ["eval_lm", "--target", "v4-8", "--assume_tokens", "0", "--hf_checkpoint", "x"],
+            "assume_tokens: must be at least 1",
+        ),
         (["eval_lm", "--target", "v4-8", "--json", "a", "--json", "b"], "--json is given 2 times"),
     ],
 )
