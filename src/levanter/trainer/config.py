@@ -60,6 +60,8 @@ class TrainerConfig(Ranged):
         load_checkpoint: whether the run resumes; null resumes where there is a checkpoint.
         load_checkpoint_path: the checkpoint to resume from; null for the run's own folder.
         initialize_from: a checkpoint of another run to go on behind, where the run has none of its own.
+        resume_with_changes: whether a run goes on behind its checkpoint though its architecture, data, seed or kind of
+            optimizer changed; arrays must have their shapes all the same.
         allow_partial_checkpoint: whether parameters that a checkpoint lacks are initialized instead.
         jax_config: options for `jax.config`.
         jax_compilation_cache_dir: a folder for compiled programs that later runs read.
@@ -96,6 +98,7 @@ class TrainerConfig(Ranged):
     load_checkpoint: bool | None = None
     load_checkpoint_path: PathText | None = None
     initialize_from: PathText | None = None
+    resume_with_changes: bool = False
     allow_partial_checkpoint: bool = False
 
     jax_config: dict[str, bool | int | float | str] = field(default_factory=lambda: dict(JAX_CONFIG))

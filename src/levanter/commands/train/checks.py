@@ -13,6 +13,7 @@ from haliax_ext.abstract import Leaf
 from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
 from levanter.checkpoint.targets import check_leaves, saved_leaf
 from levanter.commands.shell.outputs import output_checks
+from levanter.commands.train.changes import ChangedRunError, judge
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
 from levanter.data import AbsentTextError, DataError, LmDataConfig, Tokenizer, compare_stores, resolve_training
@@ -71,14 +72,18 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen
         checks += output_checks("trainer.checkpointer.temporary_base_path", written.temporary_base_path)
     if config.hf_save_path is not None:
         checks += output_checks("hf_save_path", config.hf_save_path)
-    for error in _checkpoint_problems(config, model, plan, frozen):
-        checks.append(Check(name="checkpoint", status="unchecked", message=str(error), error=error))
-    return checks
+    said: list[str] = []
+    for error in _checkpoint_problems(config, model, plan, frozen, said):
+        # A checkpoint may be whole elsewhere; another configuration than its own is another one everywhere.
+        status = "error" if isinstance(error, ChangedRunError) else "unchecked"
+        checks.append(Check(name="checkpoint", status=status, message=str(error), error=error))
+    return [*checks, *(Check(name="resume", status="note", message=line) for line in said)]
 
 
 def _checkpoint_problems(
-    config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None
+    config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None, said: list[str]
 ) -> Iterator[ValueError]:
+    """What keeps the run from its checkpoint; what changed since, and may, is added to `said`."""
     named = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
     resumed = None
@@ -88,6 +93,7 @@ def _checkpoint_problems(
         attempted(problems, lambda: refuse_taken_exports(places, resumed))
     if resumed is not None:
         attempted(problems, lambda: _check_resumed(resumed, model, plan, frozen))
+        said += attempted(problems, lambda: judge(resumed, config, model)) or ()
     elif not problems:
         begins = {
             config.initialize_from_checkpoint_path: (MODEL, OPTIMIZER),

@@ -21,6 +21,7 @@ from haliax_ext.program import Program
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.model.workloads import stage_program
+from levanter.commands.train.changes import judge
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import PROGRAM, Evaluate, validation_rows
 from levanter.commands.train.first import checked_frozen, first_state
@@ -250,6 +251,8 @@ def _prepare(plan: TrainPlan, session: Session, places: Places) -> _Prepared:
         logger.info("data: %s", line)
     if resumed is not None:
         logger.info("resuming from the %s", resumed)
+        for line in judge(resumed, config, work.model):
+            logger.warning("resume: %s", line)
         _compare_data(resumed, data)
     return _Prepared(places=places, resumed=resumed, data=data, stop=stop)
 
