@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak
+.PHONY: help demo demo-memorization demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak fuzz
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -71,3 +71,6 @@ lint: $(BIN)/.dev  ## ruff, pyright, import contracts
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
+
+fuzz: $(BIN)/.dev  ## damaged and senseless input of every kind, by a seed (SEED=… COUNT=…; 300 in <= 10 minutes)
+	JAX_PLATFORMS=cpu $(BIN)/python tests/attacks/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300)

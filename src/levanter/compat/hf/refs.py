@@ -56,7 +56,9 @@ class RepoRef:
         if not text:
             raise CheckpointError("checkpoint reference", "it is empty")
         if text.startswith("file://"):
-            return cls(kind="local", location=text.removeprefix("file://"))
+            if not (location := text.removeprefix("file://")):
+                raise CheckpointError(text, "it names no file or folder; a local one is file:///data/model")
+            return cls(kind="local", location=location)
         if "://" in text:
             return cls(kind="remote", location=text.rstrip("/"))
         if text.startswith("pypi:"):

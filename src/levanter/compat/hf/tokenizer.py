@@ -151,6 +151,10 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
         definition = read_json(repository, file, purpose="the tokenizer")
         if not isinstance(definition.get("model"), dict):
             raise CorruptFileError(repository.where(file), "it is not a tokenizer.json: it has no model")
+        if not _are_tokens(definition.get("added_tokens")):
+            raise CorruptFileError(
+                repository.where(file), "added_tokens is no list of tokens, each with content and id"
+            )
     elif file == DEFINITION and any(name in repository.files for name in _SLOW):
         definition = _convert(repository)
     else:
@@ -158,6 +162,19 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
             repository.name, f"there is no tokenizer ({file}); it has {', '.join(sorted(repository.files)[:8])}"
         )
     return FastTokenizer(definition, name=repository.name, **_roles(repository, definition))
+
+
+def _are_tokens(added: object) -> bool:
+    """Whether it is what `added_tokens` of a tokenizer.json may be."""
+    if added is None:
+        return True
+    return isinstance(added, list) and all(
+        isinstance(token, dict)
+        and isinstance(token.get("content"), str)
+        and isinstance(number := token.get("id"), int)
+        and number >= 0
+        for token in added
+    )
 
 
 def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, int | None]:

@@ -1,0 +1,34 @@
+"""The generator of mutations itself: the same seed makes the same case, and a few cases of each cheap kind hold."""
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.attacks import Attack, judge, strike
+
+_spec = importlib.util.spec_from_file_location("fuzz", Path(__file__).with_name("fuzz.py"))
+assert _spec is not None and _spec.loader is not None
+fuzz = importlib.util.module_from_spec(_spec)
+sys.modules["fuzz"] = fuzz
+_spec.loader.exec_module(fuzz)
+
+CHEAP = ["senseless_number", "misspelt_key", "unknown_choice", "command_line", "config_json", "damaged_json"]
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_a_mutation_is_refused(name: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fuzz.sound(tmp_path)
+    case = getattr(fuzz, name)(random.Random(7), tmp_path)
+    says = (case.says,) if case.says else ()
+    attack = Attack(name=case.what, command=case.command, words=case.words, code=case.codes[0], says=says)
+    judge(attack, strike(attack, tmp_path))
+
+
+def test_a_seed_makes_the_same_case_again(tmp_path):
+    folders = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
+    cases = [fuzz.make(5, 11, folder) for folder in folders]
+    first, second = [{p.name: p.read_bytes().replace(str(f).encode(), b"") for p in f.iterdir()} for f in folders]
+    assert first == second and cases[0].what.replace(str(folders[0]), "") == cases[1].what.replace(str(folders[1]), "")
