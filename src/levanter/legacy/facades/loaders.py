@@ -68,27 +68,12 @@ class BackgroundIterator:
     ):
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
         self._stopped, self._own = stopped or threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._make, args=(producer_fn,), name="make-items", daemon=True)
-        self._thread.start()
+        # The thread holds no reference to the iterator, so that one that nobody has any more ends its thread.
+        given = (self._ready, (self._stopped, self._own), producer_fn)
+        threading.Thread(target=_make_items, args=given, name="make-items", daemon=True).start()
 
     def _over(self) -> bool:
         return self._stopped.is_set() or self._own.is_set()
-
-    def _put(self, item: PyTree, error: BaseException | None = None) -> bool:
-        while not self._over():
-            with suppress(queue.Full):
-                self._ready.put((item, error), timeout=0.1)
-                return True
-        return False
-
-    def _make(self, producer_fn: Callable[[], Iterator[Any]]) -> None:
-        try:
-            for item in producer_fn():
-                if not self._put(item):
-                    return
-            self._put(_END)
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the item is asked for
-            self._put(_END, error)
 
     def __iter__(self) -> "BackgroundIterator":
         return self
@@ -116,6 +101,29 @@ class BackgroundIterator:
 
     def __del__(self) -> None:
         self._own.set()
+
+
+def _make_items(
+    ready: "queue.Queue[tuple[PyTree, BaseException | None]]",
+    stops: tuple[threading.Event, ...],
+    producer_fn: Callable[[], Iterator[PyTree]],
+) -> None:
+    """Makes items until there is no more, or one of the events is set."""
+
+    def put(item: PyTree, error: BaseException | None = None) -> bool:
+        while not any(stop.is_set() for stop in stops):
+            with suppress(queue.Full):
+                ready.put((item, error), timeout=0.1)
+                return True
+        return False
+
+    try:
+        for item in producer_fn():
+            if not put(item):
+                return
+        put(_END)
+    except BaseException as error:  # noqa: BLE001 - it is raised again where the item is asked for
+        put(_END, error)
 
 
 def place_examples(

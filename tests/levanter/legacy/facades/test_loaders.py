@@ -126,6 +126,9 @@ def test_a_background_iterable_passes_on_what_fails_and_stops():
     endless = BackgroundIterable(lambda: iter(lambda: 0, 1), 2)
     iterator = iter(endless)
     assert next(iterator) == 0
+    abandoned = iter(BackgroundIterable(lambda: iter(lambda: 0, 1), 2))
+    assert next(abandoned) == 0
+    del abandoned
     endless.stop()
     with pytest.raises(StopIteration):
         next(iterator)
