@@ -262,6 +262,10 @@ def memorizing(folder: Path) -> list[str]:
         "txt_path": str(folder / "book.txt"),
         "output_base_path": str(folder / "out"),
         "chunk_size": 20,
+        "prompt_tokens": 12,
+        "token_mode": True,
+        "cursor_inc_tokens": 1,
+        "eval_batch_size": 8,
         "trainer": {"tracker": {"type": "noop"}, "log_dir": str(folder / "logs")},
     }
     (folder / "book.yaml").write_text(json.dumps(document))
