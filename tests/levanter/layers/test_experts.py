@@ -151,7 +151,7 @@ def test_balance_equals_transformers_own(dense):
 
 def test_experts_that_do_not_divide_are_named():
     spec, mapping = MeshSpec.of(data=1, model=8), {"expert": "model"}
-    with pytest.raises(IndivisibleError, match=r"expert → model \(8 ways\), and expert 4 is no multiple"):
+    with pytest.raises(IndivisibleError, match=r"expert → model \(8 ways\), and expert 4 is not a multiple"):
         run(LAYER, X, spec, mapping)
 
 

@@ -147,7 +147,7 @@ def test_yaml_chooses_by_type():
         ),
         (lambda: Llama3RotaryConfig(low_freq_factor=4.0), "must be below high_freq_factor"),
         (lambda: YarnRotaryConfig(factor=4.0, mscale=0.7), "without mscale_all_dim"),
-        (lambda: DefaultRotaryConfig().rotated_size(15), "rotate pairs of features"),
+        (lambda: DefaultRotaryConfig().rotated_size(15), "rotate features in pairs"),
         (lambda: DynamicRotaryConfig(original_max_position_embeddings=8).frequencies(2, 9), "more than 2 rotated"),
     ],
 )

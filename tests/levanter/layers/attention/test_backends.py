@@ -165,7 +165,7 @@ def test_two_segmentations_are_our_bug():
             "tpu",
             "bfloat16",
             101,
-            "splash: as asked for; blocks of 128 × 128, 101 positions padded to 128; scores stay on the chip",
+            "splash: as configured; blocks of 128 × 128, 101 positions padded to 128; scores stay on the chip",
         ),
         (
             "splash",
@@ -181,7 +181,7 @@ def test_two_segmentations_are_our_bug():
             "float16",
             4096,
             "blockwise (blocks of 512): the kernel takes bfloat16 and float32, not float16; "
-            "4096 keys a sequence are more than the 2048 whose scores are held whole",
+            "4096 keys a sequence exceed 2048, the longest whose scores are materialized",
         ),
         (
             "nvte",
@@ -206,7 +206,7 @@ def test_two_segmentations_are_our_bug():
             64,
             "blockwise (blocks of 512): upstream's jax_flash is an online softmax over blocks of keys",
         ),
-        ("jax_native", "cpu", "float32", 64, "jax_native: as asked for"),
+        ("jax_native", "cpu", "float32", 64, "jax_native: as configured"),
     ],
 )
 def test_a_choice_explains_itself(requested, platform, dtype, length, expected):

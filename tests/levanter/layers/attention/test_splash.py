@@ -138,7 +138,7 @@ def test_an_axis_that_does_not_divide_is_refused(devices):
     with (
         jax.set_mesh(MeshSpec.of(data=4, model=2).build(devices)),
         mappings_in_scope(mappings),
-        pytest.raises(IndivisibleError, match=r"kv_head → data, model \(8 ways\), and kv_head 4 is no multiple"),
+        pytest.raises(IndivisibleError, match=r"kv_head → data, model \(8 ways\), and kv_head 4 is not a multiple"),
     ):
         values_and_gradients("causal")
 
@@ -269,7 +269,7 @@ def test_an_array_as_a_mask_goes_to_another_backend_and_says_so(caplog):
     choice = BackendChoice(name="splash", reason="")
     with caplog.at_level(logging.WARNING):
         out = attend(q, k, v, AttentionMask.of_array(explicit), softmax_scale=SCALE, choice=choice)
-    assert "blockwise and not splash" in caplog.text
+    assert "blockwise instead of splash" in caplog.text
     np.testing.assert_allclose(out.array, formula("causal")[0], atol=5e-6)
 
 
