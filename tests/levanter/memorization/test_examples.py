@@ -67,7 +67,7 @@ def test_each_row_scores_as_it_would_alone(devices):
 
 
 def test_a_row_without_prompt_or_continuation_is_named():
-    with pytest.raises(ValueError, match=r"2 of 3 do not \(row 1: 4 tokens, prompt 0, row 2: 4 tokens, prompt 4\)"):
+    with pytest.raises(ValueError, match=r"2 of 3 lack one \(row 1: 4 tokens, prompt 0, row 2: 4 tokens, prompt 4\)"):
         Examples.of([(np.arange(4), 2), (np.arange(4), 0), (np.arange(4), 4)])
     with pytest.raises(ValueError, match="0 of 0"):
         Examples.of([])

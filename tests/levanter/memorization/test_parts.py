@@ -101,7 +101,7 @@ def test_another_run_is_refused_and_what_differs_is_named(begun, finished):
     with pytest.raises(OtherRunError) as caught:
         other.is_done()
     message = str(caught.value)
-    assert f"holds {what} of another run" in message and "if_exists: replace" in message
+    assert f"holds {what} of a different run" in message and "if_exists: replace" in message
     assert "text.sha256: there 'ab12', now 'cd34'" in message and "windows.bos: there False, now True" in message
     assert "num_layers" not in message
 

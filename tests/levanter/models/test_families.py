@@ -198,7 +198,7 @@ def test_a_soft_cap_is_taken_into_account_by_the_choice_of_a_kernel():
     chosen, (reason,) = Gemma2Config().for_platform("tpu", compute_dtype="bfloat16", length=4096)
     assert chosen.attn_backend == "splash" and "scores stay on the chip" in reason
     chosen, (reason,) = Gemma2Config(attn_backend="nvte").for_platform("gpu", compute_dtype="bfloat16", length=4096)
-    assert chosen.attn_backend == "blockwise" and "soft cap" in reason
+    assert chosen.attn_backend == "blockwise" and "soft-caps" in reason
 
 
 def test_the_text_model_of_one_that_sees_is_found():

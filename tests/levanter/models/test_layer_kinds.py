@@ -214,7 +214,7 @@ def test_patterns():
     }.items():
         with pytest.raises(ValueError, match=message):
             expand_pattern(pattern, kinds=kinds, layers=7)
-    with pytest.raises(ValueError, match=r"layer_types and model\.pattern both say"):
+    with pytest.raises(ValueError, match=r"layer_types and model\.pattern both give"):
         config(pattern="FC", layer_types=("convolution",) * 5)
     with pytest.raises(ValueError, match=r"layer_types has 'convolutions'.*did you mean convolution\?"):
         config(layer_types=("convolutions",) * 5)
