@@ -188,7 +188,7 @@ def test_a_platform_settles_the_backend():
     config, reasons = tiny_config(attn_backend="nvte").for_platform("gpu", compute_dtype="bfloat16")
     assert config.attn_backend == "cudnn" and "Transformer Engine" in reasons[0]
     config, reasons = tiny_config(use_flash_attention=False).for_platform("tpu", compute_dtype="bfloat16", length=9999)
-    assert config.attn_backend == "reference" and reasons == ("attention: reference: as asked for",)
+    assert config.attn_backend == "reference" and reasons == ("attention: reference: as configured",)
     config, reasons = tiny_config().for_platform("tpu", compute_dtype="bfloat16", length=4096)
     assert config.attn_backend == "splash"
     assert reasons == ("attention: splash: blocks of 1024 × 1024; scores stay on the chip",)
