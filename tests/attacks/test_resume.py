@@ -52,7 +52,7 @@ ATTACKS = [
     refused("data-seed", "data_seed: null when it was saved, 7 now", data_seed=7),
     refused("shuffle", "data.shuffle: true when it was saved, false now", data={"shuffle": False}),
     refused(
-        "data", "data.components: ",
+        "data", "data.components.others: is new",
         data={"components": {"others": {"type": "direct", "datasets": {"train": ["1 2 3 4 5 6 7 8 9 " * 40]}}}},
     ),
     refused("optimizer", "optimizer.type: ", optimizer={"type": "muon"}),

@@ -71,7 +71,7 @@ def test_everything_wrong_with_a_config_is_listed():
         assert part in text
     with pytest.raises(ValueError, match=r"model.num_layers: must be at least 1, got 0"):
         LlamaConfig(num_layers=0)
-    with pytest.raises(ValueError, match=r"no such fields \['save_carry'\] \(did you mean save_carries"):
+    with pytest.raises(ValueError, match=r"no such fields: \['save_carry'\] \(did you mean save_carries"):
         LlamaConfig(gradient_checkpointing={"save_carry": True})
 
 

@@ -27,7 +27,6 @@ FIXED = frozenset(
         "initialize_from_checkpoint_path",
         "initialize_model_from_checkpoint_path",
         "adapter",
-        "trainer.trainable",
         "trainer.model_averaging",
         "optimizer.type",
         "trainer.seed",
@@ -111,9 +110,17 @@ SILENT = frozenset(
         "trainer.jax_compilation_cache_dir",
         "trainer.distributed",
         "trainer.require_accelerator",
+        # Compared where what is trained and what is frozen is: with the leaves that the checkpoint has.
+        "trainer.trainable",
     }
 )
-"""What means nothing to the numbers of a run."""
+"""What means nothing to the numbers of a run, or is compared elsewhere."""
+
+PLACES = frozenset({"cache_dir", "flat_cache"})
+"""Names within data sets that say where tokens are kept, not which they are."""
+
+ORIGIN = ("initialize_from_hf", "hf_checkpoint", "initialize_model_from_checkpoint_path")
+"""Where parameters came from. What is frozen is compared by its values, so the same weights may lie elsewhere by now."""
 
 
 class ChangedRunError(ValueError):
@@ -175,16 +182,19 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
         if key in ("model", "optimizer"):
             continue
         (old, there), (new, here) = _at(before, key), _at(now, key)
-        if there and here and old != new and not any(line.startswith(f"{key}: ") for line in fixed):
-            (fixed if key in FIXED else said).append(_line(key, old, new))
+        if there and here and not any(line.startswith(f"{key}: ") for line in fixed):
+            (fixed if key in FIXED else said).extend(_differences(key, old, new))
     named = {line.split(":")[0] for line in (*fixed, *said)}
     # The fields of another kind of optimizer, or of model, are others.
     blocks = [block for block in ("model", "optimizer") if f"{block}.type" not in named]
     said += [line for block in blocks for line in _below(block, before, now) if line.split(":")[0] not in named]
+    if config.trainer.trainable is not None:
+        moved = [line for line in fixed if line.split(":")[0] in ORIGIN]
+        fixed, said = [line for line in fixed if line not in moved], [*said, *moved]
     other = config.trainer.initialize_from
     if other is not None and ref.path.startswith(other.rstrip("/")):
         # Another run's on purpose: its model and its statistics are taken, not its data.
-        taken = [line for line in fixed if line.startswith(("model.", "optimizer.", "trainer.trainable"))]
+        taken = [line for line in fixed if line.startswith(("model.", "optimizer."))]
         fixed, said = taken, [*said, *(line for line in fixed if line not in taken)]
     return Changes(fixed=tuple(fixed), said=tuple(said))
 
@@ -207,6 +217,22 @@ def _at(document: Mapping[str, object], key: str) -> tuple[object, bool]:
             return None, False
         found = cast("dict[str, object]", found)[part]
     return found, True
+
+
+def _differences(key: str, old: object, new: object) -> list[str]:
+    """A line for each value that differs, by its own key where mappings are compared."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [] if old == new else [_line(key, old, new)]
+    was, own = cast("dict[str, object]", old), cast("dict[str, object]", new)
+    lines: list[str] = []
+    for name in sorted(was.keys() | own.keys()):
+        if name in PLACES:
+            continue
+        if name in was and name in own:
+            lines += _differences(f"{key}.{name}", was[name], own[name])
+        else:
+            lines.append(f"{key}.{name}: was there when it was saved" if name in was else f"{key}.{name}: is new")
+    return lines
 
 
 def _line(key: str, old: object, new: object) -> str:

@@ -86,7 +86,7 @@ def test_who_takes_the_configuration_alone_is_told_at_once(key: str):
 
 
 def test_keywords_that_no_class_has_any_more():
-    with pytest.raises(ValueError, match=r"TrainerConfig\(…\): trainer.quantization: .*would change the numbers"):
+    with pytest.raises(ValueError, match=r"TrainerConfig\(…\): trainer.quantization: .*would change the results"):
         TrainerConfig(quantization={"int8": True})
     with pytest.raises(ValueError, match=r"(?s)TrainLmConfig.*log_entropy: not supported yet.*hf_upload: exports"):
         TrainLmConfig(log_entropy=True, hf_upload="me/model")

@@ -131,7 +131,7 @@ def test_the_old_shape_of_a_mixture(folder, capsys):
     assert run(write(folder, {**old, **rest})) == 0
     built = sorted(str(path.parent.relative_to(folder / "cache")) for path in folder.glob("cache/*/*/manifest.json"))
     assert built == ["a/train", "a/validation", "b/validation"]
-    assert "data.components.b: no weight in data.train_weights, not trained on" in capsys.readouterr().out
+    assert "data.components.b: no weight in data.train_weights, so it is not trained on" in capsys.readouterr().out
 
 
 def test_a_configuration_that_only_evaluates(folder, capsys):

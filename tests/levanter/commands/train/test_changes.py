@@ -80,7 +80,11 @@ def saved(**more) -> CheckpointRef:
         ("model__initializer_range", 0.5, "model.initializer_range: 0.02 when it was saved, 0.5 now"),
         ("model__rope", {"type": "default", "theta": 500.0}, "model.rope: "),
         ("data__tokenizer", "gpt2", 'data.tokenizer: "passthrough" when it was saved, "gpt2" now'),
-        ("data__components", {"b": {"type": "direct", "datasets": {"train": ["1"]}}}, "data.components: "),
+        (
+            "data__components",
+            {"a": {"type": "direct", "datasets": {"train": ["1"]}}},
+            'data.components.a.datasets.train: ["1 2 3"] when it was saved, ["1"] now',
+        ),
         ("data__shuffle", True, "data.shuffle: "),
         ("optimizer__type", "muon", 'optimizer.type: "adam" when it was saved, "muon" now'),
         ("trainer__seed", 4, "trainer.seed: 3 when it was saved, 4 now"),
