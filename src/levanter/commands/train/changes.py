@@ -183,7 +183,9 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
             continue
         (old, there), (new, here) = _at(before, key), _at(now, key)
         if there and here and not any(line.startswith(f"{key}: ") for line in fixed):
-            (fixed if key in FIXED else said).extend(_differences(key, old, new))
+            whole = [_line(key, old, new)] if old != new else []
+            found = _differences(key, old, new) if key == "data.components" else whole
+            (fixed if key in FIXED else said).extend(found)
     named = {line.split(":")[0] for line in (*fixed, *said)}
     # The fields of another kind of optimizer, or of model, are others.
     blocks = [block for block in ("model", "optimizer") if f"{block}.type" not in named]
@@ -220,7 +222,7 @@ def _at(document: Mapping[str, object], key: str) -> tuple[object, bool]:
 
 
 def _differences(key: str, old: object, new: object) -> list[str]:
-    """A line for each value that differs, by its own key where mappings are compared."""
+    """A line for each value that differs, by its own key; nothing for where tokens are kept."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [] if old == new else [_line(key, old, new)]
     was, own = cast("dict[str, object]", old), cast("dict[str, object]", new)
