@@ -49,7 +49,7 @@ def test_who_is_killed_while_weights_are_loaded_is_named(tmp_path, inputs):
     # Reading, or waiting for the other to have compiled an exchange.
     where = r"(after barrier 'loading weights'|(in|behind) barrier 'the first load\.\S+')"
     assert re.search(f"error: process 1 of 2 is missing; noticed by process 0 {where}", ended[0].output)
-    assert re.search(rf"process 1 \(.*\) is gone: .*killed.*; last seen {where}", ended[0].output)
+    assert re.search(rf"process 1 \(.*\) was lost: .*killed.*; last seen {where}", ended[0].output)
     assert not (tmp_path / "out.json").exists()
 
 

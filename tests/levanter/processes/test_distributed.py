@@ -113,7 +113,7 @@ def test_timeouts_are_durations():
     timeouts = config.distributed.timeouts
     assert (timeouts.roll, timeouts.barrier, timeouts.heartbeat) == (90, 3600, 20)
     with pytest.raises(ValueError, match="init_timeout: must be at least 1s"):
-        DistributedConfig(init_timeout=timedelta())
+        DistributedConfig(init_timeout=timedelta(milliseconds=500))
 
 
 def test_on_the_machines_of_a_pod(monkeypatch):
