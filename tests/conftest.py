@@ -28,8 +28,8 @@ hypothesis.settings.register_profile("developer", **_UNTIMED)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
 
-# A shell's background job ignores Ctrl-C, and what `nohup` starts a hangup, and so would every process that a test starts
-# and then sends a signal.
+# A shell's background job ignores Ctrl-C, and what `nohup` starts ignores a hangup; every process that a test starts
+# and then sends a signal would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

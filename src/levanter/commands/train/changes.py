@@ -120,7 +120,7 @@ PLACES = frozenset({"cache_dir", "flat_cache"})
 """Names within data sets that say where tokens are kept, not which they are."""
 
 ORIGIN = ("initialize_from_hf", "hf_checkpoint", "initialize_model_from_checkpoint_path")
-"""Where parameters came from. What is frozen is compared by its values, so the same weights may lie elsewhere by now."""
+"""Where parameters came from. What is frozen is compared by its values: the same weights may lie elsewhere by now."""
 
 
 class ChangedRunError(ValueError):
