@@ -197,7 +197,7 @@ def test_another_partition_is_refused(trained, devices):
     everything = refused(trainable=None)
     assert "is of a run that trained norm (trainer.trainable), and this run trains everything: " in everything
     assert "9 are frozen there and trained here (embeddings.token_embeddings.weight, lm_head.weight, " in everything
-    assert "→ trainer.trainable: ['norm'] goes on behind it" in everything
+    assert "→ trainer.trainable: ['norm'] resumes it" in everything
     more = refused(trainable=("norm", "head"))
     assert "1 are frozen there and trained here (lm_head.weight)" in more
     other = refused(trainable=("head",))
