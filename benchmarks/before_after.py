@@ -7,6 +7,10 @@ of `eval_lm`. Each tree is a process of its own that lives for the whole measure
 pairs, in changing order. Compared are CPU seconds of a turn (all threads), which say more than seconds where other work
 shares the cores; compilation and the first turn are not counted. Given are, of after over before, the median of the
 pairs and the 95 % interval of that median by 10,000 bootstrap samples.
+
+Two processes of one and the same tree can differ by a tenth for as long as they live, since each gets other pages of
+memory. `--restarts N` starts both anew N times; a ratio is then of the medians of a pair of processes, and the interval
+is over these. `--only` and the name of a shape (`--shape`) choose a line.
 """
 
 import argparse
@@ -219,13 +223,16 @@ def main() -> None:
     parser.add_argument("--before", required=True, help="a checkout of the tree before")
     parser.add_argument("--after", default=str(Path(__file__).parents[1]), help="a checkout of the tree after")
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--restarts", type=int, default=1, help="pairs of processes, each of which takes its pairs")
     parser.add_argument("--only", choices=sorted(SHAPES))
+    parser.add_argument("--shape", choices=sorted(MODELS))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "model").mkdir()
         hugging_face(Path(scratch) / "model", SHAPES["loading"][0])
-        processes = {}
-        for name, tree in (("before", asked.before), ("after", asked.after)):
+        processes: dict[str, subprocess.Popen[str]] = {}
+
+        def start(name: str, tree: str) -> None:
             root = Path(tree).resolve()
             env = {
                 **os.environ,
@@ -243,6 +250,14 @@ def main() -> None:
                 text=True,
             )
 
+        def restart() -> None:
+            for process in processes.values():
+                assert process.stdin is not None
+                process.stdin.close()
+                process.wait()
+            for name, tree in (("before", asked.before), ("after", asked.after)):
+                start(name, tree)
+
         def take(tree: str, what: str, name: str) -> float:
             process = processes[tree]
             assert process.stdin is not None and process.stdout is not None
@@ -254,18 +269,28 @@ def main() -> None:
             raise RuntimeError(f"the process of the tree {tree!r} ended")
 
         print(f"{'work':9} {'shape':22} {'before':>9} {'after':>9}  after / before (95 %)   load")
+        restart()
         for what, names in SHAPES.items():
             if asked.only in (None, what):
-                for name in names:
-                    for tree in processes:
-                        take(tree, what, name)
-                    seconds: dict[str, list[float]] = {tree: [] for tree in processes}
-                    for n in range(asked.pairs):
-                        for tree in sorted(processes, reverse=bool(n % 2)):
-                            seconds[tree].append(take(tree, what, name))
-                    ratios = [a / b for a, b in zip(seconds["after"], seconds["before"], strict=True)]
+                for name in [each for each in names if asked.shape in (None, each)]:
+                    both: list[tuple[float, float]] = []
+                    for again in range(asked.restarts):
+                        if again:
+                            restart()
+                        for tree in processes:
+                            take(tree, what, name)
+                        seconds: dict[str, list[float]] = {tree: [] for tree in processes}
+                        for n in range(asked.pairs):
+                            for tree in sorted(processes, reverse=bool((n + again) % 2)):
+                                seconds[tree].append(take(tree, what, name))
+                        pairs = list(zip(seconds["before"], seconds["after"], strict=True))
+                        if asked.restarts > 1:
+                            middle = [statistics.median(seconds[tree]) for tree in ("before", "after")]
+                            pairs = [(middle[0], middle[1])]
+                        both += pairs
+                    ratios = [after / before for before, after in both]
                     low, high = interval(ratios)
-                    medians = [statistics.median(seconds[tree]) for tree in ("before", "after")]
+                    medians = [statistics.median(column) for column in zip(*both, strict=True)]
                     print(
                         f"{what:9} {name:22} {medians[0]:7.2f} s {medians[1]:7.2f} s  "
                         f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})   {os.getloadavg()[0]:.1f}",

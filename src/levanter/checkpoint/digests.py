@@ -24,6 +24,8 @@ Number = tuple[int, ...]
 
 _WORDS = 32 * 1024
 """Words of a piece."""
+_AT_ONCE = 2 * _WORDS
+"""Words that are added up and copied at once: half of the second-level cache of common cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +117,17 @@ def _digest(source: np.ndarray, target: np.ndarray | None) -> str:
     words = taken[:whole].view("<u8")
     copies = None if given is None else given[:whole].view("<u8")
     sums: list[int] = []
-    for begin in range(0, words.size, _WORDS):
-        piece = words[begin : begin + _WORDS]
+    full = words.size // _WORDS * _WORDS
+    # Added up first and copied then: the cache has the words for the copy, which writes past it.
+    for begin in range(0, full, _AT_ONCE):
+        piece = words[begin : min(begin + _AT_ONCE, full)]
+        sums += np.add.reduce(piece.reshape(-1, _WORDS), axis=1).tolist()
         if copies is not None:
-            place = copies[begin : begin + _WORDS]
-            np.copyto(place, piece)
-            piece = place
-        sums.append(int(np.add.reduce(piece)))
+            np.copyto(copies[begin : begin + piece.size], piece)
+    if full < words.size:
+        sums.append(int(np.add.reduce(words[full:])))
+        if copies is not None:
+            np.copyto(copies[full:], words[full:])
     rest = taken[whole:]
     if given is not None:
         given[whole:] = rest
