@@ -323,7 +323,7 @@ def _exchange_local(exchange: Exchange, piece: Span, x: jax.Array) -> jax.Array:
         if move.kind == "all_to_all":
             x = jax.lax.all_to_all(x, move.mesh_axes, split_axis=move.to, concat_axis=move.axis, tiled=True)
         elif move.kind == "all_gather":
-            x = _all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
+            x = all_gather(x, move.mesh_axes, axis=move.axis, tiled=True)
         elif move.kind == "trim":
             size = piece[1] - piece[0] if move.axis == exchange.cut else exchange.leaf.shape[move.axis]
             x = jax.lax.slice_in_dim(x, 0, size, axis=move.axis)
@@ -334,7 +334,8 @@ def _exchange_local(exchange: Exchange, piece: Span, x: jax.Array) -> jax.Array:
     return x
 
 
-_all_gather = cast("Callable[..., jax.Array]", jax.lax.all_gather)
+all_gather = cast("Callable[..., jax.Array]", jax.lax.all_gather)
+psum = cast("Callable[..., jax.Array]", jax.lax.psum)
 
 
 def _spec(cuts: Cuts) -> PartitionSpec:

@@ -227,10 +227,16 @@ class SourcePiece:
     layout: LeafLayout
     stack: tuple[int, ...]
 
-    def write(self, block: np.ndarray, tensor: np.ndarray) -> None:
-        """Copies the leaf's share (`block`, the elements of `box`) into the whole source tensor."""
+    def write(self, block: np.ndarray, tensor: np.ndarray, box: Box | None = None) -> None:
+        """Copies the leaf's share, or a part of it, into the whole source tensor.
+
+        Args:
+            block: the elements.
+            tensor: the source tensor.
+            box: which elements of the leaf these are; None for all of `box`.
+        """
         digits = [tuple((0, size) for size in sizes) for sizes in self.layout.group_sizes]
-        copy = self.layout.copy(self.stack, digits, self.box)
+        copy = self.layout.copy(self.stack, digits, self.box if box is None else box)
         assert copy is not None
         piece = tensor[(*to_slices(self.region), ...)]
         if piece.flags.c_contiguous:

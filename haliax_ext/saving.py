@@ -1,12 +1,10 @@
 """Arrays on devices → tensors of a checkpoint, one at a time: the inverse of `loading`, by the same rules.
 
 `tensors_of` goes through the source tensors that a table of `WeightRules` names and assembles each from the shards that
-hold it. Only one tensor is in host memory at a time. The devices cut it out: where this process holds all shards, each
-gives what it has of it; where other processes hold some, every process runs the same small Program that brings one
-tensor's part to all. `saving_programs` knows these Programs beforehand.
+hold it. Only one tensor is in host memory at a time, in that of the process that writes. It comes from the devices
+piece by piece (`taking`), which bounds what they need. `saving_programs` knows the Programs of that beforehand.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,19 +12,15 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.exchange import Cuts
-from haliax_ext.mapping import AxisMapping
+from haliax_ext.exchange import TRANSIENT_LIMIT
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.program import Input, Jit, Program
+from haliax_ext.program import Jit, Program
 from haliax_ext.rules import SourcePiece, WeightRules
-from haliax_ext.slices import Box, box_shape, intersect, to_slices
-
-MeshSizes = tuple[tuple[str, int], ...]
-"""Mesh axes, major first, with their sizes."""
+from haliax_ext.slices import to_slices
+from haliax_ext.taking import cuts_of, give, plan_taking, taken
 
 
 class Readable(Protocol):
@@ -90,144 +84,78 @@ def plan_saving(
 
 
 def tensors_of(
-    plan: Iterable[OutTensor], arrays: Mapping[str, jax.Array | Readable], *, jit: Jit = Program.jit
+    plan: Iterable[OutTensor],
+    arrays: Mapping[str, jax.Array | Readable],
+    *,
+    jit: Jit = Program.jit,
+    limit: int = TRANSIENT_LIMIT,
 ) -> Iterator[tuple[OutTensor, np.ndarray]]:
-    """Each tensor with its elements; with several processes, every one of them must go through all.
+    """Each tensor with its elements; with several processes, every one of them must go through all, or `bring` them.
 
     Args:
         plan: from `plan_saving`.
         arrays: by leaf path; on devices, in memory, or in files that are read slice by slice.
-        jit: makes the programs callable that bring parts to all processes.
+        jit: makes the programs callable that take pieces from devices.
+        limit: bytes on a device that a piece may take, beside the arrays.
     """
     for tensor in plan:
         whole = np.empty(tensor.shape, tensor.dtype)
         for piece in tensor.pieces:
-            piece.write(elements(arrays[piece.target], piece.box, jit=jit), whole)
+            array = arrays[piece.target]
+            if isinstance(array, jax.Array):
+                for box, values in taken(array, piece.box, jit=jit, limit=limit):
+                    piece.write(values, whole, box)
+            else:
+                piece.write(np.asarray(array[to_slices(piece.box)]), whole)
         yield tensor, whole
 
 
-def elements(array: jax.Array | Readable, box: Box, *, jit: Jit = Program.jit) -> np.ndarray:
-    """The elements of a box of an array, on the host of every process; what lies on devices is cut there."""
-    if not isinstance(array, jax.Array):
-        return np.asarray(array[to_slices(box)])
-    mesh, cuts = _lies(array)
-    size, sizes = box_shape(box), tuple((name, n) for name, n in mesh.shape.items())
-    brought = not (array.is_fully_addressable or array.is_fully_replicated)
-    program = _box_program(array.shape, np.dtype(array.dtype), _without_ones(cuts, sizes), sizes, size, brought=brought)
-    starts = jax.make_array_from_callback(
-        (len(box),), NamedSharding(mesh, PartitionSpec()), lambda _: np.asarray([start for start, _ in box], np.int32)
-    )
-    found = jit(program, mesh)(array, starts)
-    if brought:
-        return np.asarray(found.addressable_data(0))
-    shard = array.sharding.shard_shape(array.shape)
-    part = tuple(map(min, size, shard))
-    out = np.empty(size, array.dtype)
-    written: set[Box] = set()
-    for each in found.addressable_shards:
-        first = tuple((s.start or 0) // n * held for s, n, held in zip(each.index, part, shard, strict=True))
-        begin = [
-            at + min(max(start - at, 0), held - n)
-            for at, (start, _), held, n in zip(first, box, shard, part, strict=True)
-        ]
-        there = tuple((at, at + n) for at, n in zip(begin, part, strict=True))
-        common = intersect(there, box)
-        if common is None or common in written:
-            continue
-        written.add(common)
-        inside = tuple((a - at, b - at) for (a, b), at in zip(common, begin, strict=True))
-        wanted = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))
-        out[to_slices(wanted)] = np.asarray(each.data)[to_slices(inside)]
-    return out
+def bring(
+    plan: Iterable[OutTensor],
+    arrays: Mapping[str, jax.Array | Readable],
+    *,
+    jit: Jit = Program.jit,
+    limit: int = TRANSIENT_LIMIT,
+) -> Iterator[OutTensor]:
+    """Does the part of a process that writes nothing while another one goes through `tensors_of`.
+
+    Args:
+        plan, arrays, jit, limit: as `tensors_of` takes them.
+    """
+    for tensor in plan:
+        for piece in tensor.pieces:
+            array = arrays[piece.target]
+            if isinstance(array, jax.Array):
+                give(array, piece.box, jit=jit, limit=limit)
+        yield tensor
 
 
-def saving_programs(plan: Iterable[OutTensor], sharding: ShardingPlan, *, hosts: int) -> tuple[Program, ...]:
+def saving_programs(
+    plan: Iterable[OutTensor], sharding: ShardingPlan, *, hosts: int, limit: int = TRANSIENT_LIMIT
+) -> tuple[Program, ...]:
     """The Programs that `tensors_of` runs for arrays that lie as planned: one for each shape, cut and size of a piece.
 
     Args:
         plan: from `plan_saving`.
         sharding: where the leaves lie.
         hosts: how many processes hold them.
+        limit: bytes on a device that a piece may take, beside the arrays.
     """
     sizes = tuple(sharding.mesh.axes)
     found: dict[str, Program] = {}
     for tensor in plan:
         for piece in tensor.pieces:
             leaf = sharding.by_path[piece.target].leaf
-            cuts = _without_ones(_cuts(sharding.spec(leaf.path), len(leaf.axes)), sizes)
-            program = _box_program(
-                leaf.shape, leaf.dtype, cuts, sizes, box_shape(piece.box), brought=hosts > 1 and any(cuts)
+            cuts = cuts_of(sharding.spec(leaf.path), len(leaf.axes))
+            ways = sharding.mesh.ways(tuple(axis for axes in cuts for axis in axes))
+            taking, _, _ = plan_taking(
+                piece.box,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                cuts=cuts,
+                sizes=sizes,
+                brought=hosts > 1 and ways > 1,
+                limit=limit,
             )
-            found[program.name] = program
+            found |= {program.name: program for program in taking.programs}
     return tuple(found.values())
-
-
-def _lies(array: jax.Array) -> tuple[Mesh, Cuts]:
-    """The mesh that an array lies on, and how it cuts it; one of a single device is a mesh of that."""
-    if isinstance(array.sharding, NamedSharding):
-        assert isinstance(array.sharding.mesh, Mesh)
-        return array.sharding.mesh, _cuts(array.sharding.spec, array.ndim)
-    found = array.devices()
-    assert len(found) == 1, f"an array on several devices must have a NamedSharding, not {array.sharding}"
-    devices = np.asarray(list(found))
-    return Mesh(devices, ("device",)), ((),) * array.ndim
-
-
-def _cuts(spec: PartitionSpec, rank: int) -> Cuts:
-    entries = (*spec, *(None for _ in range(rank - len(spec))))
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
-
-
-def _without_ones(cuts: Cuts, sizes: MeshSizes) -> Cuts:
-    """A mesh axis of size 1 cuts nothing."""
-    large = {name for name, n in sizes if n > 1}
-    return tuple(tuple(axis for axis in axes if axis in large) for axes in cuts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _box_program(
-    shape: tuple[int, ...], dtype: np.dtype, cuts: Cuts, sizes: MeshSizes, size: tuple[int, ...], *, brought: bool
-) -> Program:
-    """The Program that takes a box out of an array: its array, and where the box begins.
-
-    Either the whole box is brought to every device, or each device gives a part of its shard, as large as the box or
-    the shard: what of the box it holds is in it, and no device waits for another.
-
-    Args:
-        shape: of the array.
-        dtype: of the array.
-        cuts: the mesh axes that cut it.
-        sizes: of the mesh axes.
-        size: of the box.
-        brought: whether to every device.
-    """
-    ways = tuple(math.prod(n for name, n in sizes if name in axes) for axes in cuts)
-    shard = tuple(n // way for n, way in zip(shape, ways, strict=True))
-    part = tuple(map(min, size, shard))
-    spec = PartitionSpec(*(axes or None for axes in cuts))
-
-    def gather(array: jax.Array, starts: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(array, starts, size)
-
-    def local(x: jax.Array, starts: jax.Array) -> jax.Array:
-        begin: list[jax.Array] = []
-        for n, axes in enumerate(cuts):
-            first = jax.lax.axis_index(axes) * np.int32(shard[n]) if axes else np.int32(0)
-            begin.append(jax.lax.clamp(np.int32(0), starts[n] - first, np.int32(shard[n] - part[n])))
-        return jax.lax.dynamic_slice(x, begin, part)
-
-    def cut(array: jax.Array, starts: jax.Array) -> jax.Array:
-        return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)(array, starts)
-
-    lies = AxisMapping({f"_{n}": axes for n, axes in enumerate(cuts) if axes})
-    where = "".join(f".{n}-{'-'.join(axes)}" for n, axes in enumerate(cuts) if axes)
-    kind = "gather" if brought else "cut"
-    return Program(
-        name=f"save.{kind}.{'x'.join(map(str, size))}.of.{'x'.join(map(str, shape))}.{dtype.name}{where}",
-        function=gather if brought else cut,
-        inputs=(
-            Input(name="array", value=jax.ShapeDtypeStruct(shape, dtype), placement=lies),
-            Input(name="starts", value=jax.ShapeDtypeStruct((len(shape),), np.int32), placement=AxisMapping()),
-        ),
-        out_placement=AxisMapping() if brought else lies,
-    )

@@ -202,6 +202,8 @@ class RunPlan(Generic[W]):
         notes: every decision that the user did not write.
         work: what `execute` needs beside the Programs (batches, outputs), of the entry point's own type.
         resident_bytes: what stays on a device from beginning to end, by kind; None for the parameters alone.
+        beside: by Program, bytes on a device of what is there while it runs and is none of its inputs; nothing for
+            those that are not named. Loading's follow from the LoadPlan.
         searchable: what a search for a better layout goes by, or a line that says why there is nothing to search.
     """
 
@@ -218,6 +220,7 @@ class RunPlan(Generic[W]):
     notes: tuple[str, ...] = ()
     work: W = field(repr=False)
     resident_bytes: Mapping[str, int] | None = None
+    beside: Mapping[str, int] = field(default_factory=dict[str, int])
     searchable: Searchable | str = "this run has no timed workload, so there is nothing to search"
 
     @property

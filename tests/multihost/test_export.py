@@ -1,10 +1,12 @@
 """Hugging Face exports as several processes: those of one, and whole whenever one of them is killed."""
 
+import json
 import random
 import time
 from pathlib import Path
 
 import pytest
+from helpers import save_in_processes
 from helpers.processes import Run, check_named, run_together
 from helpers.tiny_runs import SECONDS
 
@@ -110,3 +112,15 @@ def test_on_disks_of_their_own_process_0_has_the_exports(inputs, tmp_path):
         assert set(exported) <= there and not (tmp_path / "disk1").exists()
         # As if it had been killed while it wrote its last one.
         (tmp_path / "disk0" / "run" / f"step-{steps}").rename(tmp_path / f"step-{steps}")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_neox"])
+def test_pieces_from_other_processes(tmp_path, family):
+    """Expert and layer that one process owns, rows and columns of all: brought in pieces of 32 KiB."""
+    run_together(tmp_path, 2, [save_in_processes.__file__, str(tmp_path), family, str(32 << 10)], devices=4)
+    found = [json.loads((tmp_path / f"ran.{number}.json").read_text()) for number in range(2)]
+    assert found[0] == found[1]
+    assert found[0]["tensors"] == found[0]["expected"]
+    assert sorted(set(found[0]["ran"])) == found[0]["planned"]
+    gathered = [name for name in found[0]["ran"] if name.startswith("save.gather")]
+    assert len(gathered) > len(found[0]["planned"])

@@ -24,7 +24,7 @@ from levanter.tracker import NoopTracker
 # Real processes on a machine that has other things to do.
 pytestmark = pytest.mark.timeout(1800)
 
-GATHER = "save.gather.61x16.of.62x16.float32.0-model.1-data"
+GATHER = "save.gather.31x4.of.62x16.float32.0-model.1-data"
 """The Program that brings the embedding to all processes."""
 
 

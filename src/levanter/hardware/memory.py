@@ -19,6 +19,41 @@ def host_memory(root: Path = Path("/")) -> int | None:
     return min(found) if found else None
 
 
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that processes here may still use: what is free, or what their container leaves, if that is less.
+
+    Args:
+        root: of the file system that has `proc` and `sys`.
+    """
+    found: list[int] = []
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable" and rest.split()[0].isdigit():
+            found.append(int(rest.split()[0]) * 1024)
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        base = root / ("sys/fs/cgroup" if limit == "memory.max" else "sys/fs/cgroup/memory")
+        # Pages of files that were read count as used, and are given up when they are wanted.
+        for allowed in _number(base / limit):
+            cached = next((n for n in _reclaimable(base / "memory.stat")), 0)
+            found += [max(allowed - now + cached, 0) for now in _number(base / used)]
+    return min(found) if found else None
+
+
+def _reclaimable(file: Path) -> Iterator[int]:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file") and value.strip().isdigit():
+            yield int(value)
+
+
 def _built_in(root: Path) -> Iterator[int]:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()

@@ -56,6 +56,7 @@ class PlanRequest:
         require_inputs: whether inputs that are not at hand are refused.
         search: whether better meshes are looked for.
         keep_hlo: a folder in which the compiler's text stays.
+        cache: whether answers of compilers are kept, and kept ones taken.
     """
 
     entry_point: Listed
@@ -68,10 +69,11 @@ class PlanRequest:
     require_inputs: bool = False
     search: bool = False
     keep_hlo: str | None = None
+    cache: bool = True
 
 
 _WITH_VALUE = ("target", "json", "html", "assume_tokens", "keep_hlo")
-_SWITCHES = ("no_compile", "require_inputs", "search", "all_programs")
+_SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "no_cache")
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
 
@@ -89,6 +91,7 @@ what is asked:
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
   --assume_tokens N    tokens of the text, where it is not at hand (also `plan: {{assume_tokens: N}}` in the file)
   --search             look for meshes that fit better or run faster
+  --no_cache           ask the compiler anew, and keep nothing of what it says
   --json FILE          the verdicts as JSON; `-` for standard output
   --html FILE          the verdicts as one self-contained page
   --keep_hlo FOLDER    keep the compiler's text of each Program
@@ -180,6 +183,7 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
         require_inputs="require_inputs" in switches,
         search="search" in switches,
         keep_hlo=one("keep_hlo"),
+        cache="no_cache" not in switches,
     )
 
 
@@ -240,6 +244,7 @@ def _planned(asked: PlanRequest) -> int:
         import jax
 
         from levanter.plan.aot import devices_here
+        from levanter.plan.kept import KeptAnswers
         from levanter.plan.preflight import Question, preflight
 
         # This process computes nothing: an accelerator that is here is left to the worker.
@@ -253,6 +258,7 @@ def _planned(asked: PlanRequest) -> int:
             compile=asked.compile,
             all_programs=asked.all_programs,
             require_inputs=asked.require_inputs,
+            kept=KeptAnswers.here() if asked.cache else None,
         )
         verdicts: list[Verdict] = []
         searches: dict[str, SearchResult] = {}

@@ -5,23 +5,15 @@ run again from the same config, compiles each Program with the real compiler of 
 that does not fit is a value here (`Refused`), not an exception; so is everything else the compiler says. What is an
 exception: a compiler that crashes (`CompileCrash`, exit code 4), libtpu that is not installed (`LibtpuMissing`), bad
 input found by the worker (`WorkerBadInput`), and Ctrl-C, after which the worker and what it left behind are gone.
+Answers for pods are kept (`kept`): what was asked before is answered by what the compiler said then.
 
 Words. *worker*: the process that compiles (`levanter.plan.worker` says how it is told what to). *local*: the devices of
 this machine, compiled for in the same way.
 """
 
 import importlib.util
-import json
-import os
-import re
-import secrets
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +21,16 @@ from typing import Any
 from haliax_ext.hlo import CompiledFigures, MemoryFigures, OutOfMemory, read_figures, read_out_of_memory
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.run import Target
+from levanter.plan.fingerprint import fingerprint
+from levanter.plan.kept import KeptAnswers, compiler_here
+from levanter.plan.workers import CompileCrash as CompileCrash
+from levanter.plan.workers import WorkerBadInput as WorkerBadInput
+from levanter.plan.workers import run_workers, scratch_folder, side_by_side, spec_of_mesh, worker_environment
+from levanter.run import RunPlan, Target
+
+logger = logging.getLogger(__name__)
 
 INSTALL_LINE = "pip install 'levanter[plan]'"
-# Where libtpu says that it is in use; a killed process leaves it behind.
-LOCK_FILE = Path("/tmp/libtpu_lockfile")
 
 _EMPTY: Mapping[str, Any] = {
     "function": None,
@@ -41,6 +38,7 @@ _EMPTY: Mapping[str, Any] = {
     "programs": [],
     "compiler_options": {},
     "import_paths": [],
+    "kept": None,
 }
 
 
@@ -52,26 +50,6 @@ class LibtpuMissing(ValueError):
             f"compiling for {target} needs the TPU compiler, which is not installed here: {INSTALL_LINE} "
             "(a CPU machine is enough; without it, plan with --no-compile)"
         )
-
-
-class WorkerBadInput(ValueError):
-    """Describing the run failed on its input, in the worker; `kind` is the name of the error there."""
-
-    def __init__(self, kind: str, message: str):
-        self.kind = kind
-        super().__init__(message)
-
-
-class CompileCrash(RuntimeError):
-    """The compiler died; `last_lines` is the end of what it printed."""
-
-    exit_code = 4
-
-    def __init__(self, target: str, program: str | None, how: str, last_lines: Sequence[str]):
-        self.program = program
-        self.last_lines = tuple(last_lines)
-        what = f"program {program}" if program else "before any program"
-        super().__init__(f"the compiler for {target} {how} ({what}):\n" + "\n".join(f"  {x}" for x in last_lines))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +64,7 @@ class Compiled:
         coordinates: of each device in row-major mesh order: slice, torus coordinates, core; `None` off TPUs.
         lower_seconds: time to trace and lower.
         compile_seconds: time in the compiler.
+        kept_since: when it was compiled, in seconds since the epoch, where that was not now but the answer was kept.
     """
 
     name: str
@@ -96,6 +75,7 @@ class Compiled:
     coordinates: tuple[tuple[int, ...], ...] | None
     lower_seconds: float
     compile_seconds: float
+    kept_since: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -117,6 +97,7 @@ class Refused:
     refusal: OutOfMemory
     lower_seconds: float
     compile_seconds: float
+    kept_since: float | None = None
 
 
 Outcome = Compiled | Refused
@@ -132,6 +113,8 @@ def compile_programs(
     import_paths: Sequence[str] = (),
     keep_text: Path | None = None,
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
+    kept: KeptAnswers | None = None,
+    plan: RunPlan | None = None,
 ) -> tuple[Outcome, ...]:
     """Compiles what `function` describes.
 
@@ -140,12 +123,15 @@ def compile_programs(
             `RunPlan` or anything else with a `mesh` and `programs`.
         payload: plain JSON values.
         target: an accelerator, or `local`.
-        programs: names of those to compile; all if empty.
+        programs: names of those to compile, in the order in which they are taken up; all if empty.
         compiler_options: over each Program's own; what is compiled must be what runs, so these are for experiments.
         import_paths: prepended to the worker's import path.
         keep_text: a folder in which the compiler's text of each program stays.
         on_event: called with each line of the worker's report as it comes (`devices`, `described`, `compiling`,
             `outcome`).
+        kept: where answers of pods' compilers are kept and looked for; None for compiling everything anew.
+        plan: what `function` describes, where the caller has described it already: with it an answer may be found
+            without a worker.
 
     Raises:
         AcceleratorError: an unknown target, or one for which no compiler runs here.
@@ -162,21 +148,65 @@ def compile_programs(
         )
     if pod is not None and importlib.util.find_spec("libtpu") is None:
         raise LibtpuMissing(name)
-    with _scratch_folder() as scratch:
+    with scratch_folder() as scratch:
         folder = scratch if keep_text is None else keep_text
         folder.mkdir(parents=True, exist_ok=True)
+        found: dict[str, Outcome] = {}
+        if pod is not None and kept is not None and plan is not None and not compiler_options:
+            found = dict(_found_again(plan, programs, kept, keep_text))
+        missing = [each for each in programs if each not in found]
+        if programs and not missing:
+            return tuple(found[each] for each in programs)
         request = {
             **_EMPTY,
             "function": function,
             "payload": dict(payload),
             "target": name,
-            "programs": list(programs),
+            "programs": missing,
             "compiler_options": dict(compiler_options or {}),
             "import_paths": list(import_paths),
             "folder": str(folder),
+            "kept": None if kept is None or pod is None else {"folder": str(kept.folder), "bytes": kept.max_bytes},
         }
-        events = run_worker(request, environment=worker_environment(pod), scratch=scratch, on_event=on_event)
-        return tuple(_outcome(event) for event in events if event["event"] == "outcome")
+        events = _compiled(request, worker_environment(pod), scratch, on_event)
+        found |= {event["name"]: _outcome(event) for event in events if event["event"] == "outcome"}
+        (described,) = (event["programs"] for event in events if event["event"] == "described")
+        return tuple(found[each] for each in programs or described if each in found)
+
+
+def _found_again(
+    plan: RunPlan, programs: Sequence[str], kept: KeptAnswers, keep_text: Path | None
+) -> Iterator[tuple[str, Outcome]]:
+    """Answers that are found without lowering anything."""
+    by_name, compiler = {each.name: each for each in plan.programs}, compiler_here()
+    for name in programs:
+        way = fingerprint(by_name[name], plan) if name in by_name else None
+        answer = None if way is None else kept.follow(way, compiler)
+        if answer is None:
+            continue
+        if keep_text is not None and answer.text is not None:
+            (keep_text / f"{name}.hlo.txt").write_text(answer.text)
+        said = {**answer.said, "name": name, "mesh": spec_of_mesh(plan.mesh), "kept_since": answer.compiled_at}
+        yield name, _outcome(said, answer.text)
+
+
+def _compiled(
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    scratch: Path,
+    on_event: Callable[[Mapping[str, Any]], None] | None,
+) -> list[dict[str, Any]]:
+    """The events of as many workers as there is room for; of one, where that was too many."""
+    # The devices of this machine are one worker's.
+    workers = 1 if request["target"] == "local" else side_by_side(len(request["programs"]))
+    options: dict[str, Any] = {"environment": environment, "scratch": scratch, "on_event": on_event}
+    try:
+        return run_workers(request, workers=workers, **options)
+    except CompileCrash as error:
+        if workers == 1 or not error.out_of_memory:
+            raise
+        logger.warning("%s; one program is compiled at a time now", str(error).splitlines()[0])
+        return run_workers(request, workers=1, **options)
 
 
 def devices_here() -> Target:
@@ -185,128 +215,28 @@ def devices_here() -> Target:
     Raises:
         CompileCrash: JAX finds no device, or dies on the way.
     """
-    with _scratch_folder() as scratch:
+    with scratch_folder() as scratch:
         request = {**_EMPTY, "target": "local", "folder": str(scratch)}
-        events = run_worker(request, environment=worker_environment(None), scratch=scratch)
+        events = run_workers(request, environment=worker_environment(None), scratch=scratch)
     found = next(event for event in events if event["event"] == "devices")
     return Target(name="local", **{key: value for key, value in found.items() if key != "event"})
 
 
-def worker_environment(pod: Accelerator | None) -> dict[str, str]:
-    """Our environment and import path, and for a pod what libtpu must be told before it is loaded."""
-    # The worker imports what we import, however we came to it.
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    if pod is None:
-        return environment
-    return environment | {
-        # No metadata server is asked what machine this is.
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": pod.libtpu_accelerator_type,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        # Several plans at once, and no lock file.
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_LOG_DIR": "disabled",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "TPU_STDERR_LOG_LEVEL": "3",
-        # Whatever is installed here, nothing of it is to be used.
-        "JAX_PLATFORMS": "cpu",
-    }
+def _outcome(event: Mapping[str, Any], text: str | None = None) -> Outcome:
+    """What a worker reported, as a value.
 
-
-def run_worker(
-    request: dict[str, Any],
-    *,
-    environment: Mapping[str, str],
-    scratch: Path,
-    on_event: Callable[[Mapping[str, Any]], None] | None = None,
-) -> list[dict[str, Any]]:
-    """Runs one worker to its end and returns its events.
-
-    Raises:
-        WorkerBadInput: the worker reports bad input.
-        CompileCrash: it ended in any other way than by saying that it is done.
+    Args:
+        event: its report.
+        text: the compiler's; by default read from the file that the report names.
     """
-    read_end, write_end = os.pipe()
-    request = {**request, "events_fd": write_end}
-    request_file, errors_file = scratch / "request.json", scratch / "stderr.txt"
-    request_file.write_text(json.dumps(request))
-    lock_was_there = LOCK_FILE.exists()
-    events: list[dict[str, Any]] = []
-    with errors_file.open("wb") as errors, os.fdopen(read_end) as reports:
-        # Its own session: Ctrl-C reaches us alone, and we end the worker with whatever it started.
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "levanter.plan.worker", str(request_file)],
-            env=dict(environment),
-            stdout=errors,
-            stderr=errors,
-            pass_fds=(write_end,),
-            start_new_session=True,
-        )
-        os.close(write_end)
-        with _ended(worker, lock_was_there=lock_was_there):
-            for line in reports:
-                event = json.loads(line)
-                events.append(event)
-                if on_event is not None:
-                    on_event(event)
-            status = worker.wait()
-    last = events[-1] if events else {}
-    if last.get("event") == "bad_input":
-        raise WorkerBadInput(last["kind"], last["message"])
-    if status != 0 or last.get("event") != "done":
-        compiling = [e["program"] for e in events if e["event"] == "compiling"]
-        raise CompileCrash(
-            request["target"], compiling[-1] if compiling else None, _how_it_ended(status), _tail(errors_file)
-        )
-    return events
-
-
-@contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    """A folder of our own that is gone afterwards.
-
-    `tempfile` names it only once it is there: an interrupt in between would leave it behind. This one is named first.
-    """
-    folder = Path(tempfile.gettempdir()) / f"levanter-plan-{secrets.token_hex(8)}"
-    try:
-        folder.mkdir(mode=0o700)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _ended(worker: subprocess.Popen[bytes], *, lock_was_there: bool) -> Iterator[None]:
-    """Leaves nothing of the worker behind, whatever happens."""
-    try:
-        yield
-    finally:
-        if worker.poll() is None:
-            os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
-        if not lock_was_there:
-            LOCK_FILE.unlink(missing_ok=True)
-
-
-def _how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"failed with exit code {status}"
-    name = signal.Signals(-status).name
-    return f"was killed by {name}" + (" (out of host memory?)" if name == "SIGKILL" else "")
-
-
-def _tail(path: Path, lines: int = 15) -> list[str]:
-    """The end of what was printed, without addresses of machine code."""
-    noise = re.compile(r"\s*(@ |PC: @|https?://symbolize)|\s*$")
-    return [line for line in path.read_text(errors="replace").splitlines() if not noise.match(line)][-lines:]
-
-
-def _outcome(event: Mapping[str, Any]) -> Outcome:
     spec = event["mesh"]
     mesh = MeshSpec(
         axes=tuple((name, size) for name, size in spec["axes"]), dcn=tuple(spec["dcn"]), granule=spec["granule"]
     )
-    times = {"lower_seconds": event["lower_seconds"], "compile_seconds": event["compile_seconds"]}
+    times = {name: event[name] for name in ("lower_seconds", "compile_seconds")}
+    times["kept_since"] = event.get("kept_since")
+    if text is None and "text" in event:
+        text = Path(event["text"]).read_text()
     if "refused" in event:
         refusal = read_out_of_memory(event["refused"])
         if refusal is None:
@@ -319,7 +249,7 @@ def _outcome(event: Mapping[str, Any]) -> Outcome:
         name=event["name"],
         mesh=mesh,
         memory=MemoryFigures(**event["memory"]),
-        figures=read_figures(Path(event["text"]).read_text(), mesh) if "text" in event else None,
+        figures=None if text is None else read_figures(text, mesh),
         text_error=event.get("text_error"),
         coordinates=tuple(map(tuple, coordinates)) if coordinates else None,
         **times,

@@ -74,6 +74,20 @@ def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_byt
     )
 
 
+def beside_loading(plan: LoadPlan) -> dict[str, int]:
+    """By Program of loading, the most that lies on a device already when it runs, beside what it takes."""
+    found: dict[str, int] = {}
+    there, before = plan.initial_bytes, 0
+    for step in plan.steps:
+        # The leaf that arrives in pieces is an input of what puts them into it.
+        if step.piece is None or step.piece[0] == 0:
+            before = there
+            there += sum(shard_bytes(plan, load) for load in step.loads)
+        for program in plan.step_programs(step):
+            found[program.name] = max(found.get(program.name, 0), before)
+    return found
+
+
 def beyond_shards(plan: LoadPlan, step: LoadStep) -> int:
     """Bytes on a device that a step needs beyond the final shards of its leaves, by arithmetic."""
     if step.piece is not None:

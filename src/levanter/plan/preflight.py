@@ -27,9 +27,10 @@ from levanter.plan.blame import raised_in_library
 from levanter.plan.budget import Budget, budget_of
 from levanter.plan.comms import Network
 from levanter.plan.cost import mfu, step_time
+from levanter.plan.kept import KeptAnswers
 from levanter.plan.known import Known, known_of
-from levanter.plan.load_budget import LoadBudget, load_budget
-from levanter.plan.report.words import span_text
+from levanter.plan.load_budget import LoadBudget, beside_loading, load_budget
+from levanter.plan.report.words import seconds_text, span_text
 from levanter.plan.room import shortage
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Stage, StageStatus, Verdict
@@ -38,6 +39,8 @@ from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, O
 
 Progress = Callable[[str], None]
 LOCAL = "local"
+_FEW = 3
+"""Programs without a time are named up to so many, and counted where they are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class Question:
         all_programs: whether Programs that take no time to speak of are compiled too.
         require_inputs: whether an input that is not at hand is refused.
         keep_text: a folder in which the compiler's text stays.
+        kept: where answers of compilers are kept and looked for; None for asking anew.
     """
 
     target: str
@@ -65,6 +69,7 @@ class Question:
     all_programs: bool = False
     require_inputs: bool = False
     keep_text: Path | None = None
+    kept: KeptAnswers | None = None
 
 
 @dataclass
@@ -129,7 +134,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
     budget = _sharding(inquiry, plan)
     load = _loading(inquiry, plan)
     outcomes = _compile(inquiry, plan, pod, budget)
-    if any(isinstance(o, Compiled) and _beyond(o, plan.target.limit_bytes) for o in outcomes.values()):
+    if any(_beyond(plan, o) for o in outcomes.values()):
         budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
     programs = _cost(inquiry, plan, pod, budget, outcomes)
     headline = _headline(inquiry, budget, load, programs)
@@ -277,6 +282,8 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
             programs=chosen,
             keep_text=question.keep_text,
             on_event=heard,
+            kept=question.kept,
+            plan=plan,
         )
     except (LibtpuMissing, WorkerBadInput) as error:
         inquiry.end("compile", _first_line([str(error)]), findings=[str(error)], code=BAD_INPUT)
@@ -291,13 +298,41 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
         inquiry.end("compile", message, findings=error.last_lines, code=COMPILER_CRASH)
         return {}
     refused = [o for o in outcomes if isinstance(o, Refused)]
-    beyond = [o for o in outcomes if isinstance(o, Compiled) and _beyond(o, plan.target.limit_bytes)]
+    beyond = [o for o in outcomes if _beyond(plan, o)]
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
-    findings += [f"{o.name} does not fit: {gib(o.peak_bytes)} > {gib(plan.target.limit_bytes or 0)}" for o in beyond]
+    findings += [_too_much(plan, o) for o in beyond if isinstance(o, Compiled)]
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
-    message = "; ".join([*findings, *([f"{', '.join(fitting)} compiled"] if fitting else [])])
+    compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
+    message = "; ".join([*findings, *compiled, *_ages(outcomes)])
     inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
     return {outcome.name: outcome for outcome in outcomes}
+
+
+def _too_much(plan: RunPlan, outcome: Compiled) -> str:
+    """What is said of a Program that a compiler took and a device has no room for."""
+    beside = _beside(plan).get(outcome.name, 0)
+    said = f"{outcome.name} does not fit: {gib(outcome.peak_bytes + beside)} > {gib(plan.target.limit_bytes or 0)}"
+    return said if not beside else f"{said} ({gib(outcome.peak_bytes)} as compiled, {gib(beside)} stay beside it)"
+
+
+def _named(plan: RunPlan, names: Sequence[str]) -> str:
+    """Programs by name, those that the job's time is made of first; of many others the number."""
+    timed = {workload.program for workload in plan.workloads}
+    first = [name for name in names if name in timed]
+    others = [name for name in names if name not in timed]
+    if first and len(others) > _FEW:
+        return f"{', '.join(first)} and {len(others)} others"
+    return ", ".join([*first, *others])
+
+
+def _ages(outcomes: Sequence[Outcome]) -> list[str]:
+    """How old those answers are that were kept."""
+    kept = {o.name: time.time() - o.kept_since for o in outcomes if o.kept_since is not None}
+    if not kept:
+        return []
+    oldest = seconds_text(max(kept.values()))
+    which = "all" if len(kept) == len(outcomes) else ", ".join(kept)
+    return [f"{which} from kept answers, {oldest} old{' at most' if len(kept) > 1 else ''} (--no_cache compiles anew)"]
 
 
 def _without_compiler(
@@ -339,22 +374,26 @@ def _cost(
 ) -> tuple[ProgramVerdict, ...]:
     inquiry.begin()
     workloads = {workload.program: workload for workload in plan.workloads}
+    beside = _beside(plan)
     verdicts = []
     for program in plan.programs:
         outcome = outcomes.get(program.name)
         if outcome is None and program not in plan.computing:
             continue
-        verdict = ProgramVerdict(name=program.name, outcome=outcome, workload=workloads.get(program.name))
+        workload, held = workloads.get(program.name), beside.get(program.name, 0)
+        verdict = ProgramVerdict(name=program.name, outcome=outcome, beside=held, workload=workload)
         if isinstance(outcome, Refused):
             verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
         elif outcome is None:
             verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
         else:
             # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
-            if _beyond(outcome, limit := plan.target.limit_bytes):
-                needed = OutOfMemory(needed=outcome.peak_bytes, available=limit or 0, allocations=(), message="")
+            if _beyond(plan, outcome):
+                limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + held
+                needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
                 verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
-            if pod is not None:
+            # What runs once takes no time to speak of.
+            if pod is not None and (workload is not None or not workloads):
                 verdict = _timed(verdict, outcome, pod, _parameters(plan))
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
@@ -401,11 +440,15 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, paramet
 
 
 def _chosen(plan: RunPlan, *, all_programs: bool) -> tuple[str, ...]:
-    """The Programs that are compiled: those that make up the job's time, or all, those of loading and saving too."""
-    if all_programs:
-        return tuple(program.name for program in plan.programs)
+    """The Programs that are compiled: those that make up the job's time, or all, those of loading and saving too.
+
+    What takes the compiler longest comes first, so that others are compiled beside it.
+    """
     timed = {workload.program for workload in plan.workloads}
-    return tuple(program.name for program in plan.computing if not timed or program.name in timed)
+    names = [program.name for program in plan.computing if not timed or program.name in timed]
+    if all_programs:
+        names += [program.name for program in (*plan.computing, *plan.loading, *plan.saving)]
+    return tuple(dict.fromkeys(names))
 
 
 def _largest(budget: Budget) -> tuple[str, int]:
@@ -413,9 +456,20 @@ def _largest(budget: Budget) -> tuple[str, int]:
     return budget.largest, budget.arguments.get(budget.largest, 0)
 
 
-def _beyond(outcome: Compiled, limit: int | None) -> bool:
-    """Whether a program that was compiled still does not fit: only TPU compilers refuse by themselves."""
-    return limit is not None and outcome.peak_bytes > limit
+def _beyond(plan: RunPlan, outcome: Outcome) -> bool:
+    """Whether a program that was compiled still does not fit.
+
+    Only TPU compilers refuse by themselves, and they know nothing of what lies beside a Program's inputs.
+    """
+    limit = plan.target.limit_bytes
+    if limit is None or not isinstance(outcome, Compiled):
+        return False
+    return outcome.peak_bytes + _beside(plan).get(outcome.name, 0) > limit
+
+
+def _beside(plan: RunPlan) -> Mapping[str, int]:
+    """By Program, bytes on a device of what is there while it runs and is none of its inputs."""
+    return plan.beside if plan.load is None else {**beside_loading(plan.load), **plan.beside}
 
 
 def _headline(
@@ -432,7 +486,7 @@ def _headline(
     if refused:
         assert isinstance(refused[0].outcome, Refused)
         return f"does not fit: {refused[0].outcome.refusal} ({refused[0].name})"
-    beyond = [p for p in programs if isinstance(p.outcome, Compiled) and _beyond(p.outcome, limit)]
+    beyond = [p for p in programs if isinstance(p.outcome, Compiled) and limit and (p.peak_bytes or 0) > limit]
     if beyond and limit is not None:
         return f"does not fit: {gib(beyond[0].peak_bytes or 0)} > {gib(limit)} ({beyond[0].name})"
     if load is not None and limit is not None and load.device_peak > limit:

@@ -43,6 +43,7 @@ class ProgramVerdict:
     Attributes:
         name: the Program's.
         outcome: what the compiler said; `None` where it was not asked.
+        beside: bytes on a device of what stays there while it runs and is none of its inputs.
         why_not: for a refusal, what takes the room and what would fit, in axis names.
         time: of one execution; `None` where the compiler states no cycles.
         workload: how much it does; `None` for Programs that run once and take no time to speak of.
@@ -53,6 +54,7 @@ class ProgramVerdict:
 
     name: str
     outcome: Outcome | None
+    beside: int = 0
     why_not: tuple[str, ...] = ()
     time: StepTime | None = None
     workload: Workload | None = None
@@ -66,11 +68,11 @@ class ProgramVerdict:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes on a device that the compiler holds against HBM."""
+        """Bytes on a device while it runs: what the compiler holds against HBM, and what stays beside it."""
         if isinstance(self.outcome, Refused):
-            return self.outcome.refusal.needed
+            return self.outcome.refusal.needed + self.beside
         if isinstance(self.outcome, Compiled):
-            return self.outcome.peak_bytes
+            return self.outcome.peak_bytes + self.beside
         return None
 
     @property

@@ -11,6 +11,7 @@ request names.
 The environment is set by the parent, before Python starts: libtpu reads it when it is loaded.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -19,15 +20,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.blame import raised_in_library
+from levanter.plan.fingerprint import fingerprint, lowered_digest, options
+from levanter.plan.kept import Answer, KeptAnswers, compiler_here
+from levanter.plan.workers import spec_of_mesh
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from jax.stages import Compiled as Executable
     from jax.stages import Lowered
 
 
@@ -113,42 +119,93 @@ def _coordinates(mesh: "Mesh") -> list[list[int]] | None:
     return rows
 
 
-def compile_program(
-    program: Lowerable, mesh: MeshSpec, devices: Sequence[Any], options: Mapping[str, str], folder: Path
-) -> dict[str, Any]:
-    """Lowers and compiles one program; the outcome as plain values, its text in a file."""
+@dataclass(frozen=True, kw_only=True)
+class Shop:
+    """Where Programs are compiled.
+
+    Attributes:
+        devices: for which.
+        accelerator: their pod; None for the devices here.
+        options: over the Programs' own.
+        folder: where texts go.
+        kept: answers of pods' compilers; None for compiling everything anew.
+    """
+
+    devices: Sequence[Any]
+    accelerator: Accelerator | None
+    options: Mapping[str, str]
+    folder: Path
+    kept: KeptAnswers | None
+
+    def outcome(self, program: Lowerable, described: Describes) -> dict[str, Any]:
+        """What the compiler says of one Program, or said before, as plain values; its text in a file."""
+        import jax
+
+        mesh, started = described.mesh, time.monotonic()
+        jax_mesh = mesh.build(self.devices)
+        lowered = program.lower(jax_mesh)
+        lower_seconds, started = time.monotonic() - started, time.monotonic()
+        own = {"name": program.name, "mesh": spec_of_mesh(mesh)}
+        key = way = None
+        if self.kept is not None:
+            key = self._key(program, lowered, described.mesh, _coordinates(jax_mesh))
+            way = None if self.options else fingerprint(program, described)
+            if (answer := self.kept.find(key)) is not None:
+                if way is not None:
+                    self.kept.lead(way, key)
+                return {**answer.said, **own, **self._written(program, answer.text), "kept_since": answer.compiled_at}
+        said: dict[str, Any] = {"lower_seconds": lower_seconds}
+        text = None
+        try:
+            # The program's own options are in what was lowered; these come over them.
+            compiled = lowered.compile(compiler_options=dict(self.options) or None)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            said |= {"refused": str(error), "compile_seconds": time.monotonic() - started}
+        else:
+            said["compile_seconds"] = time.monotonic() - started
+            facts, text = _read(compiled)
+            said |= {**facts, "coordinates": _coordinates(jax_mesh)}
+        if self.kept is not None and key is not None:
+            self.kept.keep(key, Answer(said=said, text=text, compiled_at=time.time()), way=way)
+        return {**said, **own, **self._written(program, text)}
+
+    def _key(
+        self, program: Lowerable, lowered: "Lowered", mesh: MeshSpec, coordinates: list[list[int]] | None
+    ) -> dict[str, Any]:
+        """Everything that an answer depends on, as plain values."""
+        assert self.accelerator is not None
+        places = hashlib.sha256(json.dumps(coordinates).encode()).hexdigest()
+        return {
+            "lowered": lowered_digest(lowered.as_text(debug_info=True)),
+            "topology": [self.accelerator.name, self.accelerator.topology_name, self.accelerator.slices],
+            "mesh": [spec_of_mesh(mesh), places],
+            "compiler": compiler_here(),
+            "options": [dict(getattr(program, "compiler_options", {})), dict(self.options), options()],
+        }
+
+    def _written(self, program: Lowerable, text: str | None) -> dict[str, str]:
+        if text is None:
+            return {}
+        path = self.folder / f"{program.name}.hlo.txt"
+        path.write_text(text)
+        return {"text": str(path)}
+
+
+def _read(compiled: "Executable") -> tuple[dict[str, Any], str | None]:
+    """Memory of a compiled Program as plain values, and its text, or why there is none."""
     import jax
 
-    started = time.monotonic()
-    jax_mesh = mesh.build(devices)
-    lowered = program.lower(jax_mesh)
-    lower_seconds, started = time.monotonic() - started, time.monotonic()
-    outcome: dict[str, Any] = {"name": program.name, "lower_seconds": lower_seconds, "mesh": _spec_of(mesh)}
-    try:
-        # The program's own options are in what was lowered; these come over them.
-        compiled = lowered.compile(compiler_options=dict(options) or None)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {**outcome, "refused": str(error), "compile_seconds": time.monotonic() - started}
-    outcome["compile_seconds"] = time.monotonic() - started
     analysis = compiled.memory_analysis()
     fields = ("argument", "output", "alias", "temp", "generated_code")
-    outcome["memory"] = {name: getattr(analysis, f"{name}_size_in_bytes") for name in fields}
-    outcome["memory"]["peak"] = getattr(analysis, "peak_memory_in_bytes", None) or None
-    outcome["coordinates"] = _coordinates(jax_mesh)
+    memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in fields}
+    memory["peak"] = getattr(analysis, "peak_memory_in_bytes", None) or None
     try:
-        text = compiled.as_text() or ""
+        return {"memory": memory}, compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
         # Seen with libtpu newer than the one this JAX wants: the text fails, the memory stands.
-        return {**outcome, "text_error": str(error)}
-    path = folder / f"{program.name}.hlo.txt"
-    path.write_text(text)
-    return {**outcome, "text": str(path)}
-
-
-def _spec_of(mesh: MeshSpec) -> dict[str, Any]:
-    return {"axes": [list(axis) for axis in mesh.axes], "dcn": list(mesh.dcn), "granule": mesh.granule}
+        return {"memory": memory, "text_error": str(error)}, None
 
 
 def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -> None:
@@ -170,15 +227,32 @@ def run(request: Mapping[str, Any], emit: Callable[[Mapping[str, Any]], None]) -
         emit({"event": "done"})
         return
     described: Describes = load_function(request["function"])(request["payload"], target)
-    chosen = [p for p in described.programs if not request["programs"] or p.name in request["programs"]]
-    emit({"event": "described", "programs": [p.name for p in chosen], "mesh": _spec_of(described.mesh)})
-    for program in chosen:
+    by_name = {program.name: program for program in described.programs}
+    chosen = [by_name[name] for name in request["programs"] or by_name if name in by_name]
+    emit({"event": "described", "programs": [p.name for p in chosen], "mesh": spec_of_mesh(described.mesh)})
+    kept = request["kept"]
+    shop = Shop(
+        devices=devices,
+        accelerator=accelerator,
+        options=request["compiler_options"],
+        folder=Path(request["folder"]),
+        kept=None if kept is None else KeptAnswers(folder=Path(kept["folder"]), max_bytes=kept["bytes"]),
+    )
+    for number, program in enumerate(chosen):
+        if not _claimed(Path(request["claims"]) / str(number)):
+            continue
         emit({"event": "compiling", "program": program.name})
-        outcome = compile_program(
-            program, described.mesh, devices, request["compiler_options"], Path(request["folder"])
-        )
-        emit({"event": "outcome", **outcome})
+        emit({"event": "outcome", **shop.outcome(program, described)})
     emit({"event": "done"})
+
+
+def _claimed(path: Path) -> bool:
+    """Whether this process is the first of those that serve a request to take a Program up."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _end_with(parent: int) -> None:

@@ -98,11 +98,11 @@ def test_targets_of_named_pods():
 INTERRUPTED = """
 import sys
 from pathlib import Path
-from levanter.plan import aot
-aot.LOCK_FILE = Path(sys.argv[2])
+from levanter.plan import aot, workers
+workers.LOCK_FILE = Path(sys.argv[2])
 def event(e):
     if e["event"] == "compiling":
-        aot.LOCK_FILE.touch()
+        workers.LOCK_FILE.touch()
         print("compiling", flush=True)
 try:
     aot.compile_programs(sys.argv[1] + ":sleeps", {}, target="local", on_event=event)

@@ -28,6 +28,7 @@ from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.shell.perform import perform
+from levanter.commands.train.beside import bytes_beside
 from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import find_validation
@@ -102,6 +103,7 @@ def describe(
     if settled.validation is not None:
         programs.append(evaluation_program(run, largest))
     checks += place_checks(config, model, state_plan, part)
+    saving = _saving(config, model, Vocab, state_plan, target)
     return RunPlan(
         entry_point=NAME,
         target=target,
@@ -111,7 +113,7 @@ def describe(
         activations=activations,
         load=load,
         computing=tuple(programs),
-        saving=_saving(config, model, Vocab, state_plan, target),
+        saving=saving,
         workloads=tuple(
             training_workloads(
                 model,
@@ -124,6 +126,7 @@ def describe(
         ),
         notes=resolved.notes,
         resident_bytes=state_plan.bytes_by_group,
+        beside=bytes_beside(state_plan, programs, saving),
         searchable=_searchable(run, state_plan.parameters, state_plan.whole, Vocab),
         work=TrainWork(
             config=config,

