@@ -21,6 +21,7 @@ class LoadProgress:
         seconds: time since the beginning.
         path: the leaf that was read last.
         layer: its index along the (first) stacked axis.
+        network: how requests go, where the source is on another machine.
     """
 
     bytes_done: int
@@ -29,6 +30,7 @@ class LoadProgress:
     seconds: float
     path: str
     layer: int | None
+    network: str = ""
 
     @property
     def fraction(self) -> float:
@@ -50,9 +52,10 @@ class LoadProgress:
     def __str__(self) -> str:
         eta = "?" if self.eta_seconds is None else f"{self.eta_seconds:.0f} s"
         layer = "" if self.layer is None else f" {self.layer}"
+        network = f" ({self.network})" if self.network else ""
         return (
             f"{gib(self.bytes_done)} of {gib(self.bytes_total)} ({self.fraction:.0%}), {self.gb_per_s:.2f} GB/s, "
-            f"{eta} left: {self.path}{layer}"
+            f"{eta} left: {self.path}{layer}{network}"
         )
 
 
@@ -67,6 +70,7 @@ class LoadReport:
         bytes_per_device: bytes of the arrays on each device.
         seconds_by_host: how long each host took.
         not_finite: weights that this host read and that are NaN or infinite, in the order of the plan.
+        network: how requests went, where the source is on another machine.
     """
 
     bytes_read: int
@@ -75,6 +79,7 @@ class LoadReport:
     bytes_per_device: int
     seconds_by_host: tuple[float, ...]
     not_finite: tuple[NotFinite, ...] = ()
+    network: str = ""
 
     @property
     def gb_per_s(self) -> float:
@@ -88,12 +93,13 @@ class LoadReport:
 
     def __str__(self) -> str:
         peak = "unknown" if self.peak_rss_bytes is None else gib(self.peak_rss_bytes)
+        network = f"; {self.network}" if self.network else ""
         slowest = ""
         if len(self.seconds_by_host) > 1:
             slowest = f", slowest host {self.slowest_host} with {self.seconds_by_host[self.slowest_host]:.2f} s"
         return (
             f"read {gib(self.bytes_read)} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s), peak host memory "
-            f"{peak} above the starting level, {gib(self.bytes_per_device)} on each device{slowest}"
+            f"{peak} above the starting level, {gib(self.bytes_per_device)} on each device{slowest}{network}"
         )
 
 

@@ -7,7 +7,6 @@ a device stay within a budget, except that one *unit* (blocks that are read toge
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_ext.exchange import seconds_program
 from haliax_ext.finite import NotFinite
-from haliax_ext.host_reader import READ_BYTES, Arrival, HostReader
+from haliax_ext.host_reader import Arrival, HostReader, Readers
 from haliax_ext.load_plan import LoadPlan, LoadStep
 from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
 from haliax_ext.load_strategy import plan_loading as plan_loading
@@ -29,7 +28,7 @@ from haliax_ext.meshspec import Device, MeshSpec
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
 from haliax_ext.reading import distinct
-from haliax_ext.sources import TensorSource
+from haliax_ext.sources import RemoteAccess, TensorSource, remote_of
 
 PROGRESS_SECONDS = 0.2
 """How often progress is reported."""
@@ -77,7 +76,7 @@ def load(
     memory_bytes: int | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
     threads: int | None = None,
-    read_bytes: int = READ_BYTES,
+    read_bytes: int | None = None,
     jit: Jit = Program.jit,
 ) -> LoadedArrays:
     """Reads every leaf of a plan into its final shards on `mesh`.
@@ -90,8 +89,9 @@ def load(
         memory_bytes: host memory beyond the arrays; by default a tenth of this host's arrays, at least 256 MiB and at
             most 4 GiB.
         progress: called from the calling thread, a few times a second and at the end.
-        threads: reading threads; by default one for each core, at least 2 and at most 16.
-        read_bytes: bytes of one read. Remote sources want more than the default.
+        threads: reading threads; by default one for each core, at least 2 and at most 16, and as many as a source on
+            another machine asks for.
+        read_bytes: bytes of one read; by default what suits the source.
         jit: makes the plan's Programs callable.
 
     Returns:
@@ -103,11 +103,18 @@ def load(
     assert load_plan.sharding.leaves == sharding_plan.leaves, "the load plan was made from a different sharding plan"
     host = _this_host(load_plan, mesh)
     budget = default_memory_bytes(load_plan.local_bytes(host)) if memory_bytes is None else memory_bytes
-    workers = threads or min(16, max(2, os.cpu_count() or 2))
+    remote = remote_of(source)
+    if remote is not None:
+        remote.resume()
+    readers = Readers.of(remote, budget, threads=threads, read_bytes=read_bytes)
     began = time.perf_counter()
-    with MemoryWatch() as memory, HostReader(source, threads=workers, read_bytes=read_bytes) as reader:
-        job = _Job(plan=load_plan, mesh=mesh, host=host, reader=reader, jit=jit, progress=progress, began=began)
-        arrays = job.run(budget)
+    with MemoryWatch() as memory, HostReader(source, readers) as reader:
+        job = _Job(
+            plan=load_plan, mesh=mesh, host=host, reader=reader, remote=remote, jit=jit, progress=progress, began=began
+        )
+        arrays = job.run(budget - readers.held_bytes)
+        if remote is not None:
+            remote.settle()
         read, found = reader.bytes_done, reader.not_finite
     seconds = time.perf_counter() - began
     report = LoadReport(
@@ -117,6 +124,7 @@ def load(
         bytes_per_device=load_plan.bytes_per_device,
         seconds_by_host=_seconds_by_host(load_plan, mesh, seconds, jit),
         not_finite=_in_order(load_plan, found),
+        network="" if remote is None else str(remote),
     )
     return LoadedArrays(arrays, report)
 
@@ -188,11 +196,13 @@ class _Job:
         mesh: Mesh,
         host: int,
         reader: HostReader,
+        remote: RemoteAccess | None,
         jit: Jit,
         progress: Callable[[LoadProgress], None] | None,
         began: float,
     ):
         self._plan, self._mesh, self._reader, self._jit = plan, mesh, reader, jit
+        self._remote = remote
         self._progress, self._began, self._told = progress, began, -math.inf
         self._bytes_total, self._job_bytes = plan.bytes_by_host[host], sum(plan.bytes_by_host)
         self._local = plan.devices_of(host)
@@ -316,5 +326,6 @@ class _Job:
                     seconds=self._told - self._began,
                     path=path,
                     layer=layer,
+                    network="" if self._remote is None else str(self._remote),
                 )
             )

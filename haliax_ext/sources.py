@@ -70,3 +70,51 @@ class TensorSource(Protocol):
     def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
         """The slice as a NumPy array of the tensor's dtype, written into `out` (same shape and dtype) if given."""
         ...
+
+
+class RemoteAccess(Protocol):
+    """What a loader wants to know of a source on another machine, and what it tells it."""
+
+    @property
+    def reads_at_once(self) -> int:
+        """Reads that wait for the network side by side."""
+        ...
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one read."""
+        ...
+
+    @property
+    def hedge_bytes(self) -> int:
+        """Memory that reading takes beyond what it is given, at most."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ends every read that is under way or comes later, from another thread, until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Takes back an interrupt."""
+        ...
+
+    def settle(self) -> None:
+        """Makes sure, once all was read, that it was one and the same checkpoint from beginning to end."""
+        ...
+
+    def __str__(self) -> str: ...
+
+
+@runtime_checkable
+class RemoteSource(Protocol):
+    """A source that may be on another machine."""
+
+    @property
+    def remote(self) -> RemoteAccess | None:
+        """How it is reached; None where it is here."""
+        ...
+
+
+def remote_of(source: TensorSource) -> RemoteAccess | None:
+    """How a source is reached over a network; None for one that is here."""
+    return source.remote if isinstance(source, RemoteSource) else None

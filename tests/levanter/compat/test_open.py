@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folder, write_json
+from helpers.object_store import ObjectStore, files_of
 
 from haliax_ext.sources import TensorSource
-from levanter.compat.hf import repository
 from levanter.compat.hf.errors import (
     CheckpointError,
     ConfigMismatchError,
@@ -279,29 +279,16 @@ def test_tied_heads_that_are_stored_twice(tmp_path):
     assert open_checkpoint(str(write_folder(tmp_path, weights=weights))).config.tie_word_embeddings
 
 
-class WebServer:
-    """A file system that answers for files but cannot list, as http:// is."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def exists(self, path):
-        return (self.folder / path.rpartition("/")[2]).is_file()
-
-    def size(self, path):
-        return (self.folder / path.rpartition("/")[2]).stat().st_size
-
-    def cat_file(self, path, start=None, end=None):
-        return (self.folder / path.rpartition("/")[2]).read_bytes()[start:end]
-
-
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_web_server_that_cannot_list_its_folders(tmp_path, monkeypatch, shards):
+def test_a_web_server_that_cannot_list_its_folders(tmp_path, shards):
     write_folder(tmp_path, shards=shards)
-    monkeypatch.setattr(repository, "filesystem", lambda url: (WebServer(tmp_path), url))
-    opened = open_checkpoint("https://host/models/tiny")
-    assert opened.tokenizer().vocab_size == 300
-    assert read_all(opened.source) == {name: array.tobytes() for name, array in tensors().items()}
+    with ObjectStore({f"models/tiny/{name}": path for name, path in files_of(tmp_path).items()}) as store:
+        opened = open_checkpoint(f"{store.url}/models/tiny")
+        assert opened.tokenizer().vocab_size == 300
+        assert read_all(opened.source) == {name: array.tobytes() for name, array in tensors().items()}
+        assert opened.source.bytes_read == opened.nbytes
+        with pytest.raises(MissingCheckpointFileError, match=r"models/small: there is no config\.json"):
+            open_checkpoint(f"{store.url}/models/small")
 
 
 def test_a_protocol_without_its_package(monkeypatch):

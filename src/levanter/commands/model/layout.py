@@ -139,7 +139,7 @@ def load_weights(
 
         def tell(at: LoadProgress) -> None:
             where = at.path if at.layer is None else f"{at.path}, layer {at.layer}"
-            progress.advance_to(at.bytes_done, note=where)
+            progress.advance_to(at.bytes_done, note=f"{where}; {at.network}" if at.network else where)
 
         loaded = load(plan, parameters, source, mesh, memory_bytes=memory_bytes, jit=jit_together, progress=tell)
     if loaded.report.not_finite:

@@ -1,28 +1,23 @@
 """Byte ranges of a file, wherever it is, straight into memory that the caller owns.
 
 A `ByteReader` knows the size of one file and fills buffers from it. A local file is read with `preadv` (no shared
-file position, the GIL is released, no copy); a remote one with fsspec range requests, several in flight, each tried
-again after a transient failure. Readers are thread-safe and hold no open file between calls.
+file position, the GIL is released, no copy); a remote one by range requests, many in flight (`levanter.io.ranges`).
+Readers are thread-safe and hold no open file between calls.
 """
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
+from levanter.io.ranges import LibraryFile, RangeFetcher, RangeSource, StoreFile, Tally, transient_errors
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
-REMOTE_PART_BYTES = 8 << 20
-REMOTE_PARALLEL = 16
 RETRY_DELAYS = (0.2, 0.8, 2.4, 6.0)
 
 
@@ -126,22 +121,6 @@ class LocalFile:
                 self._fill(descriptor, start, buffer[i * span : (i + 1) * span])
 
 
-def _transient() -> tuple[type[BaseException], ...]:
-    """What a network can throw without meaning it, of the libraries that are loaded."""
-    found: list[type[BaseException]] = [OSError, TimeoutError]
-    for module, name in (
-        ("aiohttp", "ClientError"),
-        ("httpx", "TransportError"),
-        ("httpx2", "TransportError"),
-        ("requests", "RequestException"),
-        ("gcsfs.retry", "HttpError"),
-        ("botocore.exceptions", "BotoCoreError"),
-    ):
-        if module in sys.modules:
-            found.append(getattr(sys.modules[module], name))
-    return tuple(found)
-
-
 R = TypeVar("R")
 
 
@@ -156,7 +135,7 @@ def with_retry(action: Callable[[], R], *, what: str, delays: Iterable[float] = 
             return action()
         except (FileNotFoundError, PermissionError):
             raise
-        except _transient() as error:
+        except transient_errors() as error:
             if not waits:
                 error.add_note(f"while reading {what}")
                 raise
@@ -165,41 +144,29 @@ def with_retry(action: Callable[[], R], *, what: str, delays: Iterable[float] = 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file behind an fsspec file system: gs://, s3://, hf://, http(s)://, memory://, …"""
+    """A file of another machine: a web server's, or behind gs://, s3://, hf://, memory://, …"""
 
-    filesystem: "AbstractFileSystem"
-    path: str
-    name: str
+    file: RangeSource
+    fetcher: RangeFetcher
     max_gap: int = 256 << 10
     page: int = 1
-    delays: tuple[float, ...] = RETRY_DELAYS
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(REMOTE_PARALLEL), repr=False, compare=False
-    )
+
+    @property
+    def name(self) -> str:
+        """The URL."""
+        return self.file.name
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the file; which one it is stands from here on."""
         return self._size
 
     @cached_property
     def _size(self) -> int:
         try:
-            size = with_retry(lambda: self.filesystem.size(self.path), what=self.name, delays=self.delays)
+            return self.fetcher.ask(self.file.describe, what=self.name).size
         except FileNotFoundError:
             raise MissingCheckpointFileError(self.name, "there is no such file") from None
-        if size is None:
-            raise CorruptFileError(self.name, "the server does not report the file's size, so ranges cannot be read")
-        return int(size)
-
-    def _part(self, start: int, buffer: memoryview) -> None:
-        def once() -> bytes:
-            found = cast(bytes, self.filesystem.cat_file(self.path, start=start, end=start + len(buffer)))
-            if len(found) != len(buffer):
-                raise OSError(f"asked for {len(buffer)} bytes at {start}, got {len(found)}")
-            return found
-
-        buffer[:] = with_retry(once, what=f"{self.name} from byte {start}", delays=self.delays)
 
     def peek(self, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)`, by one request or a few."""
@@ -209,23 +176,73 @@ class RemoteFile:
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fills `buffer` with the bytes from `start` on, by requests side by side."""
-        self._all((start + at, buffer[at : at + REMOTE_PART_BYTES]) for at in range(0, len(buffer), REMOTE_PART_BYTES))
+        self.read_blocks((start,), len(buffer), buffer)
 
     def read_blocks(self, starts: Iterable[int], span: int, buffer: memoryview) -> None:
         """Fills `buffer` with blocks of `span` bytes, one at each start, by requests side by side."""
+        part = self.fetcher.read_bytes
+        self.fetcher.fetch_all(
+            self.file,
+            (
+                (start + at, buffer[i * span + at : i * span + min(span, at + part)])
+                for i, start in enumerate(starts)
+                for at in range(0, span, part)
+            ),
+        )
 
-        def parts():
-            for i, start in enumerate(starts):
-                for at in range(0, span, REMOTE_PART_BYTES):
-                    stop = min(span, at + REMOTE_PART_BYTES)
-                    yield start + at, buffer[i * span + at : i * span + stop]
 
-        self._all(parts())
+@dataclass(frozen=True)
+class RemoteFiles:
+    """What a loader knows of files on other machines, and does with all of them at once."""
 
-    def _all(self, parts: Iterable[tuple[int, memoryview]]) -> None:
-        wanted = list(parts)
-        if len(wanted) == 1:
-            self._part(*wanted[0])
-            return
-        for future in [self._pool.submit(self._part, *part) for part in wanted]:
-            future.result()
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def _fetcher(self) -> RangeFetcher:
+        return self.files[0].fetcher
+
+    @property
+    def reads_at_once(self) -> int:
+        """Reads that wait for the network side by side."""
+        return self._fetcher.reads_at_once
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one read."""
+        return self._fetcher.read_bytes
+
+    @property
+    def hedge_bytes(self) -> int:
+        """Memory of second requests for slow ranges, at most."""
+        return self._fetcher.hedge_bytes
+
+    @property
+    def tally(self) -> Tally:
+        """What was asked for and received so far."""
+        return self._fetcher.tally
+
+    def interrupt(self) -> None:
+        """Ends every read that is under way or comes later, until `resume`."""
+        self._fetcher.interrupt()
+
+    def resume(self) -> None:
+        """Takes back an interrupt."""
+        self._fetcher.resume()
+
+    def settle(self) -> None:
+        """Makes sure, at the end, that the files are those that were opened, where answers to ranges did not say so.
+
+        Raises:
+            ReplacedError: one is another one.
+        """
+        with ThreadPoolExecutor(max_workers=min(16, len(self.files))) as pool:
+            asked = [pool.submit(self._unchanged, each) for each in self.files]
+            for future in asked:
+                future.result()
+
+    def _unchanged(self, each: RemoteFile) -> None:
+        if isinstance(each.file, (LibraryFile, StoreFile)):
+            self._fetcher.ask(each.file.check_unchanged, what=each.name)
+
+    def __str__(self) -> str:
+        return str(self._fetcher)

@@ -4,7 +4,8 @@
 `hub.HubRepository` is the Hugging Face Hub through its cache. All answer the same four questions.
 """
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,9 @@ from typing import Any, Protocol
 from haliax_ext.errors import nearest
 from levanter.bounds import JSON_BYTES, OutOfBoundsError, parse_json, read_bounded
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError
-from levanter.compat.hf.readers import REMOTE_PARALLEL, ByteReader, LocalFile, RemoteFile, with_retry
+from levanter.compat.hf.readers import ByteReader, LocalFile, RemoteFile, with_retry
 from levanter.io.paths import filesystem
+from levanter.io.ranges import Connections, HttpFile, RangeFetcher, is_web, remote_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,6 +33,10 @@ KNOWN_FILES = (
     "pytorch_model.bin.index.json",
 )
 """The names that transformers gives the files of a checkpoint."""
+
+
+ASKED_AT_ONCE = 16
+"""Files whose being there is asked for side by side."""
 
 
 def stays_inside(file: str) -> bool:
@@ -109,7 +115,7 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder behind an fsspec URL."""
+    """A folder behind a URL: a web server's, which cannot list it, or one that fsspec knows."""
 
     url: str
 
@@ -129,9 +135,9 @@ class RemoteFolder:
 
     @cached_property
     def _files(self) -> frozenset[str]:
-        fs, root = self._filesystem
-        if self.url.startswith(("http://", "https://")):
+        if is_web(self.url):
             return self._probe()
+        fs, root = self._filesystem
         try:
             found = with_retry(lambda: fs.find(root), what=self.url)
         except FileNotFoundError:
@@ -142,18 +148,22 @@ class RemoteFolder:
 
     def _probe(self) -> frozenset[str]:
         """The files of a web server, which cannot list a folder: known names, and those that the index names."""
-        present = {file for file in KNOWN_FILES if self._has(file)}
+        present = self._there(KNOWN_FILES)
         if INDEX in present:
             try:
                 named = set(parse_json(self.text(INDEX).decode())["weight_map"].values())
             except (ValueError, KeyError, TypeError, AttributeError):
                 return frozenset(present)  # reading the index says what is wrong with it
-            present |= {file for file in named if isinstance(file, str) and stays_inside(file) and self._has(file)}
+            present |= self._there(file for file in named if isinstance(file, str) and stays_inside(file))
         return frozenset(present)
 
+    def _there(self, files: Iterable[str]) -> set[str]:
+        wanted = list(files)
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            return {file for file, there in zip(wanted, pool.map(self._has, wanted), strict=True) if there}
+
     def _has(self, file: str) -> bool:
-        fs, root = self._filesystem
-        return with_retry(lambda: fs.exists(f"{root.rstrip('/')}/{file}"), what=self.where(file))
+        return self._fetcher.ask(self._web_file(file).exists, what=self.where(file))
 
     def where(self, file: str) -> str:
         """The file's URL."""
@@ -161,18 +171,30 @@ class RemoteFolder:
 
     def text(self, file: str) -> bytes:
         """The whole of a small file, fetched again where a request fails for a moment."""
+        if is_web(self.url):
+            asked = self._web_file(file)
+            found = self._fetcher.ask(lambda: asked.whole(JSON_BYTES), what=self.where(file))
+            return read_bounded(io.BytesIO(found), JSON_BYTES, where=self.where(file))
         fs, root = self._filesystem
         return with_retry(lambda: fs.cat_file(f"{root.rstrip('/')}/{file}"), what=self.where(file))
 
     def reader(self, file: str) -> ByteReader:
         """The file, read by range requests."""
-        fs, root = self._filesystem
-        return RemoteFile(fs, f"{root.rstrip('/')}/{file}", self.where(file), _pool=self._pool)
+        return RemoteFile(remote_file(self.where(file), self._connections), self._fetcher)
+
+    def _web_file(self, file: str) -> HttpFile:
+        found = remote_file(self.where(file), self._connections)
+        assert isinstance(found, HttpFile), self.url
+        return found
 
     @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        """One set of threads for all files, however many shards there are."""
-        return ThreadPoolExecutor(REMOTE_PARALLEL)
+    def _connections(self) -> Connections:
+        return Connections()
+
+    @cached_property
+    def _fetcher(self) -> RangeFetcher:
+        """One for all files: they share a network, however many shards there are."""
+        return RangeFetcher()
 
     def local_path(self, file: str) -> Path:
         """Refuses: such a file must be copied to a local disk first."""

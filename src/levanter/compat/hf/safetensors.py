@@ -17,7 +17,7 @@ from haliax_ext.sources import Index, TensorInfo
 from levanter.compat.hf.blocks import GridRanges, block_grid
 from levanter.compat.hf.errors import CorruptFileError, raise_if
 from levanter.compat.hf.header import ShardHeader, TensorEntry, read_header
-from levanter.compat.hf.readers import ByteReader, LocalFile
+from levanter.compat.hf.readers import ByteReader, LocalFile, RemoteFile, RemoteFiles
 from levanter.compat.hf.regions import read_region
 
 
@@ -77,6 +77,12 @@ class SafetensorsSource:
     def bytes_read(self) -> int:
         """Bytes of tensor data read from storage so far, gaps included."""
         return self._bytes_read
+
+    @property
+    def remote(self) -> RemoteFiles | None:
+        """The files, where they are on another machine; None where they are here."""
+        files = tuple(reader for reader in self.readers.values() if isinstance(reader, RemoteFile))
+        return RemoteFiles(files) if files else None
 
     def byte_ranges(self, name: str, index: Index) -> GridRanges:
         """The bytes that reading `index` of `name` touches; a lazy sequence with a constant-time `nbytes`."""

@@ -1,6 +1,7 @@
 """SafetensorsSource against the safetensors library, slice by slice."""
 
 import collections
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -15,6 +16,7 @@ from levanter.compat.hf import regions
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.readers import LocalFile, RemoteFile
 from levanter.compat.hf.safetensors import SafetensorsSource
+from levanter.io.ranges import LibraryFile, RangeError, RangeFetcher, ReplacedError
 
 DTYPES = [
     np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
@@ -185,8 +187,8 @@ class Flaky:
     def calls(self):
         return self.tries.total()
 
-    def size(self, path):
-        return len(self.content)
+    def info(self, path):
+        return {"size": len(self.content)}
 
     def cat_file(self, path, start, end):
         self.tries[start, end] += 1
@@ -195,34 +197,58 @@ class Flaky:
         return self.content[start:end]
 
 
+def remote_file(filesystem, path: str, name: str, *, delays: tuple[float, ...] = (0, 0, 0), **options) -> RemoteFile:
+    return RemoteFile(LibraryFile(filesystem, path, name), RangeFetcher(delays=delays), **options)
+
+
 def test_remote_reads_are_tried_again_after_transient_failures(file):
     oracle = load_file(file)["wide"]
     remote = Flaky(file.read_bytes(), failures=2)
-    reader = RemoteFile(remote, "m", "store://m", max_gap=0, delays=(0, 0, 0))
-    source = SafetensorsSource({"m": reader})
+    source = SafetensorsSource({"m": remote_file(remote, "m", "store://m", max_gap=0)})
     index = (slice(0, 40), slice(10, 2000))
     assert source.read("wide", index).tobytes() == oracle[index].tobytes()
     assert remote.calls > 40
+    assert source.remote is not None and source.remote.tally.retried == remote.calls - source.remote.tally.ranges
 
 
 def test_a_remote_that_stays_broken_names_the_file(file):
     remote = Flaky(file.read_bytes(), failures=100)
-    with pytest.raises(ConnectionResetError) as caught:
-        SafetensorsSource({"m": RemoteFile(remote, "m", "store://m", delays=(0,))})
+    size = min(file.stat().st_size, 64 << 10)
+    with pytest.raises(RangeError) as caught:
+        SafetensorsSource({"m": remote_file(remote, "m", "store://m", delays=(0,))})
     assert remote.calls == 2
-    assert caught.value.__notes__ == ["while reading store://m from byte 0"]
+    said = rf"store://m: bytes 0 to {size:,} could not be read, tried 2 times in \d+\.\d s: connection reset by peer"
+    assert re.match(said, str(caught.value))
 
 
 def test_remote_ranges_through_fsspec(file):
     memory = fsspec.filesystem("memory")
     memory.pipe("/bucket/model.safetensors", file.read_bytes())
-    reader = RemoteFile(memory, "/bucket/model.safetensors", "memory://bucket/model.safetensors")
+    reader = remote_file(memory, "/bucket/model.safetensors", "memory://bucket/model.safetensors")
     source, oracle = SafetensorsSource({"m": reader}), load_file(file)
     rng = np.random.default_rng(3)
     for name in ["wide", "deep", "vector"] * 10:
         index = random_index(rng, oracle[name].shape)
         assert source.read(name, index).tobytes() == oracle[name][index].tobytes()
-    missing = RemoteFile(memory, "/bucket/none", "memory://bucket/none")
+    missing = remote_file(memory, "/bucket/none", "memory://bucket/none")
     with pytest.raises(MissingCheckpointFileError) as caught:
         SafetensorsSource({"m": missing})
     assert str(caught.value) == "memory://bucket/none: there is no such file"
+
+
+def test_a_file_that_is_replaced_behind_a_library_is_found_out_at_the_end(file, tmp_path):
+    """Answers to ranges that a library gives do not say which file they are of."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/replaced.safetensors", file.read_bytes())
+    reader = remote_file(memory, "/bucket/replaced.safetensors", "memory://bucket/replaced.safetensors")
+    source = SafetensorsSource({"m": reader})
+    assert source.remote is not None
+    source.remote.settle()
+    memory.pipe("/bucket/replaced.safetensors", file.read_bytes() + b"more")
+    with pytest.raises(
+        ReplacedError, match=r"replaced\.safetensors: it was replaced while it was read: it had [\d,]+ "
+    ):
+        source.remote.settle()
+    memory.rm("/bucket/replaced.safetensors")
+    with pytest.raises(ReplacedError, match="it is gone"):
+        source.remote.settle()

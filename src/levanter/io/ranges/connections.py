@@ -1,0 +1,276 @@
+"""Connections to web servers that are kept open between requests, by server.
+
+Nothing here knows of ranges. Bodies are received straight into the caller's memory: on a fast network it is copies, and
+Python between them, that a processor is busy with.
+"""
+
+import base64
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeGuard
+from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from levanter.io.ranges.attempt import Attempt, GivenUpError, RangeError, TransientError
+
+CONNECT_SECONDS = 10.0
+STALL_SECONDS = 20.0
+"""A connection on which nothing arrives for so long is taken for dead."""
+SLICE_BYTES = 1 << 20
+"""Received at most before anybody looks at the attempt again."""
+AGENT = "levanter"
+
+Headers = Mapping[str, str]
+
+
+def is_web(url: str) -> bool:
+    """Whether a URL is one of a web server."""
+    return url.startswith(("http://", "https://"))
+
+
+def shown_url(url: str) -> str:
+    """A URL without the password, or the signature, that may be in it."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
+class Connections:
+    """Idle connections by server, taken by whoever makes a request and given back after it."""
+
+    def __init__(self, *, stall_seconds: float = STALL_SECONDS):
+        self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
+        self._lock = threading.Lock()
+        self._stall_seconds = stall_seconds
+        # Nobody closes a checkpoint; its connections go with it.
+        weakref.finalize(self, _close_idle, self._idle, self._lock)
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    def get(self, url: str, headers: Headers, attempt: Attempt) -> "Answer":
+        """Asks for a URL; the answer's body has not been received.
+
+        Raises:
+            TransientError: there is no connection, or it ended before an answer.
+            GivenUpError: the attempt was given up.
+        """
+        parts = urlsplit(url)
+        kept = self._take(parts)
+        if kept is not None:
+            try:
+                return self._ask(kept, parts, headers, attempt)
+            except TransientError:
+                # Servers close what was idle for long; that says nothing about the next connection.
+                attempt.check()
+        return self._ask(self._made(parts), parts, headers, attempt)
+
+    def give_back(self, connection: http.client.HTTPConnection, url: str) -> None:
+        """Keeps a connection whose last answer was received to its end."""
+        parts = urlsplit(url)
+        with self._lock:
+            self._idle.setdefault((parts.scheme, parts.netloc), []).append(connection)
+
+    def close(self) -> None:
+        """Closes what is idle."""
+        _close_idle(self._idle, self._lock)
+
+    def _take(self, parts: SplitResult) -> http.client.HTTPConnection | None:
+        with self._lock:
+            kept = self._idle.get((parts.scheme, parts.netloc))
+            return kept.pop() if kept else None
+
+    def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
+        host, port = parts.hostname or "", parts.port
+        proxy = getproxies().get(parts.scheme)
+        through = urlsplit(proxy) if proxy and not proxy_bypass(host) else None
+        where, at = (through.hostname or "", through.port) if through else (host, port)
+        if parts.scheme == "https":
+            made = http.client.HTTPSConnection(where, at, timeout=CONNECT_SECONDS, context=self._context)
+            if through:
+                made.set_tunnel(host, port)
+        else:
+            made = http.client.HTTPConnection(where, at, timeout=CONNECT_SECONDS)
+        return made
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, parts: SplitResult, headers: Headers, attempt: Attempt
+    ) -> "Answer":
+        target = parts.path or "/"
+        if parts.query:
+            target += f"?{parts.query}"
+        if parts.scheme == "http" and connection.host != parts.hostname:
+            target = f"http://{parts.netloc.rpartition('@')[2]}{target}"  # a proxy wants all of it
+        sent = {"User-Agent": AGENT, "Accept-Encoding": "identity", **_authorization(parts), **headers}
+        try:
+            attempt.check()
+            if connection.sock is None:
+                connection.connect()
+            assert connection.sock is not None, "connected"
+            connection.sock.settimeout(self._stall_seconds)
+            attempt.stops_by(lambda: _cut(connection.sock))
+            if parts.scheme == "http" and connection.host != parts.hostname:
+                sent["Host"] = parts.netloc.rpartition("@")[2]
+            connection.request("GET", target, headers=sent)
+            return Answer(connection, connection.getresponse(), attempt)
+        except ssl.SSLCertVerificationError as error:
+            connection.close()
+            raise RangeError(f"{shown_url(parts.geturl())}: its certificate is not trusted ({error.reason})") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise _broken(connection, attempt, error) from error
+        except BaseException:
+            attempt.is_over()
+            connection.close()
+            raise
+
+
+def _close_idle(idle: dict[tuple[str, str], list[http.client.HTTPConnection]], lock: threading.Lock) -> None:
+    with lock:
+        found = [each for several in idle.values() for each in several]
+        idle.clear()
+    for connection in found:
+        connection.close()
+
+
+def _cut(sock: socket.socket | None) -> None:
+    if sock is not None:
+        with contextlib.suppress(OSError):  # it may be closed already
+            # Not the method of TLS sockets, which forgets their state under whoever is reading.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _broken(connection: http.client.HTTPConnection, attempt: Attempt, error: Exception) -> Exception:
+    attempt.is_over()
+    connection.close()
+    if attempt.given_up:
+        return GivenUpError()
+    return TransientError(_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "nothing arrived in time"
+    if isinstance(error, socket.gaierror):
+        return "its name is not known to the network"
+    if isinstance(error, http.client.RemoteDisconnected):
+        return "the connection was closed without an answer"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _authorization(parts: SplitResult) -> Headers:
+    if parts.username is None:
+        return {}
+    both = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Authorization": "Basic " + base64.b64encode(both.encode()).decode()}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A server's answer: the head is here, the body still to be received."""
+
+    connection: http.client.HTTPConnection
+    response: http.client.HTTPResponse
+    attempt: Attempt
+
+    @property
+    def status(self) -> int:
+        """The status code."""
+        return self.response.status
+
+    @property
+    def said(self) -> str:
+        """The status as messages show it."""
+        return f"{self.response.status} {self.response.reason}".strip()
+
+    def header(self, name: str) -> str | None:
+        """A header's value."""
+        return self.response.headers.get(name)
+
+    @property
+    def length(self) -> int | None:
+        """Bytes that the body is announced to have."""
+        return self.response.length
+
+    def receive(self, into: memoryview) -> None:
+        """Fills memory with the next bytes of the body.
+
+        Raises:
+            TransientError: the body ended, or the connection did.
+            GivenUpError: the attempt was given up.
+        """
+        at, size = 0, len(into)
+        try:
+            while at < size:
+                self.attempt.check()
+                got = self._some(into[at : at + SLICE_BYTES])
+                if got == 0:
+                    raise TransientError(f"the answer ended after {at:,} of {size:,} bytes")
+                at += got
+                self.attempt.received += got
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise _broken(self.connection, self.attempt, error) from error
+        except BaseException:
+            self.close()
+            self.attempt.check()
+            raise
+
+    def _some(self, into: memoryview) -> int:
+        return self.response.readinto(into)
+
+    def whole(self, limit: int) -> bytes:
+        """The rest of the body, at most `limit` bytes and one."""
+        try:
+            found = self.response.read(limit + 1)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise _broken(self.connection, self.attempt, error) from error
+        if self.response.length and len(found) <= limit:
+            self.close()
+            raise TransientError(f"the answer ended after {len(found):,} bytes, {self.response.length:,} too early")
+        self.attempt.received += len(found)
+        return found
+
+    def end(self, connections: Connections, url: str) -> None:
+        """Gives the connection back where the body was received to its end, and closes it where not."""
+        done = self.response.isclosed() or self.response.length == 0
+        keep = done and not self.response.will_close
+        self.attempt.is_over()
+        if keep and not self.attempt.given_up:
+            self.response.close()
+            connections.give_back(self.connection, url)
+        else:
+            self.connection.close()
+
+    def close(self) -> None:
+        """Ends the connection with the answer."""
+        self.attempt.is_over()
+        self.connection.close()
+
+
+def is_overloaded(status: int) -> bool:
+    """Whether a status asks for fewer requests."""
+    return status in (429, 503)
+
+
+def is_transient(status: int) -> bool:
+    """Whether the same request may succeed later."""
+    return status in (408, 425, 429) or status >= 500
+
+
+def wait_of(value: str | None) -> float | None:
+    """Seconds of a `Retry-After` header; None where it has none, or a date."""
+    return float(value) if is_digits(value) else None
+
+
+def is_digits(value: str | None) -> TypeGuard[str]:
+    """Whether a header is a whole number of at most nine digits."""
+    return value is not None and value.isascii() and value.isdigit() and len(value) <= 9

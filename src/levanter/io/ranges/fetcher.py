@@ -1,0 +1,387 @@
+"""`RangeFetcher`: ranges of remote files into the caller's memory, many side by side, none of them lost.
+
+A range is asked for again after a failure that may pass (with growing, scattered delays), and by a second request
+while the first is still under way when that one has become slow (a *hedge*): whoever is first wins, the other is given
+up. The second request has a buffer of its own, so that two never write to one place. How many requests are under way
+follows what they bring (`pace`). The caller's own threads make the requests, so what is in flight is bounded by them
+and by the memory that they were given.
+"""
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from levanter.io.ranges.attempt import Attempt, GivenUpError, RangeError, RangeSource, ReplacedError, TransientError
+from levanter.io.ranges.pace import Durations, Pace
+
+MOST_REQUESTS = 128
+PART_BYTES = 4 << 20
+"""Of one request: at 30 ms and 20 MB/s seven eighths of its time go into bytes."""
+DELAYS = (0.2, 0.6, 1.8, 5.0, 12.0, 25.0)
+"""Seconds before a range is asked for again, each scattered by half of it."""
+QUICK_DELAYS = (0.2, 0.8, 2.4)
+"""The same for the first question of a run: a place that is not there should be told soon."""
+LONGEST_WAIT = 60.0
+"""A server that asks to be left alone for longer is asked all the same."""
+HEDGES = 4
+"""Second requests under way."""
+HEDGED_SHARE = 0.05
+"""Of the bytes that may be asked for twice, beyond a first few."""
+LOOK_SECONDS = 0.05
+IDLE_SECONDS = 2.0
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What a fetcher did so far.
+
+    Attributes:
+        ranges: that arrived.
+        wanted_bytes: of those.
+        extra_bytes: received beyond them: by requests that failed half-way or lost.
+        retried: requests made because one before them failed.
+        hedged: second requests beside slow ones.
+        hedges_won: of those that were first.
+        requests: that may be under way at present.
+    """
+
+    ranges: int
+    wanted_bytes: int
+    extra_bytes: int
+    retried: int
+    hedged: int
+    hedges_won: int
+    requests: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.requests} connections"]
+        if self.retried:
+            parts.append(f"{self.retried} tried again")
+        if self.hedged:
+            parts.append(f"{self.hedged} asked twice")
+        if self.extra_bytes:
+            parts.append(f"{self.extra_bytes / 2**20:,.1f} MiB extra")
+        return ", ".join(parts)
+
+
+class _Race:
+    """A range, and the requests for it that are under way."""
+
+    def __init__(self, file: RangeSource, start: int, into: memoryview):
+        self.file, self.start, self.into = file, start, into
+        self.began: float | None = None
+        self.first: Attempt | None = None
+        self.second: Attempt | None = None
+        self.won: bytearray | None = None
+        self.replaced: ReplacedError | None = None
+        self.over = False
+        self.changed = threading.Event()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.into)
+
+
+class RangeFetcher:
+    """Reads ranges of files that share a network.
+
+    One is made for each checkpoint; its methods are called from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = MOST_REQUESTS,
+        delays: tuple[float, ...] = DELAYS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._delays, self._clock = delays, clock
+        self._pace, self._durations = Pace(most), Durations()
+        self._most = most
+        self._room = threading.Condition()
+        self._under_way = self._waiting = 0
+        self._lock = threading.Lock()
+        self._races: set[_Race] = set()
+        self._watching = False
+        self._stop = threading.Event()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def reads_at_once(self) -> int:
+        """Requests side by side that make sense, at most."""
+        return self._most
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one request that make sense."""
+        return PART_BYTES
+
+    @property
+    def hedge_bytes(self) -> int:
+        """Memory of second requests, at most, where no range is larger than `read_bytes`."""
+        return HEDGES * PART_BYTES
+
+    @property
+    def tally(self) -> Tally:
+        """What was done so far."""
+        names = ("ranges", "wanted_bytes", "extra_bytes", "retried", "hedged", "hedges_won")
+        with self._lock:
+            counts = {name: self._counts[name] for name in names}
+        return Tally(**counts, requests=self._pace.limit)
+
+    def __str__(self) -> str:
+        return str(self.tally)
+
+    def interrupt(self) -> None:
+        """Ends everything that is under way or comes later, until `resume`; who waits for it gets a `RangeError`."""
+        with self._lock:
+            self._stop.set()
+            attempts = [each for race in self._races for each in (race.first, race.second) if each is not None]
+        for attempt in attempts:
+            attempt.give_up()
+        with self._room:
+            self._room.notify_all()
+
+    def resume(self) -> None:
+        """Takes back an interrupt."""
+        with self._lock:
+            if self._stop.is_set():
+                self._stop = threading.Event()
+
+    def ask(self, action: Callable[[], R], *, what: str, delays: Iterable[float] = QUICK_DELAYS) -> R:
+        """Calls `action`, again after each of `delays` seconds when it fails in a way that may pass.
+
+        Raises:
+            RangeError: it failed to the end; says how often and why.
+        """
+        waits, reasons, began = list(delays), Counter[str](), self._clock()
+        while True:
+            try:
+                return action()
+            except TransientError as error:
+                reasons[error.reason] += 1
+                if not waits or self._stop.is_set():
+                    raise _failed(what, reasons, self._clock() - began) from error
+                self._stop.wait(_scattered(waits.pop(0), error))
+
+    def fetch_all(self, file: RangeSource, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fills several ranges of a file, side by side where there are several.
+
+        Raises:
+            RangeError: one of them cannot be read.
+        """
+        wanted = list(parts)
+        if len(wanted) == 1:
+            self.fetch(file, *wanted[0])
+            return
+        for future in [self._pool.submit(self.fetch, file, *part) for part in wanted]:
+            future.result()
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._most, thread_name_prefix="ranges")
+
+    @cached_property
+    def _hedging(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(HEDGES, thread_name_prefix="hedges")
+
+    def fetch(self, file: RangeSource, start: int, into: memoryview) -> None:
+        """Fills `into` with the bytes of `file` from `start` on.
+
+        Raises:
+            ReplacedError: the file is another one than when it was opened.
+            RangeError: they cannot be read, or everything was interrupted.
+        """
+        race = _Race(file, start, into)
+        with self._lock:
+            self._races.add(race)
+            stop = self._stop
+        try:
+            self._run(race, stop)
+        finally:
+            with self._lock:
+                race.over = True
+                self._races.discard(race)
+                second = race.second
+            if second is not None:
+                second.give_up()
+        self._count(ranges=1, wanted_bytes=race.nbytes)
+
+    def _run(self, race: _Race, stop: threading.Event) -> None:
+        what = f"{race.file.name}: bytes {race.start:,} to {race.start + race.nbytes:,}"
+        waits, reasons, began = list(self._delays), Counter[str](), self._clock()
+        while True:
+            try:
+                self._once(race, stop)
+            except GivenUpError:
+                if race.replaced is not None:
+                    raise race.replaced from None
+                if race.won is None:
+                    raise RangeError(f"{what}: reading was interrupted") from None
+            except TransientError as error:
+                reasons[error.reason] += 1
+                if error.overloaded:
+                    with self._lock:
+                        self._pace.overloaded(self._clock())
+                if race.won is None and not waits:
+                    raise _failed(what, reasons, self._clock() - began) from error
+                if race.won is None:
+                    self._pause(race, _scattered(waits.pop(0), error), stop)
+                if race.won is None:
+                    self._count(retried=1)
+                    continue
+            if race.replaced is not None:
+                raise race.replaced
+            if race.won is not None:
+                race.into[:] = race.won
+            return
+
+    def _pause(self, race: _Race, seconds: float, stop: threading.Event) -> None:
+        """Waits, but no longer than for a second request that comes home meanwhile."""
+        until = self._clock() + seconds
+        while (left := until - self._clock()) > 0 and race.won is None and not stop.is_set():
+            race.changed.wait(min(left, LOOK_SECONDS))
+
+    def _once(self, race: _Race, stop: threading.Event) -> None:
+        attempt = Attempt()
+        with self._slot(stop):
+            with self._lock:
+                if race.won is not None or stop.is_set():
+                    raise GivenUpError
+                race.first, race.began = attempt, self._clock()
+            self._watch()
+            done = False
+            try:
+                race.file.fetch(race.start, race.into, attempt)
+                done = True
+            finally:
+                now = self._clock()
+                with self._lock:
+                    seconds, race.began, race.first = now - race.began, None, None
+                    if done:
+                        self._durations.add(seconds, race.nbytes)
+                        self._pace.finished(race.nbytes, now, waiting=self._waiting > 0)
+                        if race.won is not None:
+                            # What a second request brought at the same moment is the same, and lost.
+                            race.won = None
+                            self._counts.update(hedges_won=-1, extra_bytes=race.nbytes)
+                    else:
+                        self._counts["extra_bytes"] += attempt.received
+
+    @contextlib.contextmanager
+    def _slot(self, stop: threading.Event) -> Generator[None]:
+        """Room for one more request."""
+        with self._room:
+            self._waiting += 1
+            try:
+                while self._under_way >= self._pace.limit and not stop.is_set():
+                    self._room.wait()
+            finally:
+                self._waiting -= 1
+            if stop.is_set():
+                raise GivenUpError
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._room:
+                self._under_way -= 1
+                self._room.notify(max(1, self._pace.limit - self._under_way))
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _watch(self) -> None:
+        """Sees to it that somebody looks for slow requests."""
+        with self._lock:
+            if self._watching:
+                return
+            self._watching = True
+        threading.Thread(target=self._look, name="slow-ranges", daemon=True).start()
+
+    def _look(self) -> None:
+        idle_since = self._clock()
+        while True:
+            time.sleep(LOOK_SECONDS)
+            now = self._clock()
+            with self._lock:
+                races = [race for race in self._races if race.began is not None]
+                if races:
+                    idle_since = now
+                elif now - idle_since > IDLE_SECONDS:
+                    self._watching = False
+                    return
+                slow = [race for race in races if self._is_slow(race, now)]
+                hedged = sum(race.second is not None for race in self._races)
+                chosen: list[_Race] = []
+                for race in sorted(slow, key=lambda race: race.began or now)[: max(0, HEDGES - hedged)]:
+                    if self._may_hedge(race):
+                        race.second = Attempt()
+                        self._counts.update(hedged=1, hedged_bytes=race.nbytes)
+                        chosen.append(race)
+            for race in chosen:
+                assert race.second is not None
+                self._hedging.submit(self._second, race, race.second)
+
+    def _is_slow(self, race: _Race, now: float) -> bool:
+        slow = self._durations.slow_seconds(race.nbytes)
+        return race.second is None and race.file.can_be_cut_short and race.began is not None and now - race.began > slow
+
+    def _may_hedge(self, race: _Race) -> bool:
+        allowed = HEDGES * PART_BYTES + HEDGED_SHARE * self._counts["wanted_bytes"]
+        return self._counts["hedged_bytes"] + race.nbytes <= allowed
+
+    def _second(self, race: _Race, attempt: Attempt) -> None:
+        """The second request for a slow range."""
+        buffer = bytearray(race.nbytes)
+        try:
+            race.file.fetch(race.start, memoryview(buffer), attempt)
+        except (TransientError, GivenUpError, RangeError, FileNotFoundError) as error:
+            # The first is still under way, and tells what is wrong if it meets it too; a file that is another one by
+            # now is wrong however the first ends.
+            with self._lock:
+                self._counts["extra_bytes"] += attempt.received
+                race.second = None
+                first = None
+                if isinstance(error, ReplacedError) and not race.over:
+                    race.replaced, first = error, race.first
+            if first is not None:
+                first.give_up()
+            return
+        with self._lock:
+            lost = race.over
+            first = race.first
+            if lost:
+                self._counts["extra_bytes"] += attempt.received
+            else:
+                race.won = buffer
+                self._counts["hedges_won"] += 1
+        if not lost and first is not None:
+            first.give_up()
+        race.changed.set()
+
+
+def _scattered(seconds: float, error: TransientError) -> float:
+    """A delay, scattered so that many who failed together do not come back together."""
+    if error.wait_seconds is not None:
+        seconds = max(seconds, min(error.wait_seconds, LONGEST_WAIT))
+    return seconds * random.uniform(0.5, 1.5)
+
+
+def _failed(what: str, reasons: Counter[str], seconds: float) -> RangeError:
+    said = "; ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.most_common())
+    tries = "once" if reasons.total() == 1 else f"{reasons.total()} times"
+    return RangeError(
+        f"{what} could not be read, tried {tries} in {seconds:.1f} s: {said}\n"
+        "  → run again once the server is well, or copy the files to a local disk and give the copy"
+    )

@@ -1,0 +1,246 @@
+"""A file of a web server, or of a store that can be asked like one, by range requests.
+
+Every answer is held against what was asked: status, range, length, encoding, and whether it is of the same version of
+the file as the first one. Redirections are followed once and remembered until they are refused.
+"""
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urljoin, urlsplit
+
+from levanter.io.ranges.attempt import Attempt, FileIdentity, RangeError, ReplacedError, TransientError
+from levanter.io.ranges.connections import (
+    Answer,
+    Connections,
+    is_digits,
+    is_overloaded,
+    is_transient,
+    shown_url,
+    wait_of,
+)
+
+REDIRECTIONS = 5
+_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
+
+
+class Address(Protocol):
+    """Where a file is, and what a request has to bring along."""
+
+    def __call__(self, *, renewed: bool) -> tuple[str, Mapping[str, str]]:
+        """URL and headers; `renewed` where the last ones were refused."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedAddress:
+    """A URL that is asked as it is."""
+
+    url: str
+
+    def __call__(self, *, renewed: bool) -> tuple[str, Mapping[str, str]]:
+        """The URL, without headers; there is no other to renew it with."""
+        del renewed
+        return self.url, {}
+
+
+class HttpFile:
+    """A file that a web server has.
+
+    Attributes:
+        name: how messages call it.
+        can_be_cut_short: always: its connection is cut.
+    """
+
+    can_be_cut_short = True
+
+    def __init__(self, name: str, address: Address, connections: Connections):
+        self.name = name
+        self._address, self._connections = address, connections
+        self._lock = threading.Lock()
+        self._resolved: tuple[str, Mapping[str, str]] | None = None
+        self._identity: FileIdentity | None = None
+
+    def describe(self) -> FileIdentity:
+        """Asks for the first byte, which tells size and version.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            RangeError: it is refused, or not given by ranges.
+            TransientError: perhaps it can be asked again.
+        """
+        answer, url = self._asked({"Range": "bytes=0-0"}, Attempt())
+        try:
+            self._refuse(answer, "it")
+            found = self._described(answer)
+            # An answer to one byte is short, unless the server sends all of the file.
+            if answer.status == 206:
+                answer.whole(1)
+        finally:
+            answer.end(self._connections, url)
+        self._identity = found
+        return found
+
+    def exists(self) -> bool:
+        """Whether it is there; one that a server refuses to show is not, as stores answer for what they do not have.
+
+        Raises:
+            RangeError: the server wants to know who asks.
+            TransientError: perhaps it can be asked again.
+        """
+        answer, url = self._asked({"Range": "bytes=0-0"}, Attempt())
+        try:
+            if answer.status in (403, 404, 410):
+                return False
+            if answer.status != 416:
+                self._refuse(answer, "it")
+            return True
+        finally:
+            answer.end(self._connections, url)
+
+    def whole(self, limit: int) -> bytes:
+        """All of a small file: at most `limit` bytes, and one more where it is larger.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            RangeError: it is refused.
+            TransientError: perhaps it can be asked again.
+        """
+        answer, url = self._asked({}, Attempt())
+        try:
+            self._refuse(answer, "it")
+            return answer.whole(limit)
+        finally:
+            answer.end(self._connections, url)
+
+    def fetch(self, start: int, into: memoryview, attempt: Attempt) -> None:
+        """Fills `into` with the bytes from `start` on.
+
+        Raises:
+            TransientError: another attempt may succeed.
+            GivenUpError: the attempt was given up.
+            ReplacedError: the file is another one by now.
+            RangeError: no attempt will succeed.
+        """
+        stop = start + len(into)
+        answer, url = self._asked({"Range": f"bytes={start}-{stop - 1}"}, attempt)
+        try:
+            self._refuse(answer, f"bytes {start:,} to {stop:,}")
+            self._agree(answer, start, stop)
+            answer.receive(into)
+        finally:
+            answer.end(self._connections, url)
+
+    def _asked(self, headers: Mapping[str, str], attempt: Attempt) -> tuple[Answer, str]:
+        with self._lock:
+            resolved = self._resolved
+        url, brought = resolved or self._address(renewed=False)
+        answer, url = self._followed(url, brought, headers, attempt)
+        if (answer.status in (400, 401, 403) and not isinstance(self._address, FixedAddress)) or (
+            answer.status in (401, 403, 404, 410) and resolved is not None
+        ):
+            # A signature or a redirection that is no longer valid.
+            answer.close()
+            with self._lock:
+                self._resolved = None
+            answer, url = self._followed(*self._address(renewed=True), headers, attempt)
+        return answer, url
+
+    def _followed(
+        self, url: str, brought: Mapping[str, str], headers: Mapping[str, str], attempt: Attempt
+    ) -> tuple[Answer, str]:
+        for _ in range(REDIRECTIONS + 1):
+            answer = self._connections.get(url, {**brought, **headers}, attempt)
+            to = answer.header("Location")
+            if answer.status not in (301, 302, 303, 307, 308) or to is None:
+                return answer, url
+            answer.close()
+            before, url = url, urljoin(url, to)
+            if urlsplit(url).scheme not in ("http", "https"):
+                raise RangeError(f"{self.name}: redirected to {shown_url(url)}, which is no web address")
+            if urlsplit(url).netloc != urlsplit(before).netloc:
+                brought = {}  # what one server was told is nothing for another
+            with self._lock:
+                self._resolved = url, brought
+        raise RangeError(f"{self.name}: redirected more than {REDIRECTIONS} times, last to {shown_url(url)}")
+
+    def _refuse(self, answer: Answer, what: str) -> None:
+        status = answer.status
+        if status in (200, 206):
+            encoding = (answer.header("Content-Encoding") or "identity").lower()
+            if encoding not in ("identity", "aws-chunked"):
+                raise RangeError(
+                    f"{self.name}: the server sends it compressed ({encoding}), so its bytes have no fixed place\n"
+                    "  → have it stored and served as it is, or copy it to a local disk"
+                )
+            return
+        if is_transient(status):
+            raise TransientError(
+                answer.said, overloaded=is_overloaded(status), wait_seconds=wait_of(answer.header("Retry-After"))
+            )
+        if status in (404, 410):
+            if self._identity is not None:
+                raise ReplacedError(f"{self.name}: it is gone ({answer.said}) since it was opened\n{_STILL}")
+            raise FileNotFoundError(self.name)
+        if status == 416 and self._identity is not None:
+            raise ReplacedError(f"{self.name}: {what} are not in it any more ({answer.said})\n{_STILL}")
+        if status == 416:
+            return  # the range of a file without a byte
+        if status in (401, 403):
+            raise RangeError(
+                f"{self.name}: the server refuses {what} ({answer.said})\n"
+                "  → check the credentials, and that they may read it"
+            )
+        raise RangeError(f"{self.name}: the server does not give {what} ({answer.said})")
+
+    def _described(self, answer: Answer) -> FileIdentity:
+        tag, modified = answer.header("ETag"), answer.header("Last-Modified")
+        size = None
+        if answer.status in (206, 416):
+            found = _RANGE.fullmatch((answer.header("Content-Range") or "").strip())
+            if found is not None and found[3] != "*":
+                size = int(found[3])
+        elif answer.length == 0:
+            size = 0
+        elif is_digits(answer.header("Content-Length")):
+            raise RangeError(
+                f"{self.name}: the server sends all {int(answer.header('Content-Length') or 0):,} bytes where one is "
+                "asked for: it knows no ranges\n  → copy the files to a local disk, or serve them with a server that "
+                "answers for ranges (status 206)"
+            )
+        if size is None:
+            raise RangeError(
+                f"{self.name}: the server does not say how large it is (status {answer.said}, Content-Range "
+                f"{answer.header('Content-Range')!r})\n  → copy the files to a local disk"
+            )
+        return FileIdentity(size=size, tag=tag, modified=modified)
+
+    def _agree(self, answer: Answer, start: int, stop: int) -> None:
+        """Holds the head of an answer to bytes `[start, stop)` against what was asked."""
+        before = self._identity
+        if answer.status == 200:
+            whole = before is not None and (start, stop) == (0, before.size) and answer.length == stop
+            if not whole:
+                raise TransientError("the server sent all of the file where a range was asked for")
+        else:
+            said = (answer.header("Content-Range") or "").strip()
+            found = _RANGE.fullmatch(said)
+            if found is not None and found[3] != "*" and before is not None:
+                self._same(before, self._described(answer))
+            if found is None or found[1] is None or (int(found[1]), int(found[2]) + 1) != (start, stop):
+                raise TransientError(f"it answered with Content-Range {said!r:.60}")
+        if answer.length is not None and answer.length != stop - start:
+            raise TransientError(f"it announced {answer.length:,} bytes where {stop - start:,} were asked for")
+        if before is not None and answer.status == 200:
+            now = FileIdentity(size=before.size, tag=answer.header("ETag"), modified=answer.header("Last-Modified"))
+            self._same(before, now)
+
+    def _same(self, before: FileIdentity, now: FileIdentity) -> None:
+        differs = before.differs(now)
+        if differs is not None:
+            raise ReplacedError(f"{self.name}: it was replaced while it was read: {differs}\n{_STILL}")
+
+
+_STILL = "  → load again once nobody writes there any more; a file must stay as it is while it is read"

@@ -1,0 +1,109 @@
+"""How many requests are made side by side, and when one has taken too long: arithmetic, without a clock of its own.
+
+More connections are tried as long as they bring more bytes, fewer are used when a server says that it is overloaded. A
+request is *slow* when it takes much longer than others of its size did.
+"""
+
+from collections import deque
+
+FIRST_REQUESTS = 16
+WINDOW_SECONDS = 0.4
+GAIN = 1.1
+"""What doubling the connections must bring, at least, to be kept."""
+ROOM = 1.25
+"""Connections beyond those that brought the most, so that the way there is never idle."""
+PROBE_SECONDS = 15.0
+SLOWER = 0.6
+"""What is left of the connections when a server is overloaded."""
+LEAST_REQUESTS = 2
+LATENCY_BYTES = 512 << 10
+"""What a request costs before its first byte, as bytes: durations of small and large ones are compared by it."""
+SAMPLES = 256
+FEWEST_SAMPLES = 16
+SLOW_QUANTILE = 0.9
+SLOW_FACTOR = 3.0
+SLOW_SECONDS = 0.5
+"""No request is called slow before."""
+UNKNOWN_SLOW_SECONDS = 5.0
+"""When nothing is known yet."""
+
+
+class Pace:
+    """The number of requests side by side, from what they brought.
+
+    Attributes:
+        limit: requests that may be under way.
+    """
+
+    def __init__(self, most: int, *, first: int = FIRST_REQUESTS):
+        self.limit = max(1, min(first, most))
+        self._most = max(1, most)
+        self._rising = True
+        self._best = (0.0, self.limit)
+        self._begin: float | None = None
+        self._bytes = 0
+        self._done = 0
+        self._probe_at = 0.0
+        self._slowed_at = float("-inf")
+
+    def finished(self, nbytes: int, now: float, *, waiting: bool) -> None:
+        """A request was answered; `waiting` says whether others wait for room."""
+        if self._begin is None or not waiting:
+            # A window in which fewer were wanted than allowed says nothing about more of them.
+            self._begin, self._bytes, self._done = now, 0, 0
+            return
+        self._bytes += nbytes
+        self._done += 1
+        seconds = now - self._begin
+        if seconds < WINDOW_SECONDS or self._done < self.limit:
+            return
+        self._judge(self._bytes / seconds, now)
+        self._begin, self._bytes, self._done = now, 0, 0
+
+    def _judge(self, rate: float, now: float) -> None:
+        best, at = self._best
+        if not self._rising:
+            if now >= self._probe_at:
+                self._rising, self._best = True, (rate, self.limit)
+                self._grow(now)
+        elif rate >= GAIN * best:
+            self._best = rate, self.limit
+            self._grow(now)
+        else:
+            self.limit = min(self._most, max(1, round(at * ROOM)))
+            self._rest(now)
+
+    def _grow(self, now: float) -> None:
+        if self.limit == self._most:
+            self._rest(now)
+        self.limit = min(self._most, 2 * self.limit)
+
+    def _rest(self, now: float) -> None:
+        self._rising, self._probe_at = False, now + PROBE_SECONDS
+
+    def overloaded(self, now: float) -> None:
+        """The server asked for fewer requests; those that were under way together count as one such answer."""
+        if now - self._slowed_at < WINDOW_SECONDS:
+            return
+        self._slowed_at = now
+        self.limit = max(min(LEAST_REQUESTS, self._most), round(self.limit * SLOWER))
+        self._best, self._begin = (0.0, self.limit), None
+        self._rest(now)
+
+
+class Durations:
+    """How long requests take, and from when on one is slow."""
+
+    def __init__(self) -> None:
+        self._found: deque[float] = deque(maxlen=SAMPLES)
+
+    def add(self, seconds: float, nbytes: int) -> None:
+        """A request of so many bytes took so long."""
+        self._found.append(seconds / (LATENCY_BYTES + nbytes))
+
+    def slow_seconds(self, nbytes: int) -> float:
+        """From when on a request of so many bytes is slow."""
+        if len(self._found) < FEWEST_SAMPLES:
+            return UNKNOWN_SLOW_SECONDS
+        usual = sorted(self._found)[int(SLOW_QUANTILE * len(self._found))]
+        return max(SLOW_SECONDS, SLOW_FACTOR * usual * (LATENCY_BYTES + nbytes))

@@ -1,0 +1,233 @@
+"""Ranges from a server that is slow and broken in every way: the bytes are right, or the error says what happened."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from helpers.object_store import Fault, ObjectStore, Request
+
+from levanter.io.ranges import Connections, RangeError, RangeFetcher, ReplacedError, fetcher, remote_file
+
+CONTENT = np.random.default_rng(0).bytes(1_500_000)
+PART = 50_000
+MIDDLE = 10 * PART
+NAME = "bucket/model.safetensors"
+
+
+def first_time(fault: Fault, *, every: int = 3) -> Callable[[Request], Fault | None]:
+    """Breaks every third range, the first time that it is asked for."""
+    return lambda request: fault if request.start and request.start // PART % every == 0 and not request.seen else None
+
+
+def always(fault: Fault) -> Callable[[Request], Fault | None]:
+    return lambda request: fault if request.start == MIDDLE else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row: what is broken, and what must come of it.
+
+    Attributes:
+        fault: what is wrong with an answer.
+        retried: ranges that are asked for again; None where it is an error.
+        error: the class of it.
+        says: texts of the error.
+    """
+
+    fault: Callable[[Request], Fault | None]
+    retried: int | None = None
+    error: type[Exception] | None = None
+    says: Sequence[str] = ()
+
+
+MIDDLE_SAID = "bytes 500,000 to 550,000"
+CASES = {
+    "nothing": Case(fault=lambda request: None, retried=0),
+    "500": Case(fault=first_time(Fault(status=500)), retried=9),
+    "503": Case(fault=first_time(Fault(status=503)), retried=9),
+    "429 with a wait": Case(fault=first_time(Fault(status=429, headers={"Retry-After": "0"})), retried=9),
+    "reset": Case(fault=first_time(Fault(reset_after=20_000)), retried=9),
+    "reset before a byte": Case(fault=first_time(Fault(reset_after=0)), retried=9),
+    "short": Case(fault=first_time(Fault(end_after=20_000)), retried=9),
+    "short, and says so": Case(
+        fault=first_time(Fault(headers={"Content-Length": "20000"}, end_after=20_000)), retried=9
+    ),
+    "the next range": Case(fault=first_time(Fault(headers={"Content-Range": f"bytes 1-{PART}/1500000"})), retried=9),
+    "no Content-Range": Case(fault=first_time(Fault(headers={"Content-Range": "-"})), retried=9),
+    "the whole file": Case(fault=first_time(Fault(ignore_range=True)), retried=9),
+    "a 503 that stays": Case(
+        fault=always(Fault(status=503)),
+        error=RangeError,
+        says=(MIDDLE_SAID, "tried 4 times", "503 Service Unavailable"),
+    ),
+    "resets that stay": Case(
+        fault=always(Fault(reset_after=0)), error=RangeError, says=(MIDDLE_SAID, "tried 4 times", "connection")
+    ),
+    "short for ever": Case(
+        fault=always(Fault(end_after=20_000)),
+        error=RangeError,
+        says=(MIDDLE_SAID, "the answer ended after 20,000 of 50,000 bytes (4 times)"),
+    ),
+    "a wrong range for ever": Case(
+        fault=always(Fault(headers={"Content-Range": "bytes 0-49999/1500000"})),
+        error=RangeError,
+        says=(MIDDLE_SAID, "it answered with Content-Range 'bytes 0-49999/1500000' (4 times)"),
+    ),
+    "another ETag": Case(
+        fault=always(Fault(headers={"ETag": '"new"'})),
+        error=ReplacedError,
+        says=("was replaced while it was read: its version was", 'and is "new" now', "→ load again"),
+    ),
+    "another size": Case(
+        fault=always(Fault(headers={"Content-Range": f"bytes {MIDDLE}-{MIDDLE + PART - 1}/1499999"})),
+        error=ReplacedError,
+        says=("it had 1,500,000 bytes and has 1,499,999 now",),
+    ),
+    "another date, and no ETag": Case(
+        fault=lambda request: Fault(
+            headers={"ETag": "-", "Last-Modified": "Sat, 01 Jan 2028 00:00:00 GMT"}
+            if request.start == MIDDLE
+            else {"ETag": "-"}
+        ),
+        error=ReplacedError,
+        says=("is dated Sat, 01 Jan 2028 00:00:00 GMT now",),
+    ),
+    "gone": Case(fault=always(Fault(status=404)), error=ReplacedError, says=("it is gone (404 Not Found) since",)),
+    "shorter": Case(fault=always(Fault(status=416)), error=ReplacedError, says=(MIDDLE_SAID, "not in it any more")),
+    "forbidden": Case(fault=always(Fault(status=403)), error=RangeError, says=("refuses", MIDDLE_SAID, "credentials")),
+    "compressed": Case(
+        fault=always(Fault(headers={"Content-Encoding": "gzip"})), error=RangeError, says=("compressed (gzip)",)
+    ),
+    "a teapot": Case(fault=always(Fault(status=418)), error=RangeError, says=("does not give", "418")),
+}
+
+
+def parts(buffer: bytearray) -> list[tuple[int, memoryview]]:
+    view = memoryview(buffer)
+    return [(at, view[at : at + PART]) for at in range(0, len(buffer), PART)]
+
+
+def read_all(store: ObjectStore, made: RangeFetcher) -> bytes:
+    file = remote_file(f"{store.url}/{NAME}", Connections())
+    assert file.describe().size == len(CONTENT)
+    buffer = bytearray(len(CONTENT))
+    made.fetch_all(file, parts(buffer))
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_broken_answers(name):
+    case = CASES[name]
+    made = RangeFetcher(delays=(0.01, 0.01, 0.01))
+    with ObjectStore({NAME: CONTENT}, fault=case.fault) as store:
+        if case.error is None:
+            assert read_all(store, made) == CONTENT
+        else:
+            with pytest.raises(case.error) as caught:
+                read_all(store, made)
+            assert type(caught.value) is case.error
+            said = str(caught.value)
+            assert said.startswith(f"{store.url}/{NAME}: ")
+            assert [text for text in case.says if text not in said] == [], said
+    tally = made.tally
+    if case.retried is not None:
+        assert (tally.ranges, tally.wanted_bytes, tally.retried) == (30, len(CONTENT), case.retried)
+        assert store.requests == 1 + 30 + case.retried, "one to open it, one for each range and each failure"
+
+
+def test_a_stalled_range_is_asked_for_by_a_second_request_and_the_first_is_given_up(monkeypatch):
+    """Twenty ranges are quick; of one the server sends a part and falls silent for an hour."""
+    stalled = Fault(stall_after=20_000)
+    made = RangeFetcher(delays=())
+    with ObjectStore(
+        {NAME: CONTENT}, fault=lambda r: stalled if r.start == 25 * PART and not r.seen else None
+    ) as store:
+        begun = time.monotonic()
+        assert read_all(store, made) == CONTENT
+        assert time.monotonic() - begun < 5
+        tally = made.tally
+        assert (tally.hedged, tally.hedges_won, tally.retried) == (1, 1, 0)
+        assert tally.wanted_bytes == len(CONTENT) and tally.extra_bytes == 20_000
+        assert str(tally).endswith("1 asked twice, 0.0 MiB extra")
+
+
+def test_a_second_request_that_is_stalled_too_loses_and_costs_no_more_than_its_bytes():
+    """The first, slow but alive, comes home."""
+
+    def fault(request: Request) -> Fault | None:
+        if request.start != 25 * PART:
+            return None
+        return Fault(stall_after=0) if request.seen else Fault(rate=50_000.0)
+
+    made = RangeFetcher(delays=())
+    with ObjectStore({NAME: CONTENT}, fault=fault) as store:
+        assert read_all(store, made) == CONTENT
+    assert (made.tally.hedged, made.tally.hedges_won, made.tally.extra_bytes) == (1, 0, 0)
+
+
+def test_not_everything_is_asked_for_twice_when_everything_is_slow(monkeypatch):
+    """A share of the bytes, and a few at a time: a server in trouble gets no second crowd."""
+    monkeypatch.setattr(fetcher, "PART_BYTES", PART)
+    slow = Fault(rate=30_000.0)
+    made = RangeFetcher(most=8, delays=())
+    with ObjectStore({NAME: CONTENT}, fault=lambda r: slow if r.start >= 20 * PART else None) as store:
+        assert read_all(store, made) == CONTENT
+    allowed = fetcher.HEDGES * PART + fetcher.HEDGED_SHARE * len(CONTENT)
+    assert 0 < made.tally.hedged * PART <= allowed
+    assert store.most <= 8 + fetcher.HEDGES
+
+
+def test_how_many_are_under_way_is_bounded():
+    made = RangeFetcher(most=5, delays=())
+    with ObjectStore({NAME: CONTENT}, latency=0.01) as store:
+        assert read_all(store, made) == CONTENT
+    assert store.most == 5
+
+
+@pytest.mark.parametrize("where", ["stalled", "refused"])
+def test_an_interrupt_ends_everything_at_once(where):
+    """In the middle of a body that does not come, and in the middle of a delay before another try."""
+    fault = Fault(stall_after=10_000) if where == "stalled" else Fault(status=500)
+    made = RangeFetcher(delays=(60.0,))
+    failures = []
+    with ObjectStore({NAME: CONTENT}, fault=lambda r: fault if r.start else None) as store:
+        file = remote_file(f"{store.url}/{NAME}", Connections())
+        file.describe()
+
+        def read(at: int) -> None:
+            try:
+                made.fetch(file, at, memoryview(bytearray(PART)))
+            except RangeError as error:
+                failures.append(str(error))
+
+        threads = [threading.Thread(target=read, args=(at,)) for at in range(PART, 30 * PART, PART)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        begun = time.monotonic()
+        made.interrupt()
+        for thread in threads:
+            thread.join(5)
+        assert time.monotonic() - begun < 2 and not any(thread.is_alive() for thread in threads)
+        assert len(failures) == len(threads) and all("reading was interrupted" in each for each in failures)
+        with pytest.raises(RangeError, match="interrupted"):
+            made.fetch(file, 0, memoryview(bytearray(PART)))
+        made.resume()
+        buffer = bytearray(PART)
+        made.fetch(file, 0, memoryview(buffer))
+        assert bytes(buffer) == CONTENT[:PART]
+
+
+def test_nobody_is_left_behind():
+    """Threads that look for slow requests end when there are none."""
+    made = RangeFetcher(most=2, delays=())
+    with ObjectStore({NAME: CONTENT}) as store:
+        file = remote_file(f"{store.url}/{NAME}", Connections())
+        made.fetch(file, 0, memoryview(bytearray(PART)))
+    deadline = time.monotonic() + 10
+    while any(thread.name == "slow-ranges" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(thread.name == "slow-ranges" for thread in threading.enumerate())
