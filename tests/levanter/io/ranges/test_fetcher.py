@@ -171,6 +171,8 @@ def test_a_second_request_that_is_stalled_too_loses_and_costs_no_more_than_its_b
 def test_not_everything_is_asked_for_twice_when_everything_is_slow(monkeypatch):
     """A share of the bytes, and a few at a time: a server in trouble gets no second crowd."""
     monkeypatch.setattr(fetcher, "PART_BYTES", PART)
+    # Whatever this machine is busy with: a range of an unhurried server takes 1.7 s.
+    monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: 0.5)
     slow = Fault(rate=30_000.0)
     made = RangeFetcher(most=8, delays=())
     with ObjectStore({NAME: CONTENT}, fault=lambda r: slow if r.start >= 20 * PART else None) as store:
