@@ -185,7 +185,7 @@ def kernel_seconds():
     """Processor seconds of all threads in what releases the interpreter's lock: receiving, casting, checking."""
     from haliax_ext import host_reader
     from haliax_ext.slices import Copy
-    from levanter.io.ranges.connections import Answer
+    from levanter.io.ranges.connections import HttpAnswer
 
     spent, lock = [0.0], threading.Lock()
 
@@ -201,12 +201,12 @@ def kernel_seconds():
 
         return call
 
-    kept = Answer._some, Copy.scatter, host_reader.all_finite
-    Answer._some, Copy.scatter, host_reader.all_finite = map(timed, kept)
+    kept = HttpAnswer._some, Copy.scatter, host_reader.all_finite
+    HttpAnswer._some, Copy.scatter, host_reader.all_finite = map(timed, kept)
     try:
         yield spent
     finally:
-        Answer._some, Copy.scatter, host_reader.all_finite = kept
+        HttpAnswer._some, Copy.scatter, host_reader.all_finite = kept
 
 
 def measure(name: str, url: str, budget: int, *, serial: bool) -> dict:

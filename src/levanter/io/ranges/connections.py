@@ -56,7 +56,7 @@ class Connections:
     def _context(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    def get(self, url: str, headers: Headers, attempt: Attempt) -> "Answer":
+    def get(self, url: str, headers: Headers, attempt: Attempt) -> "HttpAnswer":
         """Asks for a URL; the answer's body has not been received.
 
         Raises:
@@ -103,7 +103,7 @@ class Connections:
 
     def _ask(
         self, connection: http.client.HTTPConnection, parts: SplitResult, headers: Headers, attempt: Attempt
-    ) -> "Answer":
+    ) -> "HttpAnswer":
         target = parts.path or "/"
         if parts.query:
             target += f"?{parts.query}"
@@ -120,7 +120,7 @@ class Connections:
             if parts.scheme == "http" and connection.host != parts.hostname:
                 sent["Host"] = parts.netloc.rpartition("@")[2]
             connection.request("GET", target, headers=sent)
-            return Answer(connection, connection.getresponse(), attempt)
+            return HttpAnswer(connection, connection.getresponse(), attempt)
         except ssl.SSLCertVerificationError as error:
             connection.close()
             raise RangeError(f"{shown_url(parts.geturl())}: its certificate is not trusted ({error.reason})") from error
@@ -175,7 +175,7 @@ def _authorization(parts: SplitResult) -> Headers:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A server's answer: the head is here, the body still to be received."""
 
     connection: http.client.HTTPConnection

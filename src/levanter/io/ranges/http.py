@@ -13,8 +13,8 @@ from urllib.parse import urljoin, urlsplit
 
 from levanter.io.ranges.attempt import Attempt, FileIdentity, RangeError, ReplacedError, TransientError
 from levanter.io.ranges.connections import (
-    Answer,
     Connections,
+    HttpAnswer,
     is_digits,
     is_overloaded,
     is_transient,
@@ -133,7 +133,7 @@ class HttpFile:
         finally:
             answer.end(self._connections, url)
 
-    def _asked(self, headers: Mapping[str, str], attempt: Attempt) -> tuple[Answer, str]:
+    def _asked(self, headers: Mapping[str, str], attempt: Attempt) -> tuple[HttpAnswer, str]:
         with self._lock:
             resolved = self._resolved
         url, brought = resolved or self._address(renewed=False)
@@ -150,7 +150,7 @@ class HttpFile:
 
     def _followed(
         self, url: str, brought: Mapping[str, str], headers: Mapping[str, str], attempt: Attempt
-    ) -> tuple[Answer, str]:
+    ) -> tuple[HttpAnswer, str]:
         for _ in range(REDIRECTIONS + 1):
             answer = self._connections.get(url, {**brought, **headers}, attempt)
             to = answer.header("Location")
@@ -166,7 +166,7 @@ class HttpFile:
                 self._resolved = url, brought
         raise RangeError(f"{self.name}: redirected more than {REDIRECTIONS} times, last to {shown_url(url)}")
 
-    def _refuse(self, answer: Answer, what: str) -> None:
+    def _refuse(self, answer: HttpAnswer, what: str) -> None:
         status = answer.status
         if status in (200, 206):
             encoding = (answer.header("Content-Encoding") or "identity").lower()
@@ -195,7 +195,7 @@ class HttpFile:
             )
         raise RangeError(f"{self.name}: the server does not give {what} ({answer.said})")
 
-    def _described(self, answer: Answer) -> FileIdentity:
+    def _described(self, answer: HttpAnswer) -> FileIdentity:
         tag, modified = answer.header("ETag"), answer.header("Last-Modified")
         size = None
         if answer.status in (206, 416):
@@ -217,7 +217,7 @@ class HttpFile:
             )
         return FileIdentity(size=size, tag=tag, modified=modified)
 
-    def _agree(self, answer: Answer, start: int, stop: int) -> None:
+    def _agree(self, answer: HttpAnswer, start: int, stop: int) -> None:
         """Holds the head of an answer to bytes `[start, stop)` against what was asked."""
         before = self._identity
         if answer.status == 200:
