@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import secrets
 import time
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from levanter.checkpoint.agreement import Agreement
 from levanter.checkpoint.digests import ArrayDigests, digests_text, merged
@@ -32,6 +34,7 @@ from levanter.checkpoint.watching import SaveWatch
 from levanter.io.atomic import atomic_write
 from levanter.io.lease import Lease, LeaseError
 from levanter.io.paths import check_writable, filesystem, is_remote, join, open_read
+from levanter.io.write_errors import advice
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20
@@ -302,22 +305,27 @@ class Checkpointer:
             except (OSError, ValueError) as second:
                 left = f"earlier ones cannot be listed ({second})"
             kind = CheckpointPeerError if isinstance(error, TimeoutError) else CheckpointSaveError
-            raise kind(
-                f"{ref.path}: the checkpoint of step {ref.step} was not written: {_reason(error)}; {left}"
-            ) from error
+            told, code = _reason(error)
+            do = "" if code is None else advice(ref.path, OSError(code, told), _stored_bytes(ref))
+            raise kind(f"{ref.path}: the checkpoint of step {ref.step} was not written: {told}; {left}{do}") from error
 
 
 def _nothing() -> None:
     pass
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong in the words of the library that noticed; a full disk, where that is what it is."""
+def _reason(error: BaseException) -> tuple[str, int | None]:
+    """What went wrong in the words of the library that noticed; of a full disk, those of the system and its code."""
     text = " ".join(str(error).split())
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         if getattr(error, "errno", None) == code or os.strerror(code) in text:
-            return os.strerror(code)
-    return f"{type(error).__name__}: " + (text if len(text) <= 300 else text[:300] + " …")
+            return os.strerror(code), code
+    return f"{type(error).__name__}: " + (text if len(text) <= 300 else text[:300] + " …"), None
+
+
+def _stored_bytes(ref: CheckpointRef) -> int:
+    """Bytes of a checkpoint's arrays, which are written as they are."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in ref.leaves.values())
 
 
 def _delete_replaced(ref: CheckpointRef) -> None:

@@ -31,7 +31,7 @@ def output_error(path: str, error: OSError, *, doing: str = "written", needed: i
     """
     # Making a folder where a file is says that something "exists".
     reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or str(error)
-    found = OutputError(f"{path}: cannot be {doing} ({reason or type(error).__name__}){_advice(path, error, needed)}")
+    found = OutputError(f"{path}: cannot be {doing} ({reason or type(error).__name__}){advice(path, error, needed)}")
     found.errno = error.errno
     return found
 
@@ -51,7 +51,14 @@ def told_as(path: str, doing: str) -> Iterator[None]:
         raise output_error(path, error, doing=doing) from error
 
 
-def _advice(path: str, error: OSError, needed: int | None) -> str:
+def advice(path: str, error: OSError, needed: int | None) -> str:
+    """What to do about an error of the system: text that follows the error's, or nothing.
+
+    Args:
+        path: what was to be written.
+        error: what the system said.
+        needed: bytes that all of it takes, where that is known.
+    """
     takes = "" if needed is None else f"; it takes {amount(needed, 'bytes')}"
     if error.errno in NO_SPACE:
         free = free_bytes(path)

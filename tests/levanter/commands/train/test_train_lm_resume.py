@@ -273,7 +273,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(tmp_path, cache):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
         rf"error: {base}/step-20: the checkpoint of step 20 was not written: File too large; the last complete one is "
-        rf"of step 10 \({base}/step-10\)",
+        rf"of step 10 \({base}/step-10\); it takes [\d.]+ [KM]iB",
         line,
     )
     assert "Traceback" not in done.stderr
