@@ -1,4 +1,4 @@
-"""The contenders of `training.py`: one Llama's train step as ours, as a plain JAX program, and as upstream's.
+"""The contenders of `training.py`: one Llama's train step as ours, as a plain JAX program, as upstream's, and in torch.
 
 Each is a function of sizes, weights and batches, and the number of devices, to a function that takes so many steps and
 returns their losses. Imports are inside: upstream's environment has no package of ours, and ours none of upstream's.
@@ -14,25 +14,34 @@ LEARNING_RATE, DECAY, CLIP, BETAS = 3e-4, 0.1, 1.0, (0.9, 0.95)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of the model and of a batch."""
+    """Sizes of the model and of a batch.
+
+    Attributes:
+        tied: whether the head is the embedding table.
+        remat: whether layers are recomputed in the backward pass; torch keeps what it needs in any case.
+    """
 
     vocab: int = 4096
     embed: int = 384
     mlp: int = 1024
     layers: int = 4
     heads: int = 6
+    kv_heads: int = 6
     head_size: int = 64
     batch: int = 8
     length: int = 256
+    tied: bool = False
+    remat: bool = True
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Every weight's shape, output axes first."""
         e, n, heads = self.embed, self.layers, (self.heads, self.head_size)
         return {
             "table": (self.vocab, e),
-            "head": (self.vocab, e),
+            **({} if self.tied else {"head": (self.vocab, e)}),
             "norm": (e,),
-            **{name: (n, *heads, e) for name in ("q", "k", "v")},
+            "q": (n, *heads, e),
+            **{name: (n, self.kv_heads, self.head_size, e) for name in ("k", "v")},
             "o": (n, e, *heads),
             **{name: (n, self.mlp, e) for name in ("gate", "up")},
             "down": (n, e, self.mlp),
@@ -40,7 +49,6 @@ class Shape:
         }
 
 
-SHAPE = Shape()
 OUR_PATHS = {
     "embeddings.token_embeddings.weight": "table",
     "lm_head.weight": "head",
@@ -59,7 +67,7 @@ def make_weights(shape: Shape, file: str) -> None:
 
     rng = np.random.default_rng(0)
     arrays = {
-        name: np.ones(size, np.float32) if "norm" in name else rng.normal(0, 0.02, size).astype(np.float32)
+        name: np.ones(size, np.float32) if "norm" in name else rng.standard_normal(size, np.float32) * np.float32(0.02)
         for name, size in shape.weights().items()
     }
     tokens = rng.integers(0, shape.vocab, (4, shape.batch, shape.length)).astype(np.int32)
@@ -93,7 +101,10 @@ def ours(shape: Shape, data: Any, _: int) -> Run:
                 "intermediate_dim": shape.mlp,
                 "num_layers": shape.layers,
                 "num_heads": shape.heads,
-                "num_kv_heads": shape.heads,
+                "num_kv_heads": shape.kv_heads,
+                "head_dim": shape.head_size,
+                "tie_word_embeddings": shape.tied,
+                "gradient_checkpointing": shape.remat,
             },
             "optimizer": {
                 "learning_rate": LEARNING_RATE,
@@ -165,7 +176,8 @@ def plain(shape: Shape, data: Any, devices: int) -> Run:
     # [in, out] matrices: heads and head size are one axis.
     inputs_last = {name: data[name] for name in c.weights()}
     params = {name: inputs_last[name] for name in ("table", "norm", "norm1", "norm2")}
-    params["head"] = inputs_last["head"].T
+    if not c.tied:
+        params["head"] = inputs_last["head"].T
     for name in ("q", "k", "v", "gate", "up"):
         params[name] = inputs_last[name].reshape(c.layers, -1, c.embed).transpose(0, 2, 1)
     for name in ("o", "down"):
@@ -191,7 +203,8 @@ def plain(shape: Shape, data: Any, devices: int) -> Run:
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         h = norm(x, w["norm1"])
-        q, k, v = ((h @ w[name]).reshape(*h.shape[:2], c.heads, c.head_size) for name in "qkv")
+        q, k, v = ((h @ w[name]).reshape(*h.shape[:2], -1, c.head_size) for name in "qkv")
+        k, v = (jnp.repeat(each, c.heads // c.kv_heads, axis=2) for each in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)) * c.head_size**-0.5
         shares = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(*h.shape[:2], -1)
@@ -201,8 +214,10 @@ def plain(shape: Shape, data: Any, devices: int) -> Run:
 
     def loss_fn(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         x = by_rows(params["table"][tokens])
-        x, _ = jax.lax.scan(jax.checkpoint(layer), x, {name: params[name] for name in layer_names})
-        logits = by_rows(norm(x, params["norm"])[:, :-1] @ params["head"])
+        block = jax.checkpoint(layer) if c.remat else layer
+        x, _ = jax.lax.scan(block, x, {name: params[name] for name in layer_names})
+        head = params["table"].T if c.tied else params["head"]
+        logits = by_rows(norm(x, params["norm"])[:, :-1] @ head)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     optimizer = optax.chain(
@@ -256,7 +271,10 @@ def upstream(shape: Shape, data: Any, _: int, *, attention: str | None = None) -
         intermediate_dim=shape.mlp,
         num_layers=shape.layers,
         num_heads=shape.heads,
-        num_kv_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        tie_word_embeddings=shape.tied,
+        gradient_checkpointing=shape.remat,
         attn_backend=None if attention is None else AttentionBackend(attention),
     )
     optimizer = AdamConfig(
@@ -316,6 +334,67 @@ def upstream_vanilla(shape: Shape, data: Any, devices: int) -> Run:
     return upstream(shape, data, devices, attention="vanilla")
 
 
+def torch(shape: Shape, data: Any, _: int, *, compiled: bool = False) -> Run:
+    """transformers' Llama, torch's AdamW; one device."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.embed,
+            intermediate_size=shape.mlp,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_size,
+            max_position_embeddings=shape.length,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            tie_word_embeddings=shape.tied,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    ).float()
+    flat = {"model.embed_tokens.weight": data["table"], "model.norm.weight": data["norm"]}
+    if not shape.tied:
+        flat["lm_head.weight"] = data["head"]
+    for n in range(shape.layers):
+        of = f"model.layers.{n}."
+        for name in "qkv":
+            flat[f"{of}self_attn.{name}_proj.weight"] = data[name][n].reshape(-1, shape.embed)
+        flat[f"{of}self_attn.o_proj.weight"] = data["o"][n].reshape(shape.embed, -1)
+        for name in ("gate", "up", "down"):
+            flat[f"{of}mlp.{name}_proj.weight"] = data[name][n]
+        flat[f"{of}input_layernorm.weight"] = data["norm1"][n]
+        flat[f"{of}post_attention_layernorm.weight"] = data["norm2"][n]
+    missing, unexpected = model.load_state_dict({k: torch.from_numpy(v) for k, v in flat.items()}, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if shape.tied else set()), (missing, unexpected)
+    named = list(model.named_parameters())
+    whole = [p for name, p in named if "norm" in name or "embed_tokens" in name]
+    decayed = [p for name, p in named if not ("norm" in name or "embed_tokens" in name)]
+    groups = [{"params": whole, "weight_decay": 0.0}, {"params": decayed, "weight_decay": DECAY}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, fused=True)
+    forward = torch.compile(model) if compiled else model
+    batches = [torch.from_numpy(tokens).long() for tokens in data["tokens"]]
+
+    def once(_: None, n: int) -> tuple[None, Any]:
+        ids = batches[n % len(batches)]
+        loss = forward(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return None, loss.detach()
+
+    return _loop(once, None)
+
+
+def torch_compiled(shape: Shape, data: Any, devices: int) -> Run:
+    """The same, its model compiled by Inductor."""
+    return torch(shape, data, devices, compiled=True)
+
+
 def _loop(once: Callable[[Any, int], tuple[Any, Any]], carry: Any) -> Run:
     """Steps one after the other, a step's loss fetched while the next one runs."""
     taken = 0
@@ -335,4 +414,4 @@ def _loop(once: Callable[[Any, int], tuple[Any, Any]], carry: Any) -> Run:
     return run
 
 
-CONTENDERS = {each.__name__: each for each in (ours, plain, upstream, upstream_vanilla)}
+CONTENDERS = {each.__name__: each for each in (ours, plain, upstream, upstream_vanilla, torch, torch_compiled)}

@@ -1,6 +1,6 @@
 """Scoring: log-probabilities of the tokens that are there. Evaluation, memorization and training all use this.
 
-The logits of a whole sequence never exist: `models.head_scores` goes through the positions a chunk at a time.
+The logits of a whole sequence never exist: `models.head_chunks` goes through the positions a chunk at a time.
 """
 
 import math
@@ -13,7 +13,9 @@ from haliax_ext.mapping import AxisMapping, ways_in_scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention.mask import AttentionMask
 from levanter.models.base import LmHeadModel
-from levanter.models.head_scores import HeadScoring, target_scores
+from levanter.models.head_chunks import HeadScoring
+from levanter.models.head_loss import LossSums, weighted_loss
+from levanter.models.head_scores import target_scores
 from levanter.models.registry import LmConfig
 
 LOGITS_BYTES = 256 << 20
@@ -125,22 +127,58 @@ def _scores(
     *,
     normalizers: bool,
 ) -> tuple[NamedArray, NamedArray | None]:
-    chunk = chunk or model.config.cross_entropy_block_size
-    if chunk is None:
-        others = [-(-axis.size // ways_in_scope(axis.name)) for axis in targets.axes if axis.name != "position"]
-        vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
-        chunk = default_chunk(rows=math.prod(others), vocab=vocab, parts=ways_in_scope("position"))
     found = target_scores(
         activations,
         model.head,
         targets,
-        chunk=chunk,
+        chunk=_chunk(model, targets, chunk),
         how=HeadScoring(
             vocab_size=model.config.vocab_size, soft_cap=model.config.logit_soft_cap, normalizers=normalizers
         ),
     )
     there = has_target(targets)
     return hax.where(there, found[0], 0.0), hax.where(there, found[1], 0.0) if normalizers else None
+
+
+def loss_sums(
+    model: LmHeadModel,
+    targets: NamedArray,
+    weights: NamedArray,
+    *,
+    activations: NamedArray,
+    z_weight: float = 0.0,
+    chunk: int | None = None,
+) -> LossSums:
+    """Weighted sums of −log p and, where it has a weight, of the squared log-normalizer: what training minimizes.
+
+    The numbers are those of `token_scores`; the gradient costs a product of the logits' size less.
+
+    Args:
+        model, targets, chunk: see `token_logprobs`.
+        weights: float32, of each target; 0 where nothing is predicted.
+        activations: the model's.
+        z_weight: of the squared log-normalizers; 0 for none.
+    """
+    return weighted_loss(
+        activations,
+        model.head,
+        targets,
+        weights,
+        chunk=_chunk(model, targets, chunk),
+        vocab_size=model.config.vocab_size,
+        soft_cap=model.config.logit_soft_cap,
+        z_weight=z_weight,
+    )
+
+
+def _chunk(model: LmHeadModel, targets: NamedArray, chunk: int | None) -> int:
+    """The positions scored at a time, under the mapping and the mesh in scope."""
+    chunk = chunk or model.config.cross_entropy_block_size
+    if chunk is not None:
+        return chunk
+    others = [-(-axis.size // ways_in_scope(axis.name)) for axis in targets.axes if axis.name != "position"]
+    vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
+    return default_chunk(rows=math.prod(others), vocab=vocab, parts=ways_in_scope("position"))
 
 
 def next_tokens(tokens: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:

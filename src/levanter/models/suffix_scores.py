@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from haliax_ext.mapping import compute_mapping_in_scope
 from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
-from levanter.models.head_scores import chunking, head_logits
+from levanter.models.head_chunks import chunking, head_logits
 
 DEFAULT_CHUNK = 10
 """Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. Few enough for

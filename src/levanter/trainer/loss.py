@@ -27,7 +27,7 @@ from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
-from levanter.models.scoring import has_target, token_logprobs, token_scores
+from levanter.models.scoring import has_target, loss_sums, token_logprobs, token_scores
 from levanter.models.stack import Period
 from levanter.trainer.objective import LOSS, Objective, Term
 
@@ -121,12 +121,38 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             return hax.sum(hax.where(counts != 0, values, 0.0) * counts).scalar()
 
         with jax.named_scope("loss"):
-            auxiliary = outputs.auxiliary
-            if auxiliary:
-                # Means over tokens that are added to sums over tokens.
-                auxiliary = auxiliary * hax.sum(counts).scalar()
             z = {} if normalizers is None else {Z_LOSS: counted(normalizers * normalizers)}
-            return Sums({LOSS: -counted(logprobs), **z, **auxiliary})
+            return Sums({LOSS: -counted(logprobs), **z, **_over_tokens(outputs.auxiliary, counts)})
+
+    def total(self, model: LmHeadModel, batch: LmBatch, scale: jax.Array) -> tuple[jax.Array, Sums]:
+        """See `Objective.total`; the gradient of the head and the activations is made in the loop that scores.
+
+        Where a subclass has sums, terms or log-probabilities of its own, they are what is differentiated.
+        """
+        if not self._is_plain:
+            return super().total(model, batch, scale)
+        outputs = model(batch.tokens, segment_ids=batch.segment_ids, auxiliary=tuple(self.auxiliary_weights))
+        counts = batch.counts() * scale
+        found = loss_sums(
+            model,
+            batch.targets,
+            counts,
+            activations=outputs.activations,
+            z_weight=self.z_loss_weight,
+            chunk=self.chunk,
+        )
+        with jax.named_scope("loss"):
+            z = {} if found.squared_normalizers is None else {Z_LOSS: found.squared_normalizers}
+            auxiliary, minimized = _over_tokens(outputs.auxiliary, counts), found.minimized
+            for name, weight in self.auxiliary_weights.items():
+                minimized = minimized + weight * auxiliary[name]
+            return minimized, Sums({LOSS: found.loss, **z, **auxiliary})
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether what is minimized is what this class says."""
+        said = ("terms", "sums", "minimized", "logprobs")
+        return all(getattr(type(self), name) is getattr(LmObjective, name) for name in said)
 
     def logprobs(
         self, model: LmHeadModel, batch: LmBatch, *, activations: hax.NamedArray | None = None
@@ -146,6 +172,11 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             chunk=self.chunk,
             activations=activations,
         )
+
+
+def _over_tokens(auxiliary: Sums, counts: hax.NamedArray) -> Sums:
+    """Means over tokens as what is added to sums over tokens."""
+    return auxiliary * hax.sum(counts).scalar() if auxiliary else auxiliary
 
 
 @dataclass(frozen=True)

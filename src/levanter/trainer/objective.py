@@ -79,6 +79,18 @@ class Objective(ABC, Generic[M, B]):
             batch: what to learn from.
         """
 
+    def total(self, model: M, batch: B, scale: jax.Array) -> tuple[jax.Array, Sums]:
+        """`scale` × what is minimized, which a step differentiates; and `scale` × every sum, which it only shows.
+
+        Both follow from `sums`. An objective that can have the same gradient cheaper says so here.
+
+        Args:
+            model, batch: see `sums`.
+            scale: a float32 scalar.
+        """
+        sums = self.sums(model, batch) * scale
+        return self.minimized(sums), sums
+
     def minimized(self, sums: Sums) -> jax.Array:
         """What is differentiated: the terms that count, added up with their weights."""
         first, *others = (term.shown(sums[term.name]) for term in self.terms if term.weight is not None)

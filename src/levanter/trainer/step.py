@@ -203,8 +203,7 @@ def sums_and_gradients(
         def minimized(parameters: LmHeadModel) -> tuple[jax.Array, Sums]:
             model = recipe.bind(parameters, frozen)
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.parameters)
-            sums = objective.sums(usable, part) * scale
-            return objective.minimized(sums), sums
+            return objective.total(usable, part, scale)
 
         (_, sums), grads = jax.value_and_grad(minimized, has_aux=True)(trained)
         return sums, _pinned(_wide(grads), recipe.parameters)
@@ -247,7 +246,7 @@ def _products(
         def minimized(parameters: LmHeadModel) -> jax.Array:
             model = recipe.bind(parameters, frozen)
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.parameters)
-            return objective.minimized(objective.sums(usable, part) * scale)
+            return objective.total(usable, part, scale)[0]
 
         return _pinned(_wide(product(jax.grad(minimized), trained, along)), recipe.parameters)
 

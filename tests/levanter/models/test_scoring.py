@@ -20,9 +20,9 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.linear import Linear
 from levanter.models import scoring
-from levanter.models.head_scores import chunking
+from levanter.models.head_chunks import chunking
 from levanter.models.precision import Precision
-from levanter.models.scoring import next_tokens, planned_chunk, token_logprobs
+from levanter.models.scoring import has_target, loss_sums, next_tokens, planned_chunk, token_logprobs
 
 Batch, Pos, Embed, Vocab = Axis("batch", 3), Axis("position", 17), Axis("embed", 12), Axis("vocab", 40)
 RNG = np.random.default_rng(0)
@@ -205,6 +205,13 @@ def test_segments_are_scored_as_if_alone(devices):
     assert found[0, 9] == 0 and found[0, -1] == 0 and (np.delete(found[0], [9, 23]) < 0).all()
 
 
+def minimized(model, ids, chunk=None):
+    """What a train step differentiates, of tokens that all count."""
+    targets, activations = next_tokens(ids), model(ids).activations
+    counts = has_target(targets).astype(jnp.float32)
+    return loss_sums(model, targets, counts, activations=activations, chunk=chunk).minimized
+
+
 def test_logits_of_a_sequence_never_exist(devices):
     """In the compiled scoring and training programs no array holds `position × vocab` logits."""
     config = tiny_config(vocab_size=None, max_seq_len=128)
@@ -214,10 +221,13 @@ def test_logits_of_a_sequence_never_exist(devices):
     def gradient(model, ids):
         return eqx.filter_grad(lambda m: mean_loss(m, ids, next_tokens(ids), chunk=16).array)(model)
 
+    def training(model, ids):
+        return eqx.filter_grad(lambda m: minimized(m, ids, chunk=16))(model)
+
     def forward(model, ids):
         return token_logprobs(model, ids, next_tokens(ids), chunk=16)
 
-    for function in (forward, gradient):
+    for function in (forward, gradient, training):
         text = (
             program_for(function, config, vocab, (2, length), mappings).lower(spec.build(devices)).compile().as_text()
         )
@@ -234,7 +244,7 @@ def test_the_gradient_of_the_head_crosses_the_mesh_once(devices):
     spec = MeshSpec.of(data=4, model=2)
 
     def gradient(model, ids):
-        return eqx.filter_grad(lambda m: mean_loss(m, ids, next_tokens(ids)).array)(model)
+        return eqx.filter_grad(lambda m: minimized(m, ids))(model)
 
     program = program_for(gradient, config, VOCAB, (8, 32), mappings_for(config, spec))
     figures = read_figures(program.lower(spec.build(devices)).compile().as_text(), spec)

@@ -10,8 +10,10 @@ from helpers.llama_on_mesh import VOCAB, random_arrays, tiny_config
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from levanter.layers.embedding import Embedding
+from levanter.layers.outputs import Sums
 from levanter.models.scoring import next_tokens
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
+from levanter.trainer.objective import LOSS
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -48,7 +50,8 @@ def test_the_gradient_of_the_head_is_added_up_in_float32():
     def gradient(chunk, dtype):
         def loss(model):
             usable = in_compute_dtype(model, np.dtype(dtype), None)
-            return LmObjective(chunk=chunk).sums(usable, LmBatch(tokens=tokens, targets=next_tokens(tokens)))["loss"]
+            batch = LmBatch(tokens=tokens, targets=next_tokens(tokens))
+            return LmObjective(chunk=chunk).total(usable, batch, jnp.float32(1))[0]
 
         return jax.jit(jax.grad(loss))(model).embeddings.token_embeddings.weight.array
 
@@ -56,6 +59,40 @@ def test_the_gradient_of_the_head_is_added_up_in_float32():
     errors = [float(jnp.linalg.norm(gradient(chunk, BF16) - exact) / jnp.linalg.norm(exact)) for chunk in (48, 1)]
     assert errors[0] < 0.03
     assert errors[1] < 1.05 * errors[0]
+
+
+class Squared(LmObjective):
+    """Sums of its own: squared log-probabilities."""
+
+    def sums(self, model, batch):
+        return Sums({LOSS: hax.sum(batch.counts() * self.logprobs(model, batch) ** 2).scalar()})
+
+
+def test_what_is_differentiated_is_a_subclass_s_own_sum():
+    """Not the plain loss, whose gradient is made elsewhere: −Σ log p against Σ (log p)², by its chain rule."""
+    Vocab, Pos, config = Axis("vocab", VOCAB), Axis("position", 12), tiny_config()
+    model = with_arrays(
+        abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))),
+        {k: jnp.asarray(v) for k, v in random_arrays(config).items()},
+    )
+    tokens = hax.named(jnp.arange(12, dtype=jnp.int32)[None] % VOCAB, (Axis("batch", 1), Pos))
+    # One prediction counts, so that its own log-probability is the factor between both gradients.
+    targets = hax.named(next_tokens(tokens).array.at[:, :7].set(-1).at[:, 8:].set(-1), tokens.axes)
+
+    def gradient(objective):
+        def loss(model):
+            minimized, sums = objective.total(model, LmBatch(tokens=tokens, targets=targets), jnp.float32(0.5))
+            return minimized, sums[LOSS]
+
+        (minimized, shown), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(model)
+        assert float(minimized) == float(shown)
+        return float(minimized), found.lm_head.weight.array
+
+    (plain, of_plain), (squared, of_squared) = gradient(LmObjective()), gradient(Squared())
+    logprob = -plain / 0.5
+    assert logprob < -1 and np.abs(of_plain).max() > 1e-3
+    assert abs(squared - 0.5 * logprob**2) < 1e-4 * squared
+    np.testing.assert_allclose(of_squared, -2 * logprob * of_plain, rtol=1e-4, atol=1e-5)
 
 
 def test_every_weight_is_used_in_the_compute_dtype_and_none_is_changed():

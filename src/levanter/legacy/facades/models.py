@@ -25,7 +25,7 @@ from levanter.layers.linear import Dense
 from levanter.legacy.facades.calls import as_mask
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import next_tokens, token_logprobs
+from levanter.models.scoring import has_target, loss_sums, next_tokens, token_logprobs
 
 
 class LmExample(eqx.Module):
@@ -160,6 +160,13 @@ def compute_next_token_loss(
         raise ValueError("logsumexp_weight: not supported here; train_lm has z_loss_weight")
     weight = example.loss_weight
     targets = next_tokens(example.tokens)
+    if reduction is hax.mean and reduction_axis is None:
+        # The loss of a training script: its gradient takes a product of the logits' size less than that of scores.
+        activations = model(example.tokens, attn_mask=example.attn_mask).activations
+        counts = hax.where(has_target(targets), weight.broadcast_to(targets.axes), 0.0)
+        total = loss_sums(model, targets, counts, activations=activations).minimized
+        mean = total / hax.sum(weight.broadcast_to(targets.axes)).scalar()
+        return mean if loss_dtype is None else mean.astype(loss_dtype)
     losses = -token_logprobs(model, example.tokens, targets, attn_mask=example.attn_mask) * weight
     if reduction is hax.mean:
         total = hax.sum(losses, axis=reduction_axis)
