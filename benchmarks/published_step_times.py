@@ -282,6 +282,10 @@ def deviation(case: Case, figures: Figures) -> float:
     return per_chip(case, figures, time_of(case, figures).expected) / case.tokens - 1
 
 
+def _speed(tokens: float) -> str:
+    return f"{tokens:,.0f}" if tokens >= 1000 else f"{tokens:.4g}"
+
+
 def row(case: Case, figures: Figures) -> str:
     """A line of the table."""
     time, pod = time_of(case, figures), parse_accelerator(case.target)
@@ -290,8 +294,8 @@ def row(case: Case, figures: Figures) -> str:
     ours = mfu(flops, accelerator=pod, seconds=time.expected)
     return (
         f"| {case.config} | {case.target} | {case.tokens:,.5g} | {100 * case.mfu:.1f} % {case.counts} "
-        f"| {likely:,.4g} ({slow:,.4g} to {fast:,.4g}) | {100 * ours:.1f} % | {100 * deviation(case, figures):+.1f} % "
-        f"| {time.exposed / time.expected:.0%} | {case.half} |"
+        f"| {_speed(likely)} ({_speed(slow)} to {_speed(fast)}) | {100 * ours:.1f} % "
+        f"| {100 * deviation(case, figures):+.1f} % | {time.exposed / time.expected:.0%} | {case.half} |"
     )
 
 

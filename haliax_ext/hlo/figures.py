@@ -34,6 +34,8 @@ _FREE = frozenset(
      "dynamic-slice-start", "dynamic-update-slice-start")
 )  # fmt: skip
 _KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+_OWN_KERNELS = frozenset(("ragged-dot", "sort"))
+"""Instructions that the compiler makes kernels of its own of, without an estimate: their shapes are kept."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call into a hand-written kernel, of whose cost the compiler knows nothing."""
+    """A call into a hand-written kernel, of whose cost the compiler knows nothing; or an instruction (`ragged-dot`,
+    `sort`) that it makes a kernel of its own of, without saying what it costs."""
 
     name: str
     times: int
@@ -93,7 +96,7 @@ class CompiledFigures:
         has_cycles: whether the compiler prints estimates at all.
         hbm_bytes: bytes read from and written to HBM by the scheduled instructions, each reading its operands once.
         collectives: in schedule order.
-        kernels: hand-written kernels, without cycles.
+        kernels: hand-written kernels, grouped products and sorts, without cycles.
         unestimated: opcodes that do work but carry no estimate → executions.
         unknown: sentences about what could not be told.
     """
@@ -207,6 +210,9 @@ class _Reader:
                 return 0
         self.hbm_bytes += times * hbm_traffic(self.module, computation, instruction)
         estimate = instruction.estimated_cycles
+        if estimate is None and opcode in _OWN_KERNELS:
+            self._kernel(computation, instruction, times)
+            return 0
         if estimate is None:
             if (
                 opcode != "custom-call"
@@ -233,7 +239,7 @@ class _Reader:
 
     def _kernel(self, computation: Computation, call: Instruction, times: int) -> None:
         operands = tuple(shape for name in call.operands if (i := computation.by_name.get(name)) for shape in i.shapes)
-        name = call.name.split(".")[0]
+        name = call.name.split(".")[0] if call.opcode == "custom-call" else call.opcode
         self.kernels[name, operands, call.shapes, self._scope(call)] += times
 
     def _scope(self, instruction: Instruction) -> Scope:

@@ -1,5 +1,7 @@
 """Command lines and documents that are nonsense: one clear error each, and exit code 2."""
 
+from pathlib import Path
+
 import pytest
 from helpers.attacks import Attack, judge, strike, table
 
@@ -16,9 +18,12 @@ def document(text: str):
 
 
 BAD = 2
+CONFIG = Path(__file__).parents[2] / "config"
 ATTACKS = [
     Attack(name="no-such-file", command="eval_lm", words=["--config_path", "not/there.yaml"], code=BAD,
-           says=("not/there.yaml",)),
+           says=("not/there.yaml", "nor is there a folder not")),
+    Attack(name="misspelt-file", command="train_lm", words=["--config_path", str(CONFIG / "train" / "nanno.yaml")],
+           code=BAD, says=("nanno.yaml", "did you mean", "nano.yaml")),
     Attack(name="misspelt-key", command="eval_lm", words=document("trainer:\n  mash: {}\n"), code=BAD,
            says=("mash", "mesh")),
     Attack(name="misspelt-flag", command="train_lm", words=["--trainer.num_train_step", "3"], code=BAD,
@@ -33,6 +38,10 @@ ATTACKS = [
     Attack(name="plan-without-target", command="plan", words=["eval_lm"], code=BAD, says=("--target",)),
     Attack(name="plan-of-nothing", command="plan", words=["evil_lm", "--target", "v4-8"], code=BAD,
            says=("evil_lm", "eval_lm")),
+    Attack(name="plan-option", command="plan", words=["train_lm", "--keep_text", "here", "--target", "v4-8"], code=BAD,
+           says=("keep_text: unknown key", "options of plan", "--keep_hlo")),
+    Attack(name="plan-switch", command="plan", words=["train_lm", "--no_compil", "--target", "v4-8"], code=BAD,
+           says=("--no_compil needs a value", "options of plan", "did you mean `no_compile`?")),
     Attack(name="plan-for-no-pod", command="plan", words=["eval_lm", "--target", "v4-9"], code=BAD, says=("v4-9",)),
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import IO, cast
 import fsspec
 
 from levanter.bounds import DOCUMENT_BYTES, DOCUMENT_FILES, OutOfBoundsError, read_bounded
-from levanter.config.errors import Mark, Problem
+from levanter.config.errors import Mark, Problem, nearest
 from levanter.config.nodes import ListNode, MapNode, Node, Scalar, compose, merged
 
 EXTENDS = "extends"
@@ -91,7 +91,7 @@ class Files:
             with Path(found).open("rb") as stream:
                 return read_bounded(stream, DOCUMENT_BYTES, where=found).decode("utf-8")
         except FileNotFoundError:
-            message = f"no such file: {found}"
+            message = f"no such file: {found}{_instead(found)}"
             if asked_at is not None:
                 message += " (paths are relative to the file that names them)"
         except OutOfBoundsError as error:
@@ -126,6 +126,27 @@ def _locate(path: str) -> str:
         return path
     path = os.path.normpath(os.path.expanduser(path))
     return next((path + end for end in SUFFIXES if os.path.isfile(path + end)), path)
+
+
+def _instead(path: str) -> str:
+    """What may be meant by a file that is not there: documents of the same folder with nearly its name."""
+    folder, name = os.path.split(path)
+    if _is_url(path):
+        return ""
+    if not os.path.isdir(folder or "."):
+        return f"; nor is there a folder {folder}"
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:  # a folder that may not be listed; that the file is not there is said in any case
+        return ""
+    # Suffixes are alike for all of them and say nothing.
+    there = {_stem(other): other for other in names if other.endswith(SUFFIXES[1:])}
+    close = [os.path.join(folder, there[stem]) for stem in nearest(_stem(name), there)]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _stem(name: str) -> str:
+    return next((name.removesuffix(end) for end in SUFFIXES[1:] if name.endswith(end)), name)
 
 
 def _beside(path: str, name: str) -> str:

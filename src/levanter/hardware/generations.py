@@ -8,7 +8,11 @@ which is also the figure the "How to Scale Your Model" book works with, and the 
 whose sides are all multiples of 4 is a torus; a 2D axis wraps only when it is 16 long. Usable HBM: what the TPU
 compiler itself states when a program asks for too much (libtpu 0.0.42.1). Clocks: peak FLOP/s over (MXUs × 128 × 128 ×
 2) for v4, v5e and v5p; v6e's MXU is 256 × 256 and reaches its peak at an effective 1.75 GHz in the compiler's cycle
-counts. GPU figures: NVIDIA's H100, H200 and A100 data sheets, dense (without sparsity).
+counts (524,288 FLOPs a cycle); tpu7x's is not published and is taken from the same FLOPs a cycle for each of its two
+cores, which the compiler's counts of large products agree with (448,000 at the most, v6e 471,000). Memory of a host:
+the same pages, of machines with four chips. A chip's link to its host: PCIe, about 15 GB/s each way in "How to Scale
+Your Model"; of GPUs sixteen lanes of PCIe 4 or 5, less their overhead. GPU figures: NVIDIA's H100, H200 and A100 data
+sheets, dense (without sparsity).
 """
 
 from dataclasses import dataclass
@@ -46,6 +50,8 @@ class Generation:
         ici_link_bandwidth: bytes/s of one link in one direction, as collectives reach it. For GPUs: bytes/s in one
             direction between one GPU and the others of its host.
         dcn_host_bandwidth: bytes/s of one host's network in one direction; `None`: not published.
+        host_link_bandwidth: bytes/s of one chip's link to its host in one direction; `None`: not known.
+        host_bytes: memory of a host with `chips_per_host` chips; `None`: not published.
         clock_hz: cycles a second in which the compiler counts; `None`: not known.
     """
 
@@ -67,6 +73,8 @@ class Generation:
     hbm_bandwidth: float
     ici_link_bandwidth: float
     dcn_host_bandwidth: float | None
+    host_link_bandwidth: float | None = None
+    host_bytes: int | None = None
     clock_hz: float | None = None
 
 
@@ -85,6 +93,8 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=1200 * GB,
         ici_link_bandwidth=45 * GB,
         dcn_host_bandwidth=None,
+        host_link_bandwidth=15 * GB,
+        host_bytes=407 * GB,
         clock_hz=1.05e9,
     ),
     Generation(
@@ -100,6 +110,8 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=819 * GB,
         ici_link_bandwidth=45 * GB,
         dcn_host_bandwidth=12.5 * GB,
+        host_link_bandwidth=15 * GB,
+        host_bytes=192 * GB,
         clock_hz=1.5e9,
     ),
     Generation(
@@ -115,6 +127,8 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=2765 * GB,
         ici_link_bandwidth=90 * GB,
         dcn_host_bandwidth=25 * GB,
+        host_link_bandwidth=15 * GB,
+        host_bytes=448 * GB,
         clock_hz=1.75e9,
     ),
     Generation(
@@ -129,6 +143,8 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=1638 * GB,
         ici_link_bandwidth=90 * GB,
         dcn_host_bandwidth=50 * GB,
+        host_link_bandwidth=15 * GB,
+        host_bytes=720 * GB,
         clock_hz=1.75e9,
     ),
     Generation(
@@ -145,6 +161,9 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=7380 * GB,
         ici_link_bandwidth=90 * GB,
         dcn_host_bandwidth=50 * GB,
+        host_link_bandwidth=15 * GB,
+        host_bytes=960 * GB,
+        clock_hz=2.2e9,
     ),
     Generation(
         name="a100",
@@ -159,6 +178,7 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=2039 * GB,
         ici_link_bandwidth=300 * GB,
         dcn_host_bandwidth=200 * GB,
+        host_link_bandwidth=25 * GB,
     ),
     Generation(
         name="h100",
@@ -173,6 +193,7 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=3350 * GB,
         ici_link_bandwidth=450 * GB,
         dcn_host_bandwidth=400 * GB,
+        host_link_bandwidth=50 * GB,
     ),
     Generation(
         name="h200",
@@ -188,5 +209,6 @@ GENERATIONS: tuple[Generation, ...] = (
         hbm_bandwidth=4800 * GB,
         ici_link_bandwidth=450 * GB,
         dcn_host_bandwidth=400 * GB,
+        host_link_bandwidth=50 * GB,
     ),
 )

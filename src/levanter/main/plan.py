@@ -13,6 +13,7 @@ being planned; `--require_inputs` refuses it.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 from levanter.commands.catalog import ENTRY_POINTS, Listed
 from levanter.commands.shell.entry import shell
 from levanter.commands.shell.ticker import ticking
-from levanter.config import HelpRequested, Loaded, load_written
-from levanter.config.errors import did_you_mean
+from levanter.config import ConfigError, HelpRequested, Loaded, load_written
+from levanter.config.errors import COMMAND_LINE, Problem, did_you_mean
 from levanter.io import Output, atomic_write, probe, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
     from levanter.plan.preflight import Question
     from levanter.plan.search import SearchResult
-    from levanter.plan.verdict import Verdict
+    from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.run import EntryPoint, RunPlan, Target
 
 LOCAL = "local"
@@ -239,7 +240,10 @@ def _planned(asked: PlanRequest) -> int:
         _try_outputs(asked)
         name = asked.entry_point.name
         program = f"python -m levanter.main.plan {name}"
-        loaded = load_written(asked.entry_point.config_class(), list(asked.argv), program=program)
+        try:
+            loaded = load_written(asked.entry_point.config_class(), list(asked.argv), program=program)
+        except ConfigError as error:
+            raise ConfigError(map(_with_own_options, error.problems)) from error
         entry_point = asked.entry_point.load()
         import jax
 
@@ -282,7 +286,8 @@ def _searched(
     say: Callable[[str], None],
 ) -> dict[str, "SearchResult"]:
     """Other layouts of the same run on the same pod; nothing where there is no pod or no run to lay out."""
-    from levanter.main.plan_search import NothingToSearch, search_layouts
+    from levanter.main.plan_search import search_layouts
+    from levanter.plan.search import NothingToSearch
 
     if verdict.plan is None or verdict.accelerator is None or not verdict.accelerator.can_compile:
         say(f"{verdict.target}: no layouts are searched: there is nothing that could be compiled")
@@ -294,12 +299,33 @@ def _searched(
             describe=lambda config, target: entry_point.describe(config, target, written=loaded.written),
             plan=verdict.plan,
             pod=verdict.accelerator,
+            own=_own(verdict),
             say=say,
         )
     except NothingToSearch as error:
         say(f"{verdict.target}: no layouts are searched: {error}")
         return {}
     return {verdict.target: found}
+
+
+def _own(verdict: "Verdict") -> "ProgramVerdict | None":
+    """What came of the Program that a search lays out anew, as the run has it; None where it was not compiled."""
+    assert verdict.plan is not None
+    name = next((work.program for work in verdict.plan.workloads), None)
+    return next((p for p in verdict.programs if p.name == name and p.outcome is not None), None)
+
+
+def _with_own_options(problem: Problem) -> Problem:
+    """A word of the command line that is no key of the run may have been meant as an option of ours."""
+    words = re.fullmatch(r"--([\w-]+) needs a value", problem.message)
+    key = words[1] if words else problem.key if problem.message.startswith("unknown key") else ""
+    here = problem.mark is not None and problem.mark.source == COMMAND_LINE
+    if not here or not key or "." in key:
+        return problem
+    options = sorted((*_WITH_VALUE, *_SWITCHES))
+    meant = did_you_mean(key.replace("-", "_"), options).removeprefix("; ")
+    listed = ", ".join(f"--{name}" for name in options)
+    return replace(problem, message=f"{problem.message}\noptions of plan: {listed}" + (f"; {meant}" if meant else ""))
 
 
 def _checked(targets: Sequence[str]) -> tuple[str, ...]:

@@ -9,16 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from levanter.hardware import Accelerator
-from levanter.mesh import MeshConfig, ModelAxes
-from levanter.models.axes import ALIASES, KNOWN_AXES
+from levanter.mesh import MeshConfig
 from levanter.plan.preflight import Question, preflight
-from levanter.plan.search import Candidate, SearchResult, SearchSubject, search
+from levanter.plan.search import Candidate, SearchResult, search, subject_of
 from levanter.plan.verdict import ProgramVerdict
 from levanter.run import RunPlan, Searchable, Target
-
-
-class NothingToSearch(ValueError):
-    """The run has no part whose layout can be searched."""
 
 
 def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
@@ -54,56 +49,23 @@ def _with(config: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
 
 
-def subject_of(plan: RunPlan[Any]) -> SearchSubject:
-    """What a plan lays out.
-
-    Raises:
-        NothingToSearch: the plan says why there is nothing to search.
-    """
-    found = plan.searchable
-    if isinstance(found, str):
-        raise NothingToSearch(f"{plan.entry_point}: {found}")
-    load = plan.workloads[0]
-    return SearchSubject(
-        training=found.training,
-        parameters=found.parameters,
-        statistics=found.statistics,
-        activations=tuple(
-            dataclasses.replace(p.leaf, axes=tuple((n, 1 if n == found.batch_axis else s) for n, s in p.leaf.axes))
-            for p in plan.activations.leaves
-        ),
-        batch_axis=found.batch_axis,
-        axes=ModelAxes(sizes=found.sizes, known=KNOWN_AXES, aliases=ALIASES),
-        tensor_axes=found.tensor_axes,
-        layers=found.layers,
-        summed=found.summed,
-        positions=found.sizes["position"],
-        global_batch=found.global_batch,
-        flops_per_token=load.flops_causal / load.tokens,
-        compute_bytes=found.compute_bytes,
-    )
-
-
-def search_layouts(
+def layout_compiler(
     question: Question,
     *,
     config: Any,
     describe: Callable[[Any, Target], RunPlan],
     plan: RunPlan,
-    pod: Accelerator,
     say: Callable[[str], None],
-) -> SearchResult:
-    """Searches the layouts of a run on a pod, with the run's own Programs.
+) -> Callable[[Candidate], ProgramVerdict]:
+    """What compiles a run's main Program in other layouts.
 
     Args:
         question: as asked for the run itself.
         config: of the run.
         describe: the entry point's.
         plan: the run as it is configured.
-        pod: on what.
         say: told what is being done.
     """
-    subject = subject_of(plan)
     name = plan.workloads[0].program
 
     def heard(text: str) -> None:
@@ -125,7 +87,33 @@ def search_layouts(
         found = next((p for p in verdict.programs if p.name == name), None)
         return found if found is not None else ProgramVerdict(name=name, outcome=None, why_not=(verdict.headline,))
 
-    return search(subject, pod, compile_candidate=compile_candidate, on_event=say)
+    return compile_candidate
+
+
+def search_layouts(
+    question: Question,
+    *,
+    config: Any,
+    describe: Callable[[Any, Target], RunPlan],
+    plan: RunPlan,
+    pod: Accelerator,
+    own: ProgramVerdict | None = None,
+    say: Callable[[str], None],
+) -> SearchResult:
+    """Searches the layouts of a run on a pod, with the run's own Programs.
+
+    Args:
+        question: as asked for the run itself.
+        config: of the run.
+        describe: the entry point's.
+        plan: the run as it is configured.
+        pod: on what.
+        own: what came of the run's main Program in its own layout, where it was compiled.
+        say: told what is being done.
+    """
+    subject = subject_of(plan)
+    compile_candidate = layout_compiler(question, config=config, describe=describe, plan=plan, say=say)
+    return search(subject, pod, compile_candidate=compile_candidate, own=own, on_event=say)
 
 
 def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:

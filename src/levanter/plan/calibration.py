@@ -25,10 +25,12 @@ class TimeCalibration:
     Attributes:
         said: why it is not calibrated; empty where it is.
         spread: shares of the expected time that the range holds at the least.
+        estimate: whether no compiled program is behind it.
     """
 
     said: str = ""
     spread: tuple[float, float] = (1.0, 1.0)
+    estimate: bool = False
 
 
 def calibration(generation: str, parameters: float | None) -> TimeCalibration:

@@ -15,7 +15,8 @@ With `V` the bytes of the whole array, `n` devices, and `W` the bytes/s that eac
 
 and a microsecond for every hop on the way. These are the models of "How to Scale Your Model" (chapter "Sharded
 matrices") and of the collective literature before it. Between slices the same formulas hold with the share of the
-host's network that falls to a device; where that is not published the answer is `None`.
+host's network that falls to a device; where that is not published the answer is `None`. A group that covers devices of
+several slices, many in each, exchanges inside of them what each device brought across.
 """
 
 import math
@@ -31,6 +32,7 @@ from levanter.hardware import Accelerator
 from levanter.plan.places import pod_coordinates
 
 HOP_SECONDS = 1e-6
+_BY_LEVELS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ class Network:
         if members <= 1:
             return 0.0
         crosses = any(span.axis in self.mesh.dcn for span in spans)
+        inside = [span for span in spans if span.axis not in self.mesh.dcn]
+        if crosses and math.prod(span.extent for span in inside) > 1 and kind in _BY_LEVELS:
+            return self._by_levels(kind, nbytes, spans, inside)
         rings = () if crosses else self.covered(spans)
         intake = self.intake(spans)
         if intake is None or rings is None or intake == 0:
@@ -151,6 +156,17 @@ class Network:
         if kind == "collective-permute":
             return nbytes / (intake if crosses else self.link) + HOP_SECONDS
         return None
+
+    def _by_levels(self, kind: str, nbytes: int, spans: Sequence[AxisSpan], within: Sequence[AxisSpan]) -> float | None:
+        """A collective inside slices and between them: each device brings its share across, inside they exchange it.
+
+        Both go on at the same time, so the longer of the two counts.
+        """
+        members = math.prod(span.extent for span in within)
+        across = [span for span in spans if span not in within]
+        between = self.seconds(kind, -(-nbytes // members), across)
+        exchanged = self.seconds(kind, nbytes, within)
+        return None if between is None or exchanged is None else max(between, exchanged)
 
     def collective_seconds(self, collective: Collective) -> float | None:
         """Seconds of one execution of a compiled collective."""

@@ -1,9 +1,9 @@
 """From a compiled program's figures to a step time. Modelled, not measured.
 
 The time is a range, and one figure in it to plan with. The low end is what would be left if everything overlapped: the
-largest of compute, HBM traffic, the busiest links, and the model's FLOPs at peak. The high end is the schedule as
-compiled: all compute, and of every collective what the schedule does not hide. *Expected* is the same with the cycles
-calibrated: `CYCLE_SCALE` times the compiler's.
+largest of compute, HBM traffic, the busiest links, what is sent to host memory, and the model's FLOPs at peak. The high
+end is the schedule as compiled: all compute, and of every collective what the schedule does not hide. *Expected* is the
+same with the cycles calibrated: `CYCLE_SCALE` times the compiler's.
 
 *Compute* is the compiler's estimated cycles over the clock, plus kernels written by hand, which the compiler does not
 look into: their FLOPs follow from their shapes, and they run at peak in the low end and at `KERNEL_EFFICIENCY` of it
@@ -24,6 +24,7 @@ from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Shape
 from levanter.hardware import Accelerator
 from levanter.plan.calibration import TimeCalibration, calibration
 from levanter.plan.comms import Network
+from levanter.plan.shaped import shaped_cost
 
 # The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured here.
 KERNEL_EFFICIENCY = 0.5
@@ -95,9 +96,10 @@ class StepTime:
     Attributes:
         cycles: the compiler's estimate over the clock.
         cycle_scale: of the generation, see `CYCLE_SCALE`.
-        kernels_at_peak: hand-written kernels at peak FLOP/s.
-        kernels_expected: the same at `KERNEL_EFFICIENCY`.
+        kernels_at_peak: hand-written kernels, grouped products and sorts at peak.
+        kernels_expected: the same at `KERNEL_EFFICIENCY`, or at that of their shapes (`shaped`).
         memory: HBM traffic over HBM bandwidth.
+        transfers: activations sent to host memory, over the bandwidth of one direction of the link to the host.
         links: by mesh axes.
         peak: the model's FLOPs at peak, where they were given.
         unknown: what has no estimate.
@@ -111,6 +113,7 @@ class StepTime:
     links: tuple[LinkUse, ...]
     cycle_scale: float = 1.0
     peak: float = 0.0
+    transfers: float = 0.0
     unknown: tuple[str, ...] = ()
     calibration: TimeCalibration = TimeCalibration()
 
@@ -159,6 +162,7 @@ class StepTime:
             "memory": self.memory,
             "links": max((link.busy for link in self.links), default=0.0),
             "peak": self.peak,
+            "host transfers": self.transfers,
         }
 
     @property
@@ -179,6 +183,7 @@ def step_time(
     model_flops: float = 0.0,
     causal: bool = True,
     parameters: float | None = None,
+    experts: int | None = None,
 ) -> StepTime | None:
     """The time of one execution.
 
@@ -188,6 +193,7 @@ def step_time(
         model_flops: of one execution over all tokens; 0 if not known.
         causal: whether attention kernels visit the causal half of their blocks only (their masks are not in the text).
         parameters: of the model, by which it is known whether runs of its size calibrate the time; None for unknown.
+        experts: of each layer, over all devices; None where there are none.
 
     Returns:
         The range; `None` where the compiler states no cycles or the clock is not known.
@@ -197,22 +203,26 @@ def step_time(
     if not figures.has_cycles or clock is None:
         return None
     unknown = list(figures.unknown)
-    flops = 0.0
+    at_peak = expected = 0.0
     for kernel in figures.kernels:
-        one = kernel_flops(kernel, causal=causal)
-        if one is None:
-            unknown.append(f"kernel {kernel.name} ({_executions(kernel.times)}): its cost is unknown")
+        flops = kernel_flops(kernel, causal=causal)
+        shaped = shaped_cost(kernel, pod, experts=experts)
+        if flops is not None:
+            at_peak += flops / pod.peak_flops() * kernel.times
+            expected += flops / pod.peak_flops() / KERNEL_EFFICIENCY * kernel.times
+        elif shaped is not None:
+            at_peak += shaped.at_peak * kernel.times
+            expected += shaped.expected * kernel.times
         else:
-            flops += one * kernel.times
+            unknown.append(f"kernel {kernel.name} ({_executions(kernel.times)}): its cost is unknown")
     for opcode, times in figures.unestimated.items():
         unknown.append(f"{_executions(times)} of {opcode}: the compiler gives no estimate")
-    at_peak = flops / pod.peak_flops()
     links, silent = _link_uses(figures.collectives, network, clock)
     return StepTime(
         cycles=figures.total_cycles / clock,
         cycle_scale=CYCLE_SCALE.get(pod.generation.name, 1.0),
         kernels_at_peak=at_peak,
-        kernels_expected=at_peak / KERNEL_EFFICIENCY,
+        kernels_expected=expected,
         memory=figures.hbm_bytes / pod.hbm_bandwidth,
         links=links,
         peak=model_flops / (pod.devices * pod.peak_flops()),

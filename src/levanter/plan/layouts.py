@@ -130,6 +130,11 @@ class Subject:
         """Rows of a microbatch as it is."""
         return next((plan.leaf.axes[0][1] for plan in self.plan.activations.leaves), 1)
 
+    @property
+    def positions(self) -> int:
+        """Positions of a row; 1 where activations have none."""
+        return max((dict(plan.leaf.axes).get("position", 1) for plan in self.plan.activations.leaves), default=1)
+
     def total(self, figures: Figures, base: Figures) -> int | None:
         """Bytes on a chip, estimated; `None` where the compiler was not asked."""
         if self.made is None:

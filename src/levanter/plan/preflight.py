@@ -25,11 +25,13 @@ from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
 from levanter.plan.blame import raised_in_library
 from levanter.plan.budget import Budget, budget_of
+from levanter.plan.by_arithmetic import estimated_time
 from levanter.plan.comms import Network
-from levanter.plan.cost import mfu, step_time
+from levanter.plan.cost import StepTime, mfu, step_time
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.known import Known, known_of
 from levanter.plan.load_budget import LoadBudget, beside_loading, load_budget
+from levanter.plan.offload import offloaded
 from levanter.plan.report.words import seconds_text, span_text
 from levanter.plan.room import shortage
 from levanter.plan.targets import target_of_pod
@@ -131,7 +133,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
         return _verdict(inquiry, None, pod, None, None, (), headline)
     if (short := shortage(plan)) is not None:
         plan = short[0]
-    budget = _sharding(inquiry, plan)
+    budget = _sharding(inquiry, plan, pod)
     load = _loading(inquiry, plan)
     outcomes = _compile(inquiry, plan, pod, budget)
     if any(_beyond(plan, o) for o in outcomes.values()):
@@ -196,7 +198,7 @@ def _config(inquiry: _Inquiry, pod: Accelerator | None) -> RunPlan | None:
     return plan
 
 
-def _sharding(inquiry: _Inquiry, plan: RunPlan) -> Budget:
+def _sharding(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budget:
     inquiry.begin()
     budget = budget_of(plan)
     replicated = any(f.kind == "replicated" and f.error is not None for f in plan.sharding.findings)
@@ -210,6 +212,10 @@ def _sharding(inquiry: _Inquiry, plan: RunPlan) -> Budget:
         message = f"inputs of {name} alone do not fit: {gib(most)} > {gib(limit)}; mesh {plan.mesh}"
     else:
         code = DOES_NOT_FIT if replicated else BAD_INPUT if errors else OK
+    if not errors and pod is not None and plan.workloads:
+        sent = offloaded(plan, plan.workloads[0].program, pod=pod)
+        if sent is not None and not sent.fits:
+            errors, code = [f"host memory: {sent}: more than it has"], DOES_NOT_FIT
     inquiry.end("sharding", message, findings=errors, code=code)
     return budget
 
@@ -381,11 +387,14 @@ def _cost(
         if outcome is None and program not in plan.computing:
             continue
         workload, held = workloads.get(program.name), beside.get(program.name, 0)
-        verdict = ProgramVerdict(name=program.name, outcome=outcome, beside=held, workload=workload)
+        sent = None if pod is None or plan.errors else offloaded(plan, program.name, pod=pod)
+        verdict = ProgramVerdict(name=program.name, outcome=outcome, beside=held, workload=workload, offloaded=sent)
         if isinstance(outcome, Refused):
             verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
         elif outcome is None:
             verdict = replace(verdict, why_not=why_not(None, plan, budget, program=program.name))
+            if pod is not None and not pod.can_compile and not plan.errors:
+                verdict = _estimated(verdict, plan, pod)
         else:
             # A compiler that refuses nothing itself (CPU, GPU) says how much it needs, and not of what.
             if _beyond(plan, outcome):
@@ -394,15 +403,23 @@ def _cost(
                 verdict = replace(verdict, why_not=why_not(needed, plan, budget, program=program.name))
             # What runs once takes no time to speak of.
             if pod is not None and (workload is not None or not workloads):
-                verdict = _timed(verdict, outcome, pod, _parameters(plan))
+                verdict = _timed(verdict, outcome, pod, plan)
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]
     if timed:
-        inquiry.end("cost", f"{', '.join(timed)} (modelled, not measured)")
+        inquiry.end("cost", f"{', '.join(timed)} ({_basis(verdicts)})")
     else:
         why = _why_no_time(outcomes)
         inquiry.end("cost", why, status="skipped")
     return tuple(verdicts)
+
+
+def _basis(programs: Sequence[ProgramVerdict]) -> str:
+    """What the times of Programs rest on, in three words."""
+    found = [program.time.calibration for program in programs if program.time is not None]
+    if any(each.estimate for each in found):
+        return "an estimate, not measured"
+    return "modelled, not calibrated" if any(each.said for each in found) else "modelled, not measured"
 
 
 def _why_no_time(outcomes: Mapping[str, Outcome]) -> str:
@@ -420,16 +437,31 @@ def _parameters(plan: RunPlan) -> float | None:
     return float(sum(math.prod(leaf.shape) for leaf in plan.searchable.parameters))
 
 
-def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, parameters: float | None) -> ProgramVerdict:
+def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: RunPlan) -> ProgramVerdict:
     """The verdict with the time of one execution and what it says of the chips' use."""
     if outcome.figures is None:
         return verdict
     workload: Workload | None = verdict.workload
     network = Network.of(outcome.mesh, pod, outcome.coordinates)
     flops = 0.0 if workload is None else workload.flops_causal
-    time_ = step_time(outcome.figures, network, model_flops=flops, parameters=parameters)
-    if time_ is None or workload is None:
-        return replace(verdict, time=time_)
+    experts = max((dict(each.leaf.axes).get("expert", 0) for each in plan.sharding.leaves), default=0)
+    time_ = step_time(
+        outcome.figures, network, model_flops=flops, parameters=_parameters(plan), experts=experts or None
+    )
+    if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
+        time_ = replace(time_, transfers=verdict.offloaded.seconds)
+    return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
+
+
+def _estimated(verdict: ProgramVerdict, plan: RunPlan, pod: Accelerator) -> ProgramVerdict:
+    """The verdict with an estimate of the time where no compiler can be asked."""
+    if verdict.workload is None or (time_ := estimated_time(plan, verdict.workload, pod)) is None:
+        return verdict
+    return _used(verdict, time_, verdict.workload, pod)
+
+
+def _used(verdict: ProgramVerdict, time_: StepTime, workload: Workload, pod: Accelerator) -> ProgramVerdict:
+    """The verdict with a time and the share of the chips' peak that it comes to."""
 
     def use(flops: float) -> tuple[float, float]:
         return (mfu(flops, accelerator=pod, seconds=time_.high), mfu(flops, accelerator=pod, seconds=time_.low))
@@ -493,8 +525,7 @@ def _headline(
         return f"does not fit while loading: {gib(load.device_peak)} > {gib(limit)}"
     compiled = [p for p in programs if p.peak_bytes is not None]
     times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
-    trusted = all(p.time is None or not p.time.calibration.said for p in programs)
-    modelled = f"; {', '.join(times)} (modelled, not {'measured' if trusted else 'calibrated'})" if times else ""
+    modelled = f"; {', '.join(times)} ({_basis(programs)})" if times else ""
     if compiled:
         size = _of(max(p.peak_bytes or 0 for p in compiled), limit)
     elif inquiry.known is not None and limit is not None:

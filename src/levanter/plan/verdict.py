@@ -12,6 +12,7 @@ from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.budget import Budget
 from levanter.plan.cost import StepTime
 from levanter.plan.load_budget import LoadBudget
+from levanter.plan.offload import Offloaded
 from levanter.run import RunPlan, Workload
 
 StageStatus = Literal["ok", "refused", "unchecked", "skipped", "crashed"]
@@ -50,6 +51,7 @@ class ProgramVerdict:
         mfu: model FLOPs utilization (attention over the causal half) at the high and the low end of the time.
         mfu_full: the same with attention over every pair of positions counted; `None` where that would be more than
             the chips can do.
+        offloaded: activations that it sends to host memory; `None` where it sends none.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ProgramVerdict:
     workload: Workload | None = None
     mfu: tuple[float, float] | None = None
     mfu_full: tuple[float, float] | None = None
+    offloaded: Offloaded | None = None
 
     @property
     def fits(self) -> bool | None:

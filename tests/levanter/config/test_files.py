@@ -76,13 +76,31 @@ def test_every_file_that_cannot_be_read_is_named_at_its_place(here: Path):
     written(here, top="extends: [nope.yaml, 5]\na: !include gone/data.yaml\n", words="just words\n")
     (here / "latin.yaml").write_bytes("a: é\n".encode("latin-1"))
     assert read("top.yaml", "missing.yaml", "words.yaml", "latin.yaml")[1] == [
-        "top.yaml:2: no such file: gone/data.yaml (paths are relative to the file that names them)",
+        "top.yaml:2: no such file: gone/data.yaml; nor is there a folder gone (paths are relative to the file that "
+        "names them)",
         "top.yaml:1: no such file: nope.yaml (paths are relative to the file that names them)",
         "top.yaml:1: extends: expected a file name or a list of file names",
         "no such file: missing.yaml",
         "words.yaml:1: words.yaml must contain a mapping (`key: value` lines)",
         "latin.yaml is not UTF-8 text: invalid continuation byte at byte 3",
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("nanno.yaml", "; did you mean nano.yaml?"),
+        ("nanno", "; did you mean nano.yaml?"),
+        ("llama_7b.yml", "; did you mean llama2_7b.yaml?"),
+        # A suffix that all of them have makes no name alike.
+        ("xy.yaml", ""),
+        ("trian/nano.yaml", "; nor is there a folder trian"),
+    ],
+)
+def test_a_file_that_is_not_there_is_answered_with_the_nearest_name(here: Path, asked, meant):
+    written(here, nano="a: 1\n", llama2_7b="a: 1\n")
+    (here / "nanno.txt").write_text("no document")
+    assert read(asked)[1] == [f"no such file: {asked}{meant}"]
 
 
 def test_an_empty_file_is_an_empty_document(here: Path):

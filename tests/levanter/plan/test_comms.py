@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from haliax_ext.errors import MeshError
-from haliax_ext.hlo import Collective, Scope
+from haliax_ext.hlo import AxisSpan, Collective, Scope
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.plan.comms import Network, Ring, spans_of
@@ -127,3 +127,19 @@ def test_gpus_of_a_host_reach_each_other():
     # 450 GB/s into each.
     assert seconds(net, "all-gather", 8 * 450e9, "model") == pytest.approx(7.0, rel=1e-4)
     assert math.isclose(seconds(net, "all-gather", 1, "model"), 7e-6, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+def test_a_group_in_and_between_hosts_uses_both_networks(kind):
+    """Two hosts of eight: each of them takes in half of the array over eight cards, each GPU all of it by NVLink."""
+    mesh = MeshSpec(axes=(("replica_dcn", 2), ("data", 8)), dcn=("replica_dcn",))
+    net = Network.of(mesh, parse_accelerator("h100x16"))
+    nbytes = 64 << 30
+    by_cards, by_switch = nbytes / 2 / 400e9, nbytes * 7 / 8 / 450e9
+    assert by_switch > by_cards
+    assert net.seconds(kind, nbytes, spans_of(mesh, "replica_dcn", "data")) == pytest.approx(by_switch, rel=1e-3)
+    four = MeshSpec(axes=(("replica_dcn", 4), ("data", 8)), dcn=("replica_dcn",))
+    slow = Network.of(four, parse_accelerator("h100x32"))
+    # Two GPUs of a host in a group have two of its eight cards.
+    alone = slow.seconds(kind, nbytes, (AxisSpan("replica_dcn", 4, 4), AxisSpan("data", 2, 8)))
+    assert alone == pytest.approx(nbytes * 3 / 4 / (2 * 50e9), rel=1e-3)

@@ -1,5 +1,7 @@
 """Step times and model FLOPs, against published figures and hand sums."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -184,19 +186,42 @@ def test_the_last_part_of_a_sequence_visits_most():
 def test_kernels_widen_the_range_and_unknown_ones_are_named():
     known = kernel("splash_mha_fwd_residuals")
     stranger = Kernel("my_kernel", 3, (), (), Scope("x"))
-    step = step_time(figures(kernels=(known, stranger), unestimated={"sort": 2}), NETWORK)
+    step = step_time(figures(kernels=(known, stranger), unestimated={"fft": 2}), NETWORK)
     at_peak = 32 * kernel_flops(known, causal=True) / 275e12
     assert step.low == pytest.approx(SCALE + at_peak)
     assert step.expected == pytest.approx(SCALE + at_peak / KERNEL_EFFICIENCY)
     assert step.high == pytest.approx(1.0 + at_peak / KERNEL_EFFICIENCY)
     assert any("my_kernel (3 executions)" in sentence for sentence in step.unknown)
-    assert any("2 executions of sort" in sentence for sentence in step.unknown)
+    assert any("2 executions of fft" in sentence for sentence in step.unknown)
+
+
+def test_grouped_products_and_sorts_are_in_the_time():
+    rows, embed, mlp = 8192, 6144, 16384
+    shapes = (Shape("bf16", (rows, embed)), Shape("bf16", (2, embed, mlp)), Shape("s32", (2,)))
+    grouped = Kernel("ragged-dot", 56, shapes, (Shape("bf16", (rows, mlp)),), Scope("mlp"))
+    pair = (Shape("s32", (rows,)), Shape("s32", (rows,)))
+    step = step_time(figures(kernels=(grouped, Kernel("sort", 56, pair, pair, Scope("mlp")))), NETWORK, experts=8)
+    # A quarter of the experts are this device's, and so are a quarter of the rows.
+    at_peak = 56 * 2 * rows / 4 * embed * mlp / 275e12
+    assert step.kernels_at_peak == pytest.approx(at_peak, rel=0.01)
+    assert at_peak / 0.75 < step.kernels_expected < at_peak / 0.6
+    assert not step.unknown
 
 
 def test_without_cycles_or_a_clock_there_is_no_time():
     assert step_time(figures(has_cycles=False, cycles={}), NETWORK) is None
-    ironwood = parse_accelerator("tpu7x-256")
-    assert step_time(figures(), Network.of(MeshSpec.of(data=256), ironwood)) is None
+    clockless = replace(POD, generation=replace(POD.generation, clock_hz=None))
+    assert step_time(figures(), Network.of(MESH, clockless)) is None
+
+
+def test_tpu7x_counts_cycles_of_a_core():
+    """A cycle of each of its 256 devices does as many FLOPs as one of v6e."""
+    ironwood, trillium = parse_accelerator("tpu7x-256"), parse_accelerator("v6e-256")
+    a_cycle = [pod.peak_flops() / (pod.generation.clock_hz or 0) for pod in (ironwood, trillium)]
+    assert a_cycle[0] == pytest.approx(a_cycle[1], rel=0.005) == pytest.approx(2 * 4 * 256**2, rel=0.005)
+    step = step_time(figures(), Network.of(MeshSpec.of(data=256), ironwood))
+    assert step is not None and step.expected == pytest.approx(1.05 / 2.2)
+    assert "not calibrated: no published run on tpu7x" in step.calibration.said
 
 
 def test_links_without_a_bandwidth_are_said():

@@ -21,6 +21,7 @@ from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, O
 
 SCHEMA = "levanter.plan/1"
 MODELLED = "modelled, not measured"
+ESTIMATE = "an estimate, not measured"
 PADDING, GRADIENTS, TEMPORARIES = "layout padding", "gradients", "temporaries"
 
 State = Literal["fits", "not compiled", "does not fit", "not decided", "bad input", "compiler crash", "failed"]
@@ -169,6 +170,8 @@ class ModuleTime:
 def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
     found, time = figures(program), program.time
+    if time is not None and time.calibration.estimate:
+        return (ModuleTime(name="compute and memory", seconds=time.kernels_expected, during={}),)
     if found is None or time is None:
         return ()
     per_cycle = time.cycle_scale * time.cycles / max(found.total_cycles, 1)
@@ -185,8 +188,13 @@ def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
         if passes.total()
     ]
     if time.kernels_expected:
-        rows.append(ModuleTime(name="hand-written kernels", seconds=time.kernels_expected, during={}))
+        rows.append(ModuleTime(name="kernels", seconds=time.kernels_expected, during={}))
     return tuple(sorted(rows, key=lambda part: -part.seconds))
+
+
+def basis(time: StepTime) -> str:
+    """What a time rests on, in three words."""
+    return ESTIMATE if time.calibration.estimate else MODELLED
 
 
 def time_text(time: StepTime) -> str:
@@ -207,9 +215,22 @@ def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
     if time is None:
         return ()
     found = [("compute", time.bounds["compute"]), ("HBM traffic", time.memory)]
-    found += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
+    if time.calibration.estimate:
+        found += [(f"links for {link.over}", link.busy) for link in time.links]
+    else:
+        found += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
+    found += [("activations sent to host memory", time.transfers)]
     found.append(("model FLOPs at peak", time.peak))
     return tuple((name, seconds) for name, seconds in found if seconds > time.expected / 1000)
+
+
+def offloading(verdict: Verdict) -> tuple[str, ...]:
+    """Sentences about what Programs send to host memory."""
+    found = [program.offloaded for program in verdict.programs if program.offloaded is not None]
+    return tuple(
+        f"{each}" + (f"; {seconds_text(each.seconds)} a step over each chip's link to it" if each.seconds else "")
+        for each in found
+    )
 
 
 def suspicions(time: StepTime) -> tuple[str, ...]:

@@ -277,6 +277,8 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
         f"{facts.time_text(time)}: from everything overlapped (bound by {time.bound_by}) to the schedule as compiled "
     )
     said += "with the compiler's own cycles, and all communication that it does not hide."
+    if time.calibration.estimate:
+        said = f"{facts.time_text(time)}."
     numbers = tuple(range(1, len(passes) + 3))
     return section(
         f"Time of one {program.name}",
@@ -285,7 +287,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
         table(("module", *passes, "compute", "of the step"), rows, numbers=numbers),
         *(tag("p", sentence) for sentence in (*facts.suspicions(time), *filter(None, [time.calibration.said]))),
         tag("p", _speed(verdict, program)),
-        note=facts.MODELLED,
+        note=facts.basis(time),
     )
 
 
@@ -364,7 +366,8 @@ def _programs(verdict: Verdict) -> Content:
         return ""
     header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
     note = "not all temporaries are live at the peak"
-    return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), note=note)
+    sent = (tag("p", sentence) for sentence in facts.offloading(verdict))
+    return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), *sent, note=note)
 
 
 def _stages(verdict: Verdict) -> Content:

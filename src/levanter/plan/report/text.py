@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from haliax_ext.errors import named_shape
 from levanter.plan.aot import Compiled, Refused
+from levanter.plan.cost import StepTime
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.report import facts
 from levanter.plan.report.layout import WIDTH, Align, bar, paragraph, table
@@ -62,7 +63,7 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
                 f"{most / (1 << 30):.2f}" if most is not None else "–",
                 f"{limit / (1 << 30):.2f}" if limit is not None else "–",
                 facts.state(verdict),
-                seconds_text(time.expected) if time is not None else "–",
+                _step(time) if time is not None else "–",
                 span_text(time.low, time.high) if time is not None else "–",
                 three_digits(speed.expected) if speed is not None else "–",
                 _share_or_dash(facts.utilization(program, program.mfu) if program is not None else None),
@@ -75,6 +76,10 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     said = "within: from everything overlapped to only what the schedule hides; MFU: attention over the causal "
     said += "half; exposed: the share of a step that is communication not hidden by compute"
     return [*lines, "", *paragraph(said)]
+
+
+def _step(time: StepTime) -> str:
+    return seconds_text(time.expected) + (" (estimate)" if time.calibration.estimate else "")
 
 
 def _share_or_dash(share: float | None) -> str:
@@ -227,7 +232,10 @@ def _programs(verdict: Verdict) -> list[str]:
     front = ("program", "", "inputs", "new results", "temporaries", "code")
     header = (*front, *(("beside it",) if beside else ()), "at its peak", "compiled in")
     numbers: list[Align] = ["right"] * (len(header) - 2)
-    return [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
+    lines = [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
+    for sentence in facts.offloading(verdict):
+        lines += paragraph(sentence)
+    return lines
 
 
 def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
@@ -235,7 +243,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     time = program.time
     if time is None:
         return []
-    lines = _title(f"time of one {program.name}: {facts.time_text(time)} ({facts.MODELLED})")
+    lines = _title(f"time of one {program.name}: {facts.time_text(time)} ({facts.basis(time)})")
     compute = facts.large_parts(program)
     scale = max(time.expected, sum(part.seconds for part in compute) + time.exposed, 1e-12)
     passes = facts.passes(compute)

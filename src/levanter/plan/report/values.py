@@ -123,6 +123,7 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
         "compile_seconds": None if outcome is None else outcome.compile_seconds,
         "kept_since_unix_seconds": None if outcome is None else outcome.kept_since,
         "why_not": list(program.why_not),
+        "offloaded": None,
         "workload": None,
         "time": _time(program),
         "mfu": _expecting(_range(program.mfu), facts.utilization(program, program.mfu)),
@@ -157,6 +158,15 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             "message": outcome.refusal.message,
             "largest": [{"bytes": a.nbytes, "kind": a.kind, "op_name": a.op_name} for a in outcome.refusal.allocations],
         }
+    if (sent := program.offloaded) is not None:
+        found["offloaded"] = {
+            "names": list(sent.names),
+            "device_bytes": sent.device_bytes,
+            "host_bytes": sent.host_bytes,
+            "host_limit_bytes": sent.room,
+            "microbatches": sent.microbatches,
+            "seconds": sent.seconds,
+        }
     if (work := program.workload) is not None:
         found["workload"] = {
             "tokens": work.tokens,
@@ -184,12 +194,14 @@ def _time(program: ProgramVerdict) -> dict[str, Any] | None:
         "compute_seconds": time.compute,
         "hbm_seconds": time.memory,
         "exposed_seconds": time.exposed,
+        "host_transfer_seconds": time.transfers,
         "peak_flops_seconds": time.peak,
         "by_module": [
             {"module": part.name, "seconds": part.seconds, "by_pass": part.during} for part in facts.parts(program)
         ],
         "not_modelled": list(time.unknown),
         "not_calibrated": time.calibration.said or None,
+        "estimate": time.calibration.estimate,
     }
 
 

@@ -7,8 +7,11 @@ best of them and says of the winner's neighbours why they lost. The answer is a 
 from levanter.plan.search.candidates import Candidate as Candidate
 from levanter.plan.search.candidates import candidates as candidates
 from levanter.plan.search.estimate import Estimate as Estimate
+from levanter.plan.search.estimate import NothingToSearch as NothingToSearch
 from levanter.plan.search.estimate import SearchSubject as SearchSubject
 from levanter.plan.search.estimate import estimate as estimate
+from levanter.plan.search.estimate import price as price
+from levanter.plan.search.estimate import subject_of as subject_of
 from levanter.plan.search.render import render as render
 from levanter.plan.search.render import values as values
 from levanter.plan.search.search import Neighbour as Neighbour

@@ -1,11 +1,13 @@
 """The legal ways to lay a language model over the devices of a slice.
 
-A candidate is a factoring of the devices into `data × model × group`, what the parameters are cut by beside that, where
-the residual stream lies between blocks, how many rows of the batch a device handles at a time, and for training what is
-kept for the backward pass. `model × group` together cut what the layers say that tensor parallelism cuts
+A candidate is a factoring of the devices into `replica × data × model × group`, what the parameters are cut by beside
+that, where the residual stream lies between blocks, how many rows of the batch a device handles at a time, and for
+training what is kept for the backward pass. `replica × data` cut the batch; parameters are cut over `data` alone, or
+are whole over both. `model × group` together cut what the layers say that tensor parallelism cuts
 (`Part.tensor_axes`): an axis by itself (`mlp`) is cut by both; of axes that share the devices (attention heads: those
 with keys and values of their own, and the query heads within their groups) `model` cuts the first and `group` the
-second. Where it divides, they cut `vocab` too.
+second; of a mixture of experts they cut the features of each expert, or whole experts in their place. Where it divides,
+they cut `vocab` too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from haliax_ext.divisibility import divisors
 from levanter.models.axes import COMPOSITES
 
 Residual = Literal["whole", "embed", "position"]
+MLP, EXPERT = "mlp", "expert"
 SCORING_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -25,6 +28,7 @@ class Candidate:
 
     Attributes:
         data: size of mesh axis `data`, which cuts the batch.
+        replica: size of mesh axis `replica`, which cuts the batch too and no parameter; 1 for no such axis.
         model: size of mesh axis `model`.
         group: size of mesh axis `group`; 1 for no such axis.
         fsdp: whether parameters (and optimizer state) are cut over `data` along `embed`.
@@ -45,12 +49,13 @@ class Candidate:
     rows: int = 1
     remat: bool | str | None = None
     slices: int = 1
+    replica: int = 1
     cut: tuple[str, ...] = ("mlp", "heads")
 
     @property
     def batch_ways(self) -> int:
         """Into how many parts the batch is cut."""
-        return self.data * self.slices
+        return self.replica * self.data * self.slices
 
     @property
     def tensor_ways(self) -> int:
@@ -61,18 +66,35 @@ class Candidate:
         """What to write under `trainer.mesh:`, every rule of a default that it departs from included."""
         tensor: str | list[str] = ["model", "group"] if self.group > 1 else "model"
         axes = {"data": -1, "model": self.model} | ({"group": self.group} if self.group > 1 else {})
+        axes |= {"replica": self.replica} if self.replica > 1 else {}
+        # A device has whole experts, or a part of each.
+        whole = {MLP: None} if EXPERT in self.cut else {}
         options: dict[str, Any] = {
             "axes": axes,
-            "shared_mapping": {**dict.fromkeys(self.cut, tensor), "vocab": tensor if self.vocab else None},
+            "shared_mapping": {**dict.fromkeys(self.cut, tensor), **whole, "vocab": tensor if self.vocab else None},
             "param_mapping": {"embed": "data" if self.fsdp else None},
         }
         if self.residual != "whole":
             options["residual_mapping"] = {self.residual: tensor}
         return options
 
+    @property
+    def kind(self) -> Literal["cut", "replica", "whole"]:
+        """Whether parameters are cut over all that cuts the batch, over a part of it, or over none."""
+        if not self.fsdp:
+            return "whole"
+        return "cut" if self.replica == 1 else "replica"
+
+    @property
+    def sizes(self) -> str:
+        """The mesh, as text."""
+        named = {"replica": self.replica, "data": self.data, "model": self.model, "group": self.group}
+        return " × ".join(f"{name} {size}" for name, size in named.items() if size > 1 or name in ("data", "model"))
+
     def __str__(self) -> str:
-        parts = [f"data {self.data} × model {self.model}" + (f" × group {self.group}" if self.group > 1 else "")]
-        parts.append("embed → data" if self.fsdp else "parameters replicated over data")
+        parts = [self.sizes, "embed → data" if self.fsdp else "parameters replicated over data"]
+        if EXPERT in self.cut:
+            parts.append("expert → model")
         if self.residual != "whole":
             parts.append(f"residual {self.residual} → model")
         parts.append(f"{self.rows} row{'s' if self.rows > 1 else ''} a device at a time")
@@ -99,21 +121,34 @@ def candidates(
         slices: slices that share the batch.
     """
     found: list[Candidate] = []
-    cut = tuple(_name(axes) for axes in sorted(tensor_axes, key=len))
-    for ways in divisors(devices):
-        both = _factored(ways, [tuple(sizes[name] for name in axes) for axes in tensor_axes])
-        if both is None:
-            continue
-        data = devices // ways
-        divides = sizes["vocab"] % ways == 0
-        base = Candidate(data=data, model=both[0], group=both[1], vocab=divides, slices=slices, cut=cut)
-        for fsdp in (True, False) if data > 1 else (False,):
-            if fsdp and sizes["embed"] % data:
+    for axes in _cuts(sizes, tensor_axes):
+        cut = tuple(_name(each) for each in sorted(axes, key=len))
+        for ways in divisors(devices):
+            both = _factored(ways, [tuple(sizes[name] for name in each) for each in axes])
+            # One way cuts nothing, neither experts nor the features inside of them.
+            if both is None or (ways == 1 and EXPERT in cut):
                 continue
+            divides = sizes["vocab"] % ways == 0
+            base = Candidate(data=devices // ways, model=both[0], group=both[1], vocab=divides, slices=slices, cut=cut)
             for residual in _residuals(sizes, ways, training=global_batch is not None):
-                laid_out = replace(base, fsdp=fsdp, residual=residual)
-                found += _with_batch(laid_out, global_batch)
+                for laid_out in _placed(replace(base, residual=residual), sizes["embed"]):
+                    found += _with_batch(laid_out, global_batch)
     return found
+
+
+def _cuts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]]) -> Iterator[Sequence[tuple[str, ...]]]:
+    """What tensor parallelism may cut: the features of an MLP, or in their place whole experts where there are some."""
+    yield tensor_axes
+    if EXPERT in sizes and (MLP,) in tensor_axes:
+        yield [(EXPERT,) if axes == (MLP,) else axes for axes in tensor_axes]
+
+
+def _placed(base: Candidate, embed: int) -> Iterator[Candidate]:
+    """Where parameters lie beside tensor parallelism: whole, cut over all that cuts the batch, over a part of it."""
+    yield replace(base, fsdp=False)
+    for data in reversed(divisors(base.data)):
+        if data > 1 and embed % data == 0:
+            yield replace(base, data=data, replica=base.data // data)
 
 
 def _factored(ways: int, cuts: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:

@@ -3,13 +3,15 @@
 Only for ranking, and for saying why a neighbour lost; times that are reported come from the compiler. Counted are
 
     gathers     parameters cut over a mesh axis that does not cut the computation, once a pass over the layers
+    memory      weights read once a pass, parameters and statistics once a step, and what each layer makes on the way,
+                written and read once a pass
     tensor      the sum over what tensor parallelism cuts, in every part of a layer: for attention and `mlp` two
                 all-reduces of the residual stream a layer and pass
     gradients   reduced over the mesh axes that cut the batch
     compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
 
-Gathers and gradients hide behind compute for the most part (`HIDDEN`), the sums of tensor parallelism do not: seconds =
-max(compute, HBM, links) + (1 − HIDDEN) · min(compute, links) + tensor, with links = gathers + gradients.
+Of compute, HBM and links (gathers and gradients) the largest is waited for, and the rest hides behind it for the most
+part (`HIDDEN`); the sums of tensor parallelism do not.
 """
 
 import math
@@ -24,8 +26,11 @@ from haliax_ext.placement import place
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from levanter.hardware import Accelerator
 from levanter.mesh import MeshConfig, ModelAxes, resolve
+from levanter.models.activations import EMBEDDED, RESIDUAL
+from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.comms import Network, spans_of
 from levanter.plan.search.candidates import Candidate
+from levanter.run import RunPlan
 
 MATMUL_EFFICIENCY = 0.65
 """The share of peak that matrix multiplications of a transformer reach on a TPU; it changes the order of two candidates
@@ -38,6 +43,11 @@ ALIVE_AT_ONCE = 0.5
 GRADIENT_BYTES = 4
 # Norms' inputs and outputs, rotated queries and keys, gate, up and their product: about so many times the named ones.
 KEPT_WITHOUT_REMAT = 2
+_LOGITS = "logits"
+
+
+class NothingToSearch(ValueError):
+    """The run has no part whose layout can be searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,36 @@ class SearchSubject:
     compute_bytes: int
 
 
+def subject_of(plan: RunPlan) -> SearchSubject:
+    """What a plan lays out.
+
+    Raises:
+        NothingToSearch: the plan says why there is nothing to search.
+    """
+    found = plan.searchable
+    if isinstance(found, str):
+        raise NothingToSearch(f"{plan.entry_point}: {found}")
+    load = plan.workloads[0]
+    return SearchSubject(
+        training=found.training,
+        parameters=found.parameters,
+        statistics=found.statistics,
+        activations=tuple(
+            replace(p.leaf, axes=tuple((n, 1 if n == found.batch_axis else s) for n, s in p.leaf.axes))
+            for p in plan.activations.leaves
+        ),
+        batch_axis=found.batch_axis,
+        axes=ModelAxes(sizes=found.sizes, known=KNOWN_AXES, aliases=ALIASES),
+        tensor_axes=found.tensor_axes,
+        layers=found.layers,
+        summed=found.summed,
+        positions=found.sizes["position"],
+        global_batch=found.global_batch,
+        flops_per_token=load.flops_causal / load.tokens,
+        compute_bytes=found.compute_bytes,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a candidate costs; bytes on a device, seconds of one pass over a batch (all microbatches of a step).
@@ -84,7 +124,7 @@ class Estimate:
         activation_bytes: what is alive beside them, roughly.
         tokens: of the batch.
         compute: matrix units.
-        memory: reading every argument once.
+        memory: HBM traffic.
         gathers: parameters over links.
         tensor: sums over what tensor parallelism cuts.
         gradients: over links.
@@ -108,9 +148,9 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one pass, some of the traffic over links hidden behind computation."""
-        links = self.gathers + self.gradients
-        return max(self.compute, self.memory, links) + (1 - HIDDEN) * min(self.compute, links) + self.tensor
+        """Seconds of one pass, most of what is not the largest hidden behind it."""
+        parts = (self.compute, self.memory, self.gathers + self.gradients)
+        return max(parts) + (1 - HIDDEN) * (sum(parts) - max(parts)) + self.tensor
 
     @property
     def seconds_per_token(self) -> float:
@@ -126,7 +166,7 @@ class Estimate:
         """The largest of what takes time, in axis names."""
         parts = {
             "matrix multiplications": self.compute,
-            "reading parameters from HBM": self.memory,
+            "HBM traffic": self.memory,
             "all-gathers of parameters (embed → data)": self.gathers,
             "sums over the axes that tensor parallelism shards (→ model)": self.tensor,
             "gradients over data": self.gradients,
@@ -145,29 +185,54 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
         )
     except ShardingError as error:
         return Estimate(problem=_first_line(error))
-    mesh, mappings = resolved.spec, resolved.mappings
+    return price(
+        subject,
+        pod,
+        mesh=resolved.spec,
+        mappings=resolved.mappings,
+        rows=candidate.rows,
+        remat=candidate.remat is not False,
+    )
+
+
+def price(
+    subject: SearchSubject, pod: Accelerator, *, mesh: MeshSpec, mappings: Mappings, rows: int, remat: bool
+) -> Estimate:
+    """Prices a layout on a pod; what cannot run has a `problem`.
+
+    Args:
+        subject: what is laid out.
+        pod: on what.
+        mesh: the layout's mesh axes.
+        mappings: its mappings.
+        rows: of the batch for each of the ways it is cut, at a time.
+        remat: whether the backward pass recomputes the layers.
+    """
     plan = plan_sharding((*subject.parameters, *subject.statistics), mappings, mesh, hbm_bytes=pod.hbm_bytes)
     if plan.errors:
         problem = f"{gib(plan.bytes_per_device)} of {gib(pod.hbm_bytes)}: " if _replicated(plan) else ""
         return Estimate(argument_bytes=plan.bytes_per_device, problem=problem + _first_line(plan.errors[0]))
-    ways = mesh.ways(mappings.compute.mesh_axes(subject.batch_axis))
-    rows = candidate.rows * ways
-    steps = 1 if subject.global_batch is None else subject.global_batch // rows
-    tokens = rows * steps * subject.positions
+    whole_rows = rows * mesh.ways(mappings.compute.mesh_axes(subject.batch_axis))
+    steps = 1 if subject.global_batch is None else max(1, subject.global_batch // whole_rows)
+    tokens = whole_rows * steps * subject.positions
     network = Network.of(mesh, pod)
-    passes = _passes(candidate, subject)
+    passes = _passes(subject, remat=remat)
     gathered = _gathered(subject, mappings, mesh)
-    residual = candidate.rows * subject.positions * subject.axes.sizes["embed"] * subject.compute_bytes
-    tensor_axes = [axis for axis in ("model", "group") if mesh.shape.get(axis, 1) > 1]
+    residual = rows * subject.positions * subject.axes.sizes["embed"] * subject.compute_bytes
+    cuts = {axis for axes in subject.tensor_axes for name in axes for axis in mappings.compute.mesh_axes(name)}
+    tensor_axes = [axis for axis in mesh.names if axis in cuts and mesh.shape[axis] > 1]
     # The head is one more.
     sums = subject.summed + 1
     flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
+    on_device = _activation_bytes(subject.activations, subject, mappings, mesh, whole_rows)
+    moved = plan.bytes_per_device * (2 if subject.training else 0)
+    moved += steps * passes.traffic * (_weights_read(subject, mappings, mesh) + _activations_moved(subject, on_device))
     return Estimate(
         argument_bytes=plan.bytes_per_device,
-        activation_bytes=_alive(candidate, subject, mappings, mesh, rows),
+        activation_bytes=_alive(subject, mappings, mesh, on_device, remat=remat),
         tokens=tokens,
         compute=flops / (pod.devices * pod.peak_flops() * MATMUL_EFFICIENCY),
-        memory=steps * plan.bytes_per_device / pod.hbm_bandwidth,
+        memory=moved / pod.hbm_bandwidth,
         gathers=steps * passes.forward * _seconds(network, "all-gather", gathered, subject.compute_bytes),
         tensor=steps
         * passes.tensor
@@ -180,20 +245,45 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
 @dataclass(frozen=True, kw_only=True)
 class _Passes:
     """How often the layers are gone through: `forward` with parameters gathered, `tensor` with the sums of
-    tensor parallelism; `compute` is what rematerialization multiplies the model's FLOPs by."""
+    tensor parallelism, `traffic` with what HBM sees; `compute` is what rematerialization multiplies the model's
+    FLOPs by."""
 
     forward: int
     tensor: int
+    traffic: int
     compute: float
 
 
-def _passes(candidate: Candidate, subject: SearchSubject) -> _Passes:
+def _passes(subject: SearchSubject, *, remat: bool) -> _Passes:
     if not subject.training:
-        return _Passes(forward=1, tensor=1, compute=1.0)
-    if candidate.remat is False:
-        return _Passes(forward=2, tensor=2, compute=1.0)
+        return _Passes(forward=1, tensor=1, traffic=1, compute=1.0)
+    if not remat:
+        # The backward pass makes two products of each of the forward pass.
+        return _Passes(forward=2, tensor=2, traffic=3, compute=1.0)
     # The backward pass goes through each layer forward once more: a third of forward and backward.
-    return _Passes(forward=2, tensor=3, compute=4 / 3)
+    return _Passes(forward=2, tensor=3, traffic=4, compute=4 / 3)
+
+
+def _weights_read(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> int:
+    """Bytes of all weights as a device computes with them: gathered, in the compute dtype."""
+    total = 0
+    for leaf in subject.parameters:
+        kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
+        stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
+        total += math.prod(size for _, size in leaf.axes) // mesh.ways(tuple(stored & kept))
+    return total * subject.compute_bytes
+
+
+def _activations_moved(subject: SearchSubject, on_device: Mapping[str, int]) -> int:
+    """Bytes of what the layers and the head make on the way, each written once and read once."""
+    each = sum(size for name, size in on_device.items() if name != EMBEDDED and not name.startswith(_LOGITS))
+    chunks = sum(
+        size * subject.positions // max(dict(leaf.axes).get("position", 1), 1)
+        for leaf in subject.activations
+        if leaf.path.startswith(_LOGITS)
+        for size in (on_device[leaf.path],)
+    )
+    return 2 * (subject.layers * each + chunks)
 
 
 def _gathered(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> dict[tuple[str, ...], int]:
@@ -231,17 +321,18 @@ def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec
     return total
 
 
-def _alive(candidate: Candidate, subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, rows: int) -> int:
+def _alive(
+    subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, on_device: Mapping[str, int], *, remat: bool
+) -> int:
     """Bytes beside the arguments: activations of a layer, two gathered layers, and for training what is kept."""
-    on_device = _activation_bytes(subject.activations, subject, mappings, mesh, rows)
-    of_layer = sum(size for name, size in on_device.items() if not name.startswith("logits"))
+    of_layer = sum(size for name, size in on_device.items() if not name.startswith(_LOGITS))
     logits = sum(on_device.values()) - of_layer
     gathered = sum(_gathered(subject, mappings, mesh).values()) * subject.compute_bytes
     alive = of_layer + logits + 2 * gathered // max(subject.layers, 1)
     if subject.training:
         gradients = plan_sharding(subject.parameters, mappings, mesh)
         alive += sum(math.prod(p.shard_shape) for p in gradients.leaves) * GRADIENT_BYTES
-        kept = KEPT_WITHOUT_REMAT * of_layer if candidate.remat is False else on_device["residual stream"]
+        kept = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * of_layer
         alive += subject.layers * kept + of_layer
     return alive
 
@@ -252,7 +343,7 @@ def _activation_bytes(
     found = {}
     for leaf in activations:
         axes = tuple((name, rows if name == subject.batch_axis else size) for name, size in leaf.axes)
-        mapping = mappings.residual_stream if leaf.path == "residual stream" else mappings.compute
+        mapping = mappings.residual_stream if leaf.path == RESIDUAL else mappings.compute
         plan, _ = place(replace(leaf, axes=axes), mapping, mesh, role="activation")
         found[leaf.path] = plan.bytes_per_device
     return found

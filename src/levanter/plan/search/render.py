@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from haliax_ext.errors import gib
-from levanter.plan.search.search import SearchResult, Tried
+from levanter.plan.search.search import SearchResult, seconds_per_token
+from levanter.plan.verdict import ProgramVerdict
 
 
 def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None = None) -> str:
@@ -17,9 +18,11 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
     """
     lines = [
         f"search on {target}: {result.considered} layouts divide, {result.fitting} fit by arithmetic, "
-        f"{len(result.compiled)} compiled"
+        f"{len(result.compiled)} compiled; speeds are of what was compiled, over all chips (modelled, not measured)"
     ]
-    lines += [f"  {_compiled(tried)}" for tried in result.compiled]
+    lines += [f"  {tried.candidate}: {_compiled(tried.verdict)}" for tried in result.compiled]
+    if result.own is not None:
+        lines.append(f"  as configured: {_compiled(result.own)}")
     if result.best is None:
         lines.append("nothing fits")
         if result.closest is not None:
@@ -29,24 +32,24 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
                 f"about {gib(price.activation_bytes)} on top" + (f"; {price.problem}" if price.problem else "")
             )
         return "\n".join(lines)
-    lines += ["", "best, modelled, not measured; to paste:", ""]
+    if result.own_is_best:
+        lines += ["", "none of them is faster than the layout as configured; the best of them, to paste:", ""]
+    else:
+        lines += ["", "best; to paste:", ""]
     lines += [f"    {line}" for line in result.fragment(dict(keys or {})).splitlines()]
     lines += ["", "why not its neighbours:"]
     lines += [f"  {n.change}: {n.why_not}" for n in result.neighbours]
     return "\n".join(lines)
 
 
-def _compiled(tried: Tried) -> str:
-    verdict = tried.verdict
-    assert verdict is not None
-    if verdict.outcome is None:
-        return f"{tried.candidate}: not compiled"
+def _compiled(verdict: ProgramVerdict | None) -> str:
+    if verdict is None or verdict.outcome is None:
+        return "not compiled"
     bytes_ = gib(verdict.peak_bytes or 0)
     if not verdict.fits:
-        return f"{tried.candidate}: refused, {bytes_}"
-    per_token = tried.seconds_per_token
-    speed = "" if per_token is None else f", {1 / per_token:,.0f} tokens/s"
-    return f"{tried.candidate}: {bytes_}{speed}"
+        return f"refused, {bytes_}"
+    per_token = seconds_per_token(verdict)
+    return bytes_ if per_token is None else f"{bytes_}, {1 / per_token:,.0f} tokens/s"
 
 
 def values(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -65,6 +68,12 @@ def values(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
             }
             for tried in result.compiled
         ],
+        "as_configured": None if result.own is None else _own_values(result.own),
+        "as_configured_is_best": result.own_is_best,
         "best": None if result.best is None else result.fragment(dict(keys or {})),
         "why_not": {n.change: n.why_not for n in result.neighbours},
     }
+
+
+def _own_values(own: ProgramVerdict) -> dict[str, Any]:
+    return {"fits": own.fits, "peak_bytes": own.peak_bytes, "seconds_per_token": seconds_per_token(own)}

@@ -1,6 +1,7 @@
 """The search against brute force: which layouts divide, what they take, and what is said of those that lost."""
 
 import itertools
+from dataclasses import replace
 
 import haliax as hax
 import jax
@@ -19,7 +20,7 @@ from levanter.models.activations import transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import StepTime
-from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, search
+from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, render, search, values
 from levanter.plan.verdict import ProgramVerdict
 from levanter.run import Workload
 
@@ -161,7 +162,11 @@ def test_what_the_compiler_says_decides():
         return verdict_of(candidate, seconds=tokens * (3.0 if len(asked) == 2 else 1.0 + len(asked)), tokens=tokens)
 
     result = search(subject, pod, compile_candidate=compile_candidate)
-    assert len(asked) == 4 and len({(c.data, c.model, c.group, c.fsdp) for c in asked}) == 4
+    # What was refused does not count; beside the best three the best of each other kind is compiled.
+    kinds = [c.kind for c in asked]
+    assert len(asked) == 4 + len(set(kinds[4:])) and not set(kinds[4:]) & set(kinds[1:4])
+    # The layout that was refused comes again with fewer rows at the most.
+    assert all(c.rows < asked[0].rows for c in asked[1:] if replace(c, rows=1) == replace(asked[0], rows=1))
     assert result.best is not None and result.best.candidate == asked[1]
     assert result.compiled[-1].candidate == asked[0]
     found = yaml.safe_load(result.fragment({"trainer.per_device_eval_parallelism": asked[1].rows}))
@@ -179,3 +184,91 @@ def test_nothing_fits():
     assert result.closest is not None
     # 8 chips hold an eighth of the weights each at best.
     assert result.closest.estimate.argument_bytes > 94 * GIB
+
+
+def test_parameters_are_cut_over_all_of_the_batch_a_part_of_it_or_none():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("v6e-64")
+    found = candidates(subject.axes.sizes, tensor_axes=TENSOR_AXES, devices=64, global_batch=64)
+    whole_batch = {c for c in found if c.model == c.rows == 1 and c.remat is True}
+    assert {(c.kind, c.replica, c.data) for c in whole_batch} == {
+        ("whole", 1, 64), ("cut", 1, 64), *(("replica", 64 // data, data) for data in (2, 4, 8, 16, 32)),
+    }  # fmt: skip
+    for candidate in whole_batch:
+        resolved = resolve(MeshConfig(**candidate.mesh_options()), subject.axes, devices=64)
+        assert resolved.batch_ways == candidate.batch_ways == 64
+        assert resolved.spec.shape["replica"] == candidate.replica
+        price = estimate(candidate, subject, pod)
+        assert not price.problem
+        elements = sum(np.prod([size for _, size in x.axes]) for x in (*subject.parameters, *subject.statistics))
+        ways = candidate.data if candidate.fsdp else 1
+        assert price.argument_bytes == pytest.approx(elements * 2 / ways, rel=0.01)
+
+
+def test_replicas_gather_over_fewer_chips_and_reduce_over_all():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("v6e-64")
+    cut, eight, whole = (
+        estimate(c, subject, pod)
+        for c in (
+            Candidate(data=64, model=1),
+            Candidate(data=8, replica=8, model=1),
+            Candidate(data=64, model=1, fsdp=False),
+        )
+    )
+    # An 8 × 8 slice: the whole of it takes data in over two links at its corner, one side of it over one.
+    elements = sum(np.prod([size for _, size in x.axes]) for x in subject.parameters)
+    link = pod.generation.ici_link_bandwidth
+    assert cut.gathers == pytest.approx(2 * 2 * elements * 63 / 64 / (2 * link), rel=0.02)
+    assert eight.gathers == pytest.approx(2 * 2 * elements * 7 / 8 / link, rel=0.02)
+    assert whole.gathers == 0
+    # In 4 bytes: scattered over eight, what is left summed over the other eight; or summed whole over all.
+    scattered = 4 * elements * 7 / 8 / link
+    assert eight.gradients == pytest.approx(scattered + 2 * 4 * elements / 8 * 7 / 8 / link, rel=0.02)
+    assert whole.gradients == pytest.approx(2 * 4 * elements * 63 / 64 / (2 * link), rel=0.02)
+
+
+def test_hbm_sees_weights_and_activations_in_every_pass():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("v6e-64")
+    one, two = (estimate(Candidate(data=64, model=1, rows=1, remat=r), subject, pod) for r in (True, False))
+    elements = sum(np.prod([size for _, size in x.axes]) for x in subject.parameters)
+    state = 3 * elements * 2 // 64
+    named = sum(np.prod([s for n, s in x.axes if n != "batch"]) * 2 for x in subject.activations
+                if x.path not in ("embedded tokens",) and not x.path.startswith("logits"))  # fmt: skip
+    logits = 4096 * VOCAB * 4
+    each = elements * 2 + 2 * (LLAMA_8B.num_layers * named + logits)
+    assert one.memory * pod.hbm_bandwidth == pytest.approx(4 * each + 2 * state, rel=0.01)
+    assert two.memory * pod.hbm_bandwidth == pytest.approx(3 * each + 2 * state, rel=0.01)
+
+
+def test_a_refused_layout_is_tried_with_fewer_rows():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=512), parse_accelerator("v6e-64")
+    asked: list[Candidate] = []
+
+    def compile_candidate(candidate: Candidate) -> ProgramVerdict:
+        asked.append(candidate)
+        needed = 40 * GIB if candidate.rows == asked[0].rows else 0
+        return verdict_of(candidate, seconds=1.0, tokens=1, needed=needed)
+
+    result = search(subject, pod, compile_candidate=compile_candidate)
+    assert result.best is not None and result.best.candidate.rows < asked[0].rows
+    assert replace(asked[0], rows=1) in [replace(c, rows=1) for c in asked[1:]]
+
+
+@pytest.mark.parametrize(("seconds", "best"), [(0.5, True), (5.0, False)])
+def test_the_layout_as_configured_is_in_the_list(seconds, best):
+    subject, pod = subject_of(LLAMA_405B, positions=128), parse_accelerator("v4-256")
+    own = verdict_of(Candidate(data=16, model=8), seconds=seconds, tokens=1)
+    result = search(subject, pod, compile_candidate=lambda c: verdict_of(c, seconds=1.0, tokens=1), own=own, compiled=1)
+    text, plain = render(result, target="v4-256"), values(result, target="v4-256")
+    assert f"as configured: 2.00 GiB, {1 / seconds:,.0f} tokens/s" in text
+    assert ("none of them is faster than the layout as configured" in text) == best
+    assert plain["as_configured_is_best"] is best and plain["as_configured"]["seconds_per_token"] == seconds
+
+
+def test_every_speed_is_of_what_was_compiled_or_says_that_it_is_not():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("v6e-64")
+    result = search(subject, pod, compile_candidate=lambda c: verdict_of(c, seconds=1.0, tokens=1), compiled=1)
+    assert result.neighbours
+    for neighbour in result.neighbours:
+        spoken = neighbour.why_not
+        if "slower" in spoken or "as fast" in spoken:
+            assert spoken.startswith("compiled: ") or "not compiled" in spoken
