@@ -95,6 +95,8 @@ def test_what_is_calibrated_says_nothing(generation, sizes):
         KEPT[case.config].flops_full / KEPT[case.config].tokens / 6
         for case in CASES.values()
         if parse_accelerator(case.target).generation.name == generation
+        # Rows of models outside of that size say so.
+        and not published.time_of(case, KEPT[case.config]).calibration.said
     ]
     # A token's FLOPs are six for each parameter and some for attention.
     assert not of_rows or (sizes[0] < 1.25 * min(of_rows) and max(of_rows) < 1.25 * sizes[1])
