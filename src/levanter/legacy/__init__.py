@@ -1,1 +1,1 @@
-"""Upstream's names: old modules and what became of them, facades, what is absent. `levanter/__init__` installs it."""
+"""Upstream's names: old modules and their replacements, facades, what is absent. `levanter/__init__` installs it."""

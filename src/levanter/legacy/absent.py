@@ -1,9 +1,9 @@
-"""Entry points of upstream's that are not here yet: their documents are read and checked, then refused by name.
+"""Upstream entry points that are not implemented yet: their documents are read and checked, then refused by name.
 
     python -m levanter.main.lora_lm --config_path my_lora.yaml
 
 Reading comes first, so that a document's mistakes and its old spellings are shown, `--help` explains the keys, and
-`levanter.main.migrate` can write it anew. None of these entry points has a file: `levanter.legacy.imports` makes its
+`levanter.main.migrate` can rewrite it. None of these entry points has a file: `levanter.legacy.imports` makes its
 module of the table here, and `levanter.legacy.refusing` is what it runs. When one is built, it gets its door in
 `main/` and its row goes. The table is read by the list of commands too, so this file imports the standard library
 alone.
@@ -16,7 +16,7 @@ from importlib import import_module
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentEntryPoint:
-    """An entry point that can be configured, not run.
+    """An entry point that can be configured but not run.
 
     Attributes:
         config_name: its configuration class in `levanter.legacy.absent_configs`.
@@ -35,10 +35,10 @@ class AbsentEntryPoint:
 
 
 _SFT_INSTEAD = (
-    "`train_lm` trains on conversations: give each set as data.components.<name> with format: {type: chat}, "
+    "`train_lm` trains on conversations: list each set under data.components.<name> with format: {type: chat}, "
     "and the checkpoint as initialize_from_hf"
 )
-_SAMPLE_INSTEAD = "`train_lm` exports Hugging Face folders (hf_save_path), which any tool that samples can read"
+_SAMPLE_INSTEAD = "`train_lm` exports Hugging Face folders (hf_save_path), which any inference tool can load"
 
 ABSENT: Mapping[str, AbsentEntryPoint] = {
     "lora_lm": AbsentEntryPoint(
@@ -48,12 +48,12 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
     ),
     "export_hf_to_lm": AbsentEntryPoint(
         config_name="ExportHfToLmConfig",
-        what="writing a Hugging Face checkpoint as one of ours",
-        instead="nothing needs it: every entry point reads Hugging Face files themselves",
+        what="converting a Hugging Face checkpoint to our format",
+        instead="not needed: every entry point reads Hugging Face files directly",
     ),
     "sample_lm": AbsentEntryPoint(config_name="SampleLmConfig", what="sampling from a model", instead=_SAMPLE_INSTEAD),
     "inference_repl": AbsentEntryPoint(
-        config_name="InferenceReplConfig", what="a conversation on a terminal", instead=_SAMPLE_INSTEAD
+        config_name="InferenceReplConfig", what="interactive chat in a terminal", instead=_SAMPLE_INSTEAD
     ),
     "sft": AbsentEntryPoint(
         config_name="SftConfig", what="supervised fine-tuning by its own keys", instead=_SFT_INSTEAD
@@ -77,12 +77,12 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         instead="`eval_lm` once for each model: bits per byte compare across tokenizers",
     ),
     "train_asr": AbsentEntryPoint(
-        config_name="TrainAsrConfig", what="training on speech", instead="text is what this project trains on"
+        config_name="TrainAsrConfig", what="training on speech", instead="this project trains on text only"
     ),
     "eval_harness": AbsentEntryPoint(
         config_name="EvalHarnessConfig",
         what="the tasks of the evaluation harness",
-        instead="`eval_lm` gives losses and bits per byte; an exported checkpoint runs in the harness itself",
+        instead="`eval_lm` gives losses and bits per byte; an exported checkpoint runs in the original harness",
     ),
 }
-"""Entry point → what it would be."""
+"""Entry point → what it would do."""

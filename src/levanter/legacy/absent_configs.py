@@ -1,7 +1,7 @@
-"""What the entry points that are not here yet are configured by: upstream's keys, so that documents can be read.
+"""Configurations of the entry points that are not implemented yet: upstream's keys, so that documents can be read.
 
-`absent` says which entry point has which class, and refuses to run them. The keys are those of both generations of
-upstream's, after the old spellings have been translated.
+`absent` says which entry point has which class, and refuses to run them. The keys are those of both upstream
+generations, after the old spellings have been translated.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class LoraConfig:
     """Low-rank adapters.
 
     Attributes:
-        target_modules: the modules that get one: names, a pattern, or null for every linear map.
+        target_modules: the modules that get one: names, a pattern, or null for every linear layer.
         r: rank.
         alpha: the product is multiplied by `alpha / r`.
-        dropout: on what goes in.
-        zero_init_b, a_init_mode: how the two factors begin.
+        dropout: on the input.
+        zero_init_b, a_init_mode: initialization of the two factors.
         exclude_modules: the modules that get none.
     """
 
@@ -37,7 +37,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLmConfig:
-    """Fine-tuning of low-rank adapters behind a pretrained model."""
+    """Fine-tuning of low-rank adapters on a pretrained model."""
 
     initialize_from_hf: str
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -55,7 +55,7 @@ class LoraLmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportHfToLmConfig:
-    """A Hugging Face checkpoint, written as one of ours."""
+    """Conversion of a Hugging Face checkpoint to our format."""
 
     hf_checkpoint: str
     output_path: str
@@ -109,7 +109,7 @@ class SampleLmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceReplConfig:
-    """A conversation with a model on a terminal."""
+    """Interactive chat with a model in a terminal."""
 
     checkpoint: str
     model: LmConfig | None = None

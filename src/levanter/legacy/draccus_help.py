@@ -1,12 +1,12 @@
 """`draccus.parse(TrainerConfig, …)`, as upstream's scripts and their own configurations around ours call it.
 
-For its help text draccus looks for the docstring behind each field. Our classes have theirs in the `Attributes:` of the
-class, whose lines draccus takes for fields: behind the last one it reads past the end of the class (IndexError, draccus
-0.11). So it is handed what the section says of a field, and for classes of others what it found before, or nothing
-where it stumbles.
+For its help text draccus looks for the docstring after each field. Our classes have theirs in the `Attributes:` of the
+class, whose lines draccus takes for fields: after the last one it reads past the end of the class (IndexError, draccus
+0.11). So it is given what the section says about a field; for other classes it finds what it always found, or nothing
+where it fails.
 
-And a document of an entry point is read by our own reader: its keys may be those of any generation, and draccus, which
-knows today's fields alone, would refuse the others.
+Documents of entry points are read by our own reader: their keys may be those of any generation, and draccus, which
+knows only today's fields, would refuse the others.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Names of earlier generations that are not carried over, and what there is instead.
+"""Names of earlier generations that are not carried over, and what to use instead.
 
     GONE_IN["levanter.trainer"]["Trainer TrainerHooks"]    names of a module (or class, `module:Class`), and why
     GONE_MODULES["levanter.inference"]                     a module with all that is in it and below it, and why
@@ -9,41 +9,43 @@
 
 from collections.abc import Mapping
 
-_HARNESS = "the evaluation harness is not here yet; `eval_lm` gives losses and bits per byte"
-_FAMILY = "a family that is not here yet; its blocks are read and refused by name"
-_LORA = "low-rank adapters are not here yet"
-_HISTOGRAM = "`levanter.memorization.plots` draws them, and every run writes one"
-_STEP = "a step returns what is logged; nothing is logged from inside of it"
+_HARNESS = "the evaluation harness is not implemented yet; `eval_lm` gives losses and bits per byte"
+_FAMILY = "a family that is not implemented yet; its config blocks are read, then refused by name"
+_LORA = "low-rank adapters are not implemented yet"
+_HISTOGRAM = "`levanter.memorization.plots` draws it, and every run writes one"
+_STEP = "a step returns what is to be logged; nothing is logged from inside it"
 _EVALUATES = "train_lm evaluates at every trainer.steps_per_eval"
-_EVAL_LM = "levanter.main.eval_lm.describe and execute evaluate; levanter.eval adds up"
-_OPTIMIZER = "an optimizer that is not here; its blocks are read and refused by name"
+_EVAL_LM = "levanter.main.eval_lm.describe and execute evaluate; levanter.eval aggregates"
+_OPTIMIZER = "an optimizer that is not implemented; its config blocks are read, then refused by name"
 _DESCRIBED = "a run is described, then executed: levanter.main.train_lm.describe and execute"
-_HOOKS = "train_lm has what hooks did: evaluation, exports, statistics, profiles, by their keys in `trainer`"
-_ROWS = "levanter.data.build_training makes the rows of a run"
-_PREFERENCES = "preference optimization is not here yet; `train_lm` trains on chosen answers (format: {type: chat})"
-_STORE = "tokens are kept in stores of ours: levanter.data.build_tokens writes and reads them"
-_SPEECH = "text is what this project trains on"
-_SAMPLING = "sampling is not here yet; an exported folder (hf_save_path) works with any tool that samples"
-_LAYERS = "models are one decoder made of specs: levanter.models.decoder, levanter.layers"
-_OPTIMIZERS = "optax transformations are made by the config: `OptimizerConfig.build(steps)`"
+_HOOKS = "train_lm does what hooks did (evaluation, exports, statistics, profiles), set by keys in `trainer`"
+_ROWS = "levanter.data.build_training builds the rows of a run"
+_PREFERENCES = (
+    "preference optimization is not implemented yet; `train_lm` trains on chosen answers (format: {type: chat})"
+)
+_STORE = "tokens live in token stores: levanter.data.build_tokens writes and reads them"
+_SPEECH = "this project trains on text only"
+_SAMPLING = "sampling is not implemented yet; an exported folder (hf_save_path) works with any inference tool"
+_LAYERS = "models are one decoder built from specs: levanter.models.decoder, levanter.layers"
+_OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
 _LAUNCH = "levanter.infra.launch starts runs on TPU VMs, under Slurm and Ray"
-_PARTS = "JAX has it, or a run does it by itself"
-_EXAMPLE = "rows are `levanter.legacy.facades.models.LmExample` for scripts; a run's are made by levanter.data"
+_PARTS = "JAX provides it, or a run does it automatically"
+_EXAMPLE = "rows are `levanter.legacy.facades.models.LmExample` for scripts; levanter.data builds those of a run"
 
 GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not here"},
     "levanter.trainer": {
         "TrainerHooks TrainStepResult WrappedLossFunction": _HOOKS,
-        "AllConfig initialize DEFAULT_JAX_CONFIG": "`levanter.initialize(config)` begins a script",
+        "AllConfig initialize DEFAULT_JAX_CONFIG": "`levanter.initialize(config)` sets up a script",
     },
     "levanter.trainer.config:TrainerConfig": {
         "batch_axis_at_step": "trainer.train_batch_size is a number, or a list of {start, value}",
-        "checkpoint_search_paths": "levanter.checkpoint.latest(base, …) looks below several folders",
+        "checkpoint_search_paths": "levanter.checkpoint.latest(base, …) searches several folders",
         "mesh_axis_specs": "trainer.mesh is the config, trainer.device_mesh the mesh",
     },
     "levanter.trainer.parts:CheckpointerConfig": {
         "create": "Checkpointer(base, …).save(step, arrays, metadata)",
-        "expanded_path": "base_path, with the run's id behind it where append_run_id_to_base_path",
+        "expanded_path": "base_path, followed by the run's id if append_run_id_to_base_path",
     },
     "levanter.data.config:LmDataConfig": {
         "build_caches build_token_datasets cache_dir_for train_grug_sets train_set train_sets": _ROWS,
@@ -52,13 +54,14 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.trainer_state": {
         "InsideJitInfo cast_params_by_trainability init_optimizer_for_trainables make_floating_point_trainable_filter "
-        "saveable_training_mask take_train_step trainables_only": "trainer.trainable says what is; " + _DESCRIBED,
+        "saveable_training_mask take_train_step trainables_only": "trainer.trainable selects what is trained; "
+        + _DESCRIBED,
     },
     "levanter.checkpoint": {
         "save_metadata tree_deserialise_leaves tree_serialise_leaves": "save_checkpoint and load_checkpoint do both",
-        "load_checkpoint_or_initialize": "train_lm resumes by itself; restore(…) for the rest",
+        "load_checkpoint_or_initialize": "train_lm resumes automatically; restore(…) for the rest",
         "CheckpointDebugConfig CheckpointDebugStateProvider register_debug_checkpointer_state_provider "
-        "unregister_debug_checkpointer_state_provider": "how long saves take is logged anyway",
+        "unregister_debug_checkpointer_state_provider": "save times are always logged",
         "CheckpointCandidate discover_checkpoint_candidates": "levanter.checkpoint.find_checkpoints",
     },
     "levanter.checkpoint.checkpointer:Checkpointer": {
@@ -72,9 +75,9 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.compat.hf_checkpoints": {
         "KEYS_TO_COPY_FROM_BASE_CONFIG LevConfig MConfig": "levanter.compat.hf.config_bridge: config.json",
-        "PYTORCH_MODEL PYTORCH_WEIGHTS_INDEX_NAME": "files of pickles are not read: convert them to safetensors",
+        "PYTORCH_MODEL PYTORCH_WEIGHTS_INDEX_NAME": "pickled checkpoints are not read: convert them to safetensors",
         "save_hf_checkpoint_callback": "train_lm exports at every hf_save_steps",
-        "upload_to_hub": "folders are written, not uploaded; `hf upload` uploads one",
+        "upload_to_hub": "exports are written but not uploaded; run `hf upload` on the folder",
         "build_generation_config GenerationConfigDict": "train_lm writes generation_config.json "
         "(hf_generation_eos_token_ids)",
         "ASRWithHfSerializationMixin load_processor": _SPEECH,
@@ -83,12 +86,13 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "with_tokenizer_padded_to_match_model": "not needed: a tokenizer may have fewer ids than the model has rows",
     },
     "levanter.layers.outputs:Outputs": {
-        "array axes axis_size astype mean ndim resolve_axis shape": "a call gives activations and what layers added "
-        "up: model.logits(outputs.activations), or the earlier call model(ids, mask, key=None), gives logits",
+        "array axes axis_size astype mean ndim resolve_axis shape": "a call returns activations and the auxiliary "
+        "sums of the layers: model.logits(outputs.activations), or the earlier call model(ids, mask, key=None), gives "
+        "logits",
     },
     "levanter.models.base:LmHeadModel": {
         "from_state_dict": "HFCheckpointConverter.load_pretrained reads files into final shards",
-        "resize_vocab": "rows are neither made up nor cut; rows beyond the tokenizer's ids do no harm",
+        "resize_vocab": "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are harmless",
     },
     "levanter.eval": {
         "TaggedEvaluator eval_model": _EVAL_LM,
@@ -104,9 +108,9 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.callbacks": {
         "LossFunctionWithMetrics fold_metric unwrap_metrics": "objectives name their terms: levanter.trainer.objective",
         "compute_and_visualize_log_probs": "`viz_logprobs` writes the page",
-        "log_memory_usage log_to_wandb save_xla_dumps_to_wandb": "levanter.tracker logs to any of its trackers",
+        "log_memory_usage log_to_wandb save_xla_dumps_to_wandb": "levanter.tracker logs to every configured tracker",
         "pbar_logger": "levanter.io.Progress",
-        "log_performance_stats log_step_info": "train_lm logs throughput itself",
+        "log_performance_stats log_step_info": "train_lm logs throughput already",
         "compute_validation_loss": _EVALUATES,
         "eval_loss_loop": _EVAL_LM,
         "profile profile_ctx start_profiler stop_profiler_and_maybe_wait": "trainer.profiler says which steps are "
@@ -115,14 +119,14 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "CBInfo Callback CallbackStateView JitCallback LambdaCallback StateCallbackRunner": _HOOKS,
     },
     "levanter.callbacks.watch": {"Target VALID_WATCH_TARGETS": "levanter.trainer.WatchConfig checks them"}
-    | {"WatchCallback compute_watch_stats": "trainer.watch says what is watched"},
+    | {"WatchCallback compute_watch_stats": "trainer.watch selects what is watched"},
     "levanter.callbacks.profiler": {"AdvancedProfileOptionValue": "levanter.trainer.ProfileOptionsConfig"}
     | {"ProfileOptionsConfig profile": "trainer.profiler says which steps are profiled"},
     "levanter.tracker": {
         "jit_log defer_tracker_for_jit": _STEP,
         "BackgroundTracker LoggableValue": "levanter.tracker.Tracker is the protocol",
         "capture_time": "time.perf_counter",
-        "log_optimizer_hyperparams": "train_lm logs the learning rate itself",
+        "log_optimizer_hyperparams": "train_lm logs the learning rate already",
     },
     "levanter.tracker.tracker": {"DictTracker": "levanter.tracker.Tracker is a protocol of five methods"},
     "levanter.tracker.tracker_fns": {"jit_log defer_tracker_for_jit LoggableValue": _STEP},
@@ -131,7 +135,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "BlockShufflingDataset ConcatDataset EraShufflingDataset MixtureDataset StopStrategy": _ROWS,
         "BatchLoader build_cache dataset_from_hf dataset_from_jsonl": _STORE,
         "ShardedDataSource datasource_from_hf datasource_from_json datasource_from_jsonl "
-        "datasource_from_parquet batched": "data.components say what is read; levanter.data.read_records reads a file",
+        "datasource_from_parquet batched": "data.components list what is read; levanter.data.read_records reads a file",
     },
     "levanter.data.text": {
         "BatchEncodingDataset LEDGER_FILE TokenizedDocumentCache concatenate_and_group_texts": _STORE,
@@ -164,27 +168,28 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.data.mixture": {"ConcatDataset MixtureDataset rescale_mixture_schedule_for_batch_schedule": _ROWS},
     "levanter.data.packing": {
         "GreedyPrepackedDataset PromptCompletion SequencePacker greedy_pack_prompt_completions pack_documents "
-        "pack_prompt_completions per_segment_correct per_segment_loss": "components pack themselves: `pack: …`",
+        "pack_prompt_completions per_segment_correct per_segment_loss": "packing is a key of a component: `pack: …`",
     },
     "levanter.distributed": {
         "auto_ray_cluster": _LAUNCH,
-        "LevanterSlurmCluster": "Slurm is found by itself; " + _LAUNCH,
+        "LevanterSlurmCluster": "Slurm is detected automatically; " + _LAUNCH,
     },
     "levanter.logging": {
         "capture_time init_logger is_wandb_available jittable_wandb_log log_optimizer_hyperparams log_time_to_wandb "
-        "save_xla_dumps_to_wandb silence_transformer_nag": "levanter.tracker logs, levanter.io.setup_logging says how",
+        "save_xla_dumps_to_wandb silence_transformer_nag": "levanter.tracker records metrics, "
+        "levanter.io.setup_logging sets up logging",
     },
     "levanter.mesh": {
-        "local_device_grid_positions process_mesh_position process_mesh_size": "every array says where its parts lie",
+        "local_device_grid_positions process_mesh_position process_mesh_size": "every array knows where its shards are",
     },
     "levanter.schedule": {"BIG_INT BatchSegment": "levanter.data.training_data.BatchSchedule"},
     "levanter.tensorstore_serialization": {
-        "build_kvstore_spec load_array_from_tensorstore save_array_to_tensorstore": "checkpoints are whole trees",
+        "build_kvstore_spec load_array_from_tensorstore save_array_to_tensorstore": "checkpoints are complete trees",
     },
     "levanter.utils.activation": {
         "ActivationFunction JaxActivationFunction TO_FN TO_JAX_FN": "levanter.layers.activation.ACTIVATIONS",
     },
-    "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config reads the types it knows"},
+    "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config decodes the types it knows"},
     "levanter.layers": {
         "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
     },
@@ -202,7 +207,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.models.loss": {
         "next_token_loss maybe_fused_next_token_loss": "levanter.models.scoring.token_logprobs",
         "cross_entropy_and_logsumexp_penalty fused_cross_entropy_loss_and_logsumexp_penalty DEFAULT_REDUCTION": "the "
-        "loss never holds a whole [batch, position, vocab]: levanter.models.scoring",
+        "loss never materializes [batch, position, vocab]: levanter.models.scoring",
     },
     "levanter.models.attention": {
         "Attention simple_attention_with_dropout": _LAYERS,
@@ -230,7 +235,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "ScaleByScionState": _OPTIMIZERS,
     },
     "levanter.optim.model_averaging": {
-        "EmaDecaySqrtModelAveraging EmaModelAveraging ModelAveraging": "the step keeps it: levanter.trainer.averaging",
+        "EmaDecaySqrtModelAveraging EmaModelAveraging ModelAveraging": "the train step maintains it: "
+        "levanter.trainer.averaging",
     },
     "levanter.optim.config": {
         "ConstantLrSchedule CosineLrSchedule InvLrSchedule InvSqrtDecayLrSchedule InvSqrtLrSchedule LinearLrSchedule "
@@ -256,13 +262,13 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.utils.jax_utils": {
         "currently_allocated_array_memory dump_fwd_bwd_jaxprs format_currently_allocated_array_memory "
         "ordered_tree_map pytree_partial recursive_checkpoint reduce set_hardware_rng_ops": _PARTS,
-        "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` says what lies on each device",
+        "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` reports the memory of each device",
         "assert_equal axis_resource_is_explicit broadcast_one_to_all broadcast_shard flops_estimate is_inside_jit "
         "is_in_jit jnp_to_python join_key leaf_key_paths move_tree_to_memory_kind multihost_broadcast_sync "
         "sync_global_devices tree_broadcast_to zeros_like_tree": _PARTS,
     },
     "levanter.utils.fsspec_utils": {
-        "mkdirs": "levanter.io.atomic_write makes the folders that it writes into",
+        "mkdirs": "levanter.io.atomic_write creates missing folders",
         "expand_glob": "levanter.io.expand takes braces and wildcards",
         "remove": "fsspec has it",
     },
@@ -273,7 +279,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.utils.tree_utils": {
         "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PARTS,
     },
-    "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files themselves"},
+    "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
     "levanter.main.inference_repl": {"main repl_mode cli_mode ReplContext console": _SAMPLING},
     "levanter.main.lora_dpo": {"main": _PREFERENCES},
     "levanter.main.lora_lm": {"main train": _LORA},
@@ -289,7 +295,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "SeparateReferenceConfig": _PREFERENCES,
     },
 }
-"""Module (or `module:Class`) → names there, space between them → what there is instead, or why there is nothing."""
+"""Module (or `module:Class`) → names there, space between them → what to use instead, or why there is nothing."""
 
 GONE_MODULES: Mapping[str, str] = {
     "levanter.adaptor": _LORA,
@@ -298,7 +304,7 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.visualization": "`viz_logprobs` writes the page",
     "levanter.callbacks._core": _HOOKS,
     "levanter.callbacks._metrics": _HOOKS,
-    "levanter.callbacks.labeled_eval": "evaluation by labels is not here yet; tags are evaluated one by one",
+    "levanter.callbacks.labeled_eval": "evaluation by labels is not implemented yet; tags are evaluated one by one",
     "levanter.callbacks.state_adapter": _HOOKS,
     "levanter.callbacks.tensorstore_callbacks": "checkpoints are written by Orbax",
     "levanter.compat.fsspec_safetensor": "levanter.compat.hf.index.open_weights reads safetensors by ranges",
@@ -313,11 +319,11 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.data.text.examples": _EXAMPLE,
     "levanter.data.text.formats": "levanter.data has the formats",
     "levanter.data.text.preference": _PREFERENCES,
-    "levanter.data.text.trace_chat": "evaluation of traces is not here yet",
+    "levanter.data.text.trace_chat": "evaluation of traces is not implemented yet",
     "levanter.data.utils": _PARTS,
     "levanter.dpo": _PREFERENCES,
     "levanter.generator": _SAMPLING,
-    "levanter.grad_accum": "a step divides its batch by itself: trainer.per_device_parallelism",
+    "levanter.grad_accum": "a step splits its batch into microbatches automatically: trainer.per_device_parallelism",
     "levanter.grug": "array-first models are not here; every model has named axes",
     "levanter.inference": _SAMPLING,
     "levanter.infra.cli_helpers": _LAUNCH,
@@ -367,15 +373,17 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.utils.index": _PARTS,
     "levanter.utils.json_utils": _PARTS,
     "levanter.utils.logging": "levanter.io.setup_logging",
-    "levanter.utils.profile_dirs": "trainer.profiler says which steps are profiled, and a run says where",
+    "levanter.utils.profile_dirs": "trainer.profiler selects the steps to profile, and a run prints where the "
+    "profiles are",
     "levanter.utils.ray_utils": _LAUNCH,
     "levanter.utils.stat_utils": _PARTS,
     "levanter.utils.thread_utils": _PARTS,
-    "levanter.utils.token_init": "rows are neither made up nor cut; rows beyond the tokenizer's ids do no harm",
+    "levanter.utils.token_init": "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are "
+    "harmless",
     "levanter.types": _PARTS,
     "levanter.utils.types": _PARTS,
 }
-"""A module → what there is instead of all that is in it and below it."""
+"""A module → what to use instead of everything in and below it."""
 
 GONE: Mapping[str, str] = {
     f"{at.replace(':', '.')}.{name}": why

@@ -1,8 +1,8 @@
 """Names that scripts of earlier generations import, and where each is now: the hook that reads the table of them.
 
-Nothing in the project uses this module. `levanter.legacy.install` asks it for what it does not find, so scripts need no
-change; of each name they use this way its new place is told once, as a `DeprecationWarning`. What is not carried over
-is an error that says what there is instead. The tables are in `levanter.legacy.names`.
+Nothing in the project uses this module. `levanter.legacy.install` asks it for names it does not find, so scripts need
+no change; the new place of each such name is reported once, as a `DeprecationWarning`. A name that is not carried over
+is an error that says what to use instead. The tables are in `levanter.legacy.names`.
 """
 
 import types
@@ -63,7 +63,7 @@ _told: set[str] = set()
 
 
 def warn_once(old: str, message: str, stacklevel: int) -> None:
-    """Tells of an earlier name, the first time it is used."""
+    """Warns about an earlier name, the first time it is used."""
     if old not in _told:
         _told.add(old)
         warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
@@ -74,7 +74,7 @@ _DOORS = "levanter.main."
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """A module of an earlier generation that is made of the tables; None where they have none."""
+    """A module of an earlier generation, made from the tables; None if they have none."""
     if name.removeprefix(_DOORS) in ABSENT and name.startswith(_DOORS):
         # runpy makes the origin the program's name.
         return ModuleSpec(name, _Absent(), origin=name)  # pyright: ignore[reportArgumentType]
@@ -88,13 +88,13 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 def gone_module(name: str) -> str | None:
-    """Why there is no such module, where it or one that it is in is not carried over."""
+    """Why there is no such module, if it or a parent of it is not carried over."""
     parts = name.split(".")
     return next((why for n in range(len(parts), 1, -1) if (why := GONE_MODULES.get(".".join(parts[:n])))), None)
 
 
 class _Refused:
-    """A module that cannot be imported, and says why."""
+    """A module whose import fails and says why."""
 
     def __init__(self, why: str):
         self.why = why
@@ -129,7 +129,7 @@ class _OfTable:
 
 
 class _Absent(_OfTable):
-    """Makes the module of an entry point that is not here yet."""
+    """Makes the module of an entry point that is not implemented yet."""
 
     def get_code(self, name: str) -> types.CodeType:
         """`python -m` of it reads its document, then refuses it."""

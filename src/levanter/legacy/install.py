@@ -1,9 +1,8 @@
 """Puts the names of earlier generations where scripts look for them: `levanter/__init__.py` calls `install`, once.
 
-The project's modules do not know the names such scripts use; where a name is not here, and only then,
-`levanter.legacy.imports` is asked for it, which looks it up in a table and tells of each, once, where it is now. This
-file is what `import levanter` costs, so it imports the standard library alone: two finders among Python's own, and
-the attributes of `levanter` itself.
+The project's modules do not know the names such scripts use; if a name is missing, and only then,
+`levanter.legacy.imports` looks it up in a table and reports, once, where it is now. This file is what `import levanter`
+costs, so it imports only the standard library: two finders among Python's own, and the attributes of `levanter` itself.
 """
 
 import sys
@@ -56,13 +55,13 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.trainer.config": ("TrainerConfig",),
     "levanter.trainer.parts": ("CheckpointerConfig",),
 }
-"""Modules that are here and had other names in them, and their classes that had other members."""
+"""Modules that exist and had other names in them, and their classes that had other members."""
 
 
 EARLIER_CLASS_MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "levanter.models.registry": {"LmConfig": ("from_hf_config", "default_hf_checkpoint_converter")}
 }
-"""Of those classes, members that are asked of the class itself."""
+"""Of those classes, members that are read from the class itself."""
 
 
 EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
@@ -77,7 +76,7 @@ EARLIER_KEYWORDS: dict[str, tuple[str, ...]] = {
     "levanter.models.qwen.config": ("QwenConfig", "Qwen3Config"),
     "levanter.trainer.config": ("TrainerConfig",),
 }
-"""Modules with configuration classes that were made with other keywords."""
+"""Modules with configuration classes that took other keywords."""
 
 
 EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
@@ -87,12 +86,12 @@ EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
         "Checkpointer.__init__": ("new_checkpointer", 1, ("save_interval", "step_policies", "dt_now_injection"))
     },
 }
-"""Methods that were called otherwise: the function for it in `levanter.legacy.facades.calls`, how many arguments are
-given by position today, and keywords that no call of today has."""
+"""Methods with an earlier signature: its function in `levanter.legacy.facades.calls`, how many positional arguments
+the method takes today, and keywords that it no longer has."""
 
 
 class _EarlierModules:
-    """Finds modules of earlier generations, where there is no module of that name."""
+    """Finds modules of earlier generations, if there is no module of that name."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -103,7 +102,7 @@ class _EarlierModules:
 
 
 class _EarlierNamesIn(SourceFileLoader):
-    """Loads a module as ever; what it lacks afterwards is looked up among the names it had."""
+    """Loads a module as usual; names it lacks are then looked up among those it had."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -155,7 +154,7 @@ class _ModulesWithEarlierNames:
 
 
 def _first(own: Callable[[str], Any] | None, name: str) -> Callable[[str], Any]:
-    """What a module is asked for and does not have: what it offers on demand, if it does, then an earlier name."""
+    """A name that a module lacks: its own lazy attribute if there is one, else an earlier name."""
 
     def found(attribute: str) -> Any:
         if own is None:
@@ -175,7 +174,7 @@ PRIVATE = {
     "_rotate_half",
     "_stack_batch_encodings",
 }
-"""Names of upstream's that begin with an underscore and that its tests import; of no others the tables are asked."""
+"""Upstream's names with a leading underscore that its tests import; no others are looked up."""
 
 
 def _earlier(at: str, name: str, *instance: object) -> Any:
@@ -185,7 +184,7 @@ def _earlier(at: str, name: str, *instance: object) -> Any:
 
 
 def _accept_earlier_keywords(cls: type) -> None:
-    """Makes a configuration class take the keywords it had: `LlamaConfig(seq_len=…)`."""
+    """Makes a configuration class accept the keywords it had: `LlamaConfig(seq_len=…)`."""
     init = cls.__init__
     known = set(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -199,7 +198,7 @@ def _accept_earlier_keywords(cls: type) -> None:
 
 
 def _accept_earlier_calls(cls: type, member: str, facade: str, positional: int, keywords: tuple[str, ...]) -> None:
-    """Makes a method take the calls it had: `model(ids, mask, key=key)`."""
+    """Makes a method accept the calls it had: `model(ids, mask, key=key)`."""
     own = vars(cls)[member]
 
     @wraps(own)
@@ -228,7 +227,7 @@ def _part(name: str) -> Any:
 
 def install() -> None:
     """Puts the two finders among Python's own, and lets `levanter` find its parts. A second call adds no finders."""
-    # Unseen by type checkers, so that misspelt names are still errors to them.
+    # Hidden from type checkers, so that they still report misspelt names.
     vars(sys.modules["levanter"])["__getattr__"] = _part
     if _EarlierModules in sys.meta_path:
         return

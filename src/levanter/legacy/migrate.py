@@ -1,11 +1,11 @@
-"""Writes a document of an earlier generation in today's spelling, and says what was changed and why.
+"""Rewrites a document of an earlier generation in today's spelling, and reports what changed and why.
 
     python -m levanter.main.migrate old.yaml                            the new document, changes as comments above it
     python -m levanter.main.migrate old.yaml --output new.yaml          the same into a file; the changes are printed
     python -m levanter.main.migrate old.yaml --entry_point eval_lm      and reads the result as that entry point would
 
-What is included or extended is written in place, and comments of the old document are not kept. Reading the new
-document changes nothing any more. The translation is the one every entry point makes when it reads a document
+Included and extended documents are inlined, and comments of the old document are not kept. Migrating the new document
+again changes nothing. The translation is the one every entry point makes when it reads a document
 (`levanter.config.legacy`); this only writes it down.
 """
 
@@ -39,7 +39,7 @@ CLASSES = {
 
 
 class MigrateUsageError(ValueError):
-    """The command line asks for nothing that can be migrated."""
+    """The command line names nothing that can be migrated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Migrated:
     Attributes:
         text: the document.
         changes: what was translated.
-        notes: what it leaves out and what then means another thing here.
+        notes: keys it leaves out whose default is different here.
     """
 
     text: str
@@ -65,11 +65,11 @@ class Migrated:
 
 
 def migrate(path: str, entry_point: str | None = None) -> Migrated:
-    """Reads a document and writes it anew.
+    """Reads a document and rewrites it.
 
     Args:
         path: the document.
-        entry_point: what reads it; None where that is not said.
+        entry_point: the entry point that reads it; None if not given.
 
     Raises:
         ConfigError: it cannot be read, or contradicts itself.
@@ -88,13 +88,13 @@ def migrate(path: str, entry_point: str | None = None) -> Migrated:
     if old is not None and entry_point is None and ROW_LENGTH not in document:
         length = to_plain(old.node)
         notes.append(
-            f"for eval_lm and viz_logprobs it also means {ROW_LENGTH}: {length} (--entry_point eval_lm writes it)"
+            f"for eval_lm and viz_logprobs it also sets {ROW_LENGTH}: {length} (written with --entry_point eval_lm)"
         )
     return Migrated(text=text, changes=translation.changes, notes=tuple(notes))
 
 
 def config_class(entry_point: str) -> type:
-    """The configuration class of an entry point, of those that are not here yet too.
+    """The configuration class of an entry point, including those that are not implemented yet.
 
     Raises:
         MigrateUsageError: there is none of that name.
@@ -113,11 +113,11 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m levanter.main.migrate", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("document", help="the YAML file")
-    parser.add_argument("--output", help="where the new document is written; it must not exist")
-    parser.add_argument("--entry_point", help="what reads it: the document is checked as it would")
+    parser.add_argument("--output", help="file for the new document; it must not exist")
+    parser.add_argument("--entry_point", help="the entry point that reads it, whose checks are then applied")
     asked = parser.parse_args(argv)
     if asked.output is not None and exists(asked.output):
-        raise MigrateUsageError(f"{asked.output} exists already; name another file")
+        raise MigrateUsageError(f"{asked.output} already exists; choose another file")
     done = migrate(asked.document, asked.entry_point)
     if asked.entry_point is not None:
         read_text(config_class(asked.entry_point), done.text, source=f"{asked.document}, migrated")
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
         print(change)
     for note in done.notes:
         print(f"note: {note}")
-    print(f"{len(done.changes)} changes; the new document is {asked.output}")
+    print(f"{len(done.changes)} changes; new document: {asked.output}")
     return 0
 
 

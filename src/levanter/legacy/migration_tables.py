@@ -1,6 +1,6 @@
-"""The tables of `docs/migrating.md`, made from the tables that the code uses.
+"""The tables of `docs/migrating.md`, generated from the tables that the code uses.
 
-The document holds each between `<!-- table: name -->` and `<!-- end -->`; `filled` puts the present ones there.
+Each stands in the document between `<!-- table: name -->` and `<!-- end -->`; `filled` puts the current ones there.
 """
 
 import re
@@ -27,20 +27,20 @@ def keys() -> str:
     """Old keys of documents."""
     rows = []
     for row in TABLE:
-        new = row.new or "dropped, and said so"
+        new = row.new or "dropped, with a note"
         default = f" (absent: {row.default})" if row.default else ""
         rows.append((f"`{row.path}`{default}", new, row.why))
     return _table(("old key", "new", "why"), rows)
 
 
 def entry_points() -> str:
-    """Entry points that are not here yet."""
+    """Entry points that are not implemented yet."""
     rows = [(f"`{name}`", row.what, row.instead) for name, row in ABSENT.items()]
     return _table(("entry point", "what it is", "today"), rows)
 
 
 def families() -> str:
-    """Model families and optimizers that are not here yet."""
+    """Model families and optimizers that are not implemented yet."""
     models = [name for name, cls in LmConfig.get_known_choices().items() if issubclass(cls, AbsentModelConfig)]
     optimizers = [
         name for name, cls in OptimizerConfig.get_known_choices().items() if issubclass(cls, AbsentOptimizerConfig)
@@ -49,24 +49,22 @@ def families() -> str:
 
 
 def defaults() -> str:
-    """Keys of `model:` whose default is another one."""
+    """Keys of `model:` whose default is different."""
     rows = []
     for kind, keys in UPSTREAM.items():
         ours = plain(LmConfig.get_choice_class(kind)())
         rows += [
             (f"`{kind}`", f"`{key}`", f"`{shown(theirs)}`", f"`{shown(ours[key])}`") for key, theirs in keys.items()
         ]
-    return _table(("model.type", "key", "upstream, where it is left out", "here"), rows)
+    return _table(("model.type", "key", "upstream's default", "here"), rows)
 
 
 def not_carried() -> str:
-    """Keys that configurations no longer have: those that a run is refused for, and those without effect."""
+    """Keys that configurations no longer have: those that refuse a run, and those without effect."""
     rows = []
     for row in NOT_CARRIED:
         of = f" (of {' and '.join(_OF[name] for name in row.beside)})" if row.beside else ""
-        rows.append(
-            (f"`{row.key}`{of}", "refused where it asks for something" if row.refused else "no effect", row.why)
-        )
+        rows.append((f"`{row.key}`{of}", "refused if set" if row.refused else "no effect", row.why))
     return _table(("key", "here", "what to do"), rows)
 
 
@@ -109,7 +107,7 @@ def filled(document: str) -> str:
     """A document with its tables as they are now.
 
     Raises:
-        KeyError: it has a place for a table that there is not.
+        KeyError: it names a table that does not exist.
     """
 
     def fill(place: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""The names of earlier generations, and where each is now. Those that are nowhere are in `levanter.legacy.gone`.
+"""The names of earlier generations, and where each is now. Those without a successor are in `levanter.legacy.gone`.
 
     NAMES["levanter.models.lm_model"]["LmConfig"]         a name of a module: `module:name`, or a module
     NAMES["levanter.models.registry:LmConfig"]["Pos"]     a member of a class: a function of the object

@@ -1,4 +1,4 @@
-"""Runs an entry point of upstream's that is not here yet: its document is read and checked, then it is refused."""
+"""Runs an upstream entry point that is not implemented yet: its document is read and checked, then it is refused."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from levanter.legacy.absent import ABSENT
 
 
 class AbsentEntryPointError(ValueError):
-    """What was asked for is not here yet."""
+    """The entry point that was asked for is not implemented yet."""
 
 
 def run_absent(name: str, argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def run_absent(name: str, argv: Sequence[str] | None = None) -> int:
         setup_logging()
         load_written(row.config, sys.argv[1:] if argv is None else argv, program=f"python -m levanter.main.{name}")
         raise AbsentEntryPointError(
-            f"levanter.main.{name} is not here yet ({row.what}); the configuration was read and is sound\n"
+            f"levanter.main.{name} is not implemented yet ({row.what}); the configuration was read and is valid\n"
             f"today: {row.instead}"
         )
 

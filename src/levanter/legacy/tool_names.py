@@ -1,4 +1,4 @@
-"""The names of what scripts compose by hand: data sets, loaders, checkpoints, layers, the trainer. See `names`."""
+"""Names of the parts that scripts compose: data sets, loaders, checkpoints, layers, the trainer. See `names`."""
 
 from collections.abc import Mapping
 

@@ -29,7 +29,7 @@ def listed() -> str:
     width = max(map(len, here))
     lines = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]", ""]
     lines += [f"  {name:<{width}}  {shorten(what, WIDTH - width - 4, placeholder=' …')}" for name, what in here.items()]
-    lines += ["", f"not here yet: {', '.join(sorted(ABSENT))}"]
+    lines += ["", f"not implemented yet: {', '.join(sorted(ABSENT))}"]
     lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` says which levanter this is.",
               "Runs on pods are launched by `python -m levanter.infra.launch`."]  # fmt: skip
     return "\n".join(lines)

@@ -113,12 +113,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class AbsentFamilyError(ValueError):
-    """The model belongs to a family that is not here yet."""
+    """The model belongs to a family that is not implemented yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentModelConfig(LmConfig):
-    """The `model:` block of a family that is not here yet. It can be read and written, not built."""
+    """The `model:` block of a family that is not implemented yet. It can be read and written, not built."""
 
 
 def _refuse(config: AbsentModelConfig, *_: object, **__: object) -> NoReturn:
@@ -162,7 +162,7 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[LmConfig]:
             },
         },
     )
-    made.__doc__ = f"The `model:` block of upstream's {name}, which is not here yet."
+    made.__doc__ = f"The `model:` block of upstream's {name}, which is not implemented yet."
     return made
 
 

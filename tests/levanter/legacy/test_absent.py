@@ -1,4 +1,4 @@
-"""What is not here yet: read, checked, migrated, and refused by name with exit code 2 when it is run."""
+"""What is not implemented yet: read, checked, migrated, and refused by name with exit code 2 when it is run."""
 
 import importlib
 import os
@@ -34,7 +34,7 @@ DOCUMENTS = {
 def test_a_sound_document_is_read_and_refused_by_name(name: str, capsys):
     assert run_absent(name, ["--config_path", str(FOLDER / DOCUMENTS[name])]) == 2
     said = capsys.readouterr().err
-    assert f"levanter.main.{name} is not here yet ({ABSENT[name].what})" in said
+    assert f"levanter.main.{name} is not implemented yet ({ABSENT[name].what})" in said
     assert f"today: {ABSENT[name].instead}" in said
 
 
@@ -90,7 +90,7 @@ def test_a_users_document_is_read_then_refused(name: str, tmp_path, capsys):
     said = capsys.readouterr().err
     error = said[said.index("error: ") :]
     assert error.startswith(
-        f"error: levanter.main.{name} is not here yet ({ABSENT[name].what}); the configuration was read"
+        f"error: levanter.main.{name} is not implemented yet ({ABSENT[name].what}); the configuration was read"
     )
     assert f"today: {ABSENT[name].instead}" in error
 
@@ -120,7 +120,7 @@ def test_a_module_is_one_call(name: str, tmp_path):
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 2
-    assert f"error: levanter.main.{name} is not here yet ({ABSENT[name].what})" in done.stderr
+    assert f"error: levanter.main.{name} is not implemented yet ({ABSENT[name].what})" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
     if name == "lora_lm":
         assert "max_train_length: 64 → train_seq_len: 64" in done.stderr

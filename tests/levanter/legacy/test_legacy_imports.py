@@ -456,7 +456,7 @@ def test_a_script_of_all_the_rest(checkpoint, torch_loss):
     assert float(loss) == pytest.approx(expected, abs=2e-4)
     assert [line for line in done.stderr.splitlines() if line.startswith("refused:")] == [
         "refused: TrainerConfig.__init__() got an unexpected keyword argument 'model_axis_sise'",
-        "refused: TrainerConfig: mesh and model_axis_size say the same; keep one",
+        "refused: TrainerConfig: mesh and model_axis_size set the same thing; keep one",
         "refused: TrainerConfig(…): trainer.model_axis_size: expected an integer, got x",
     ]
 

@@ -51,7 +51,7 @@ def test_it_is_written_once(tmp_path, capsys):
     new = tmp_path / "new.yaml"
     assert run([OLD, "--output", str(new), "--entry_point", "train_lm"]) == 0
     said = capsys.readouterr().out
-    assert said.splitlines()[-1] == f"{len(said.splitlines()) - 1} changes; the new document is {new}"
+    assert said.splitlines()[-1] == f"{len(said.splitlines()) - 1} changes; new document: {new}"
     assert run([str(new)]) == 0
     again = capsys.readouterr().out
     assert not again.startswith("#")
@@ -90,7 +90,7 @@ def test_keys_that_are_not_carried_are_treated_as_the_page_says():
         config, model = (EvalLmConfig, {"hf_checkpoint": "x"}) if entry_points == "`eval_lm`" else (TrainLmConfig, {})
         loaded = read(config, overrides={**model, key: "true"})
         found = [check for check in not_carried(loaded.config, loaded.written) if key in check.message]
-        expected = "error" if here == "refused where it asks for something" else "note"
+        expected = "error" if here == "refused if set" else "note"
         assert [check.status for check in found] == [expected], key
 
 

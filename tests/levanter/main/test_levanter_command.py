@@ -26,7 +26,7 @@ def test_every_command_is_listed_with_what_it_does(capsys):
     for name, what in commands().items():
         assert what.endswith((".", "?")), name
         assert f"  {name} " in said
-    absent = said.split("not here yet: ")[1].partition("\n")[0].split(", ")
+    absent = said.split("not implemented yet: ")[1].partition("\n")[0].split(", ")
     assert set(absent) == ABSENT.keys() and not ABSENT.keys() & commands().keys()
     assert ENTRY_POINTS.keys() | {"plan", "migrate", "cache_dataset"} <= commands().keys()
     assert max(map(len, said.splitlines())) <= 160

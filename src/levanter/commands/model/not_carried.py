@@ -12,8 +12,8 @@ from levanter.config import Written
 from levanter.config.legacy.not_carried import asks
 from levanter.run import Check
 
-_LORA = "low-rank adapters are not here yet"
-_HARNESS = "the evaluation harness is not here yet; leave it out, and run it on an export (hf_save_path)"
+_LORA = "low-rank adapters are not implemented yet"
+_HARNESS = "the evaluation harness is not implemented yet; leave it out, and run it on an export (hf_save_path)"
 
 REFUSED: Mapping[str, str] = {
     "adapter.type": _LORA,
@@ -22,7 +22,7 @@ REFUSED: Mapping[str, str] = {
     "merged_hf_save_path": _LORA,
     "merged_hf_upload": _LORA,
     "eval_harness": _HARNESS,
-    "labeled_eval": "evaluation by labels is not here yet; data.components with tags are evaluated one by one",
+    "labeled_eval": "evaluation by labels is not implemented yet; data.components with tags are evaluated one by one",
 }
 """Key → why it is refused, where it asks for something (is neither null, false nor `none`)."""
 

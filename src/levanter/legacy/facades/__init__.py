@@ -1,4 +1,4 @@
-"""What scripts of earlier generations call and the project has in another shape: small faces over what is here.
+"""Calls of scripts of earlier generations that have another shape today: thin facades over today's code.
 
-Nothing in the project uses these; `levanter.legacy.imports` points to them.
+Nothing in the project uses them; `levanter.legacy.imports` points to them.
 """

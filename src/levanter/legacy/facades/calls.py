@@ -1,11 +1,11 @@
-"""Calls with arguments that a method had in earlier generations, in the place of the method.
+"""Methods that still take the arguments they had in earlier generations.
 
     logits = model(ids, mask, key=key)                            # today: model.logits(model(ids).activations)
     part = mask.materialize(Pos, KeyPos, q_slice=…, k_slice=…)    # today: mask.materialize(Pos, KeyPos), and slice it
 
-Upstream's models return logits when they are called; ours return activations, from which `model.logits` makes them
-where they are wanted. A call that has an argument of upstream's alone (a mask by position or as an array, `key`,
-`pos_ids`) means upstream's, and every other call is ours. `levanter.legacy.install` asks here for the former only.
+Upstream's models return logits when called; ours return activations, and `model.logits` computes logits from them on
+request. A call with an argument that only upstream had (a mask by position or as an array, `key`, `pos_ids`) is taken
+as upstream's, every other call as ours. `levanter.legacy.install` comes here for the former only.
 """
 
 from collections.abc import Callable
@@ -37,18 +37,21 @@ def logits(
         own: the model's own call.
         model: the model.
         input_ids: token ids, `[…, position]`.
-        attn_mask: who sees whom; causal where there is none. An array `[…, position, key_position]` is the whole rule.
-        key: upstream's; nothing is random here.
+        attn_mask: who attends to whom; causal if there is none. An array `[…, position, key_position]` is the complete
+            rule.
+        key: upstream's; unused, nothing is random here.
         pos_ids: the position of each token, where it is not its index.
         ours: further arguments of the model's own call.
 
     Raises:
-        ValueError: positions are given twice.
+        ValueError: positions are passed twice.
     """
     del key
-    warn_once("model(…)", "model(ids, mask, key=…) gives logits; model(ids).activations is today's call", stacklevel=4)
+    warn_once(
+        "model(…)", "model(ids, mask, key=…) returns logits; the current call is model(ids).activations", stacklevel=4
+    )
     if pos_ids is not None and ours.get("positions") is not None:
-        raise ValueError("pos_ids and positions are one thing; give one of them")
+        raise ValueError("pos_ids and positions are the same argument; pass only one")
     if pos_ids is not None:
         ours["positions"] = pos_ids
     found = own(model, input_ids, attn_mask=as_mask(attn_mask), **ours)
@@ -56,7 +59,7 @@ def logits(
 
 
 def as_mask(mask: AttentionMask | NamedArray | None) -> AttentionMask | None:
-    """A mask as it is; of an array the rule that it is, over `position` and `key_position`.
+    """A mask as it is; an array as the rule it stands for, over `position` and `key_position`.
 
     Raises:
         ValueError: the array has axes of other names.
@@ -77,7 +80,7 @@ def materialize(
     q_slice: PyTree = None,
     k_slice: PyTree = None,
 ) -> NamedArray | None:
-    """`mask.materialize(Pos, KeyPos, q_slice=, k_slice=)`: the part of the whole rule for some queries and keys."""
+    """`mask.materialize(Pos, KeyPos, q_slice=, k_slice=)`: the part of the full mask for some queries and keys."""
     whole = own(mask, Pos, KeyPos)
     if whole is None:
         return None

@@ -1,11 +1,11 @@
-"""Data sets of examples in Python, as scripts of earlier generations make and compose them.
+"""Data sets of Python examples, as scripts of earlier generations build and compose them.
 
     rows = ListAsyncDataset([...]).map(to_example).shuffle(key)
     for batch in DataLoader(rows, 32, mesh=mesh, axis_resources=mapping): …      # levanter.legacy.facades.loaders
 
-A run's own data are `data.components` in its configuration, whose rows are made from a token store; these classes are
-for what a script has in its hands. *Async* ones are asked for examples by number, from a coroutine; *sync* ones
-likewise, from a function; those of early 2024 are iterated over, and cut into shards by stride.
+A run's own data are `data.components` in its configuration, whose rows come from a token store; these classes are for
+examples that a script holds itself. *Async* ones are indexed from a coroutine, *sync* ones from a function; those of
+early 2024 are iterated over, and split into shards by stride.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ U = TypeVar("U")
 
 
 def wait_for(made: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine comes to, whether or not an event loop runs in this thread."""
+    """The result of a coroutine, whether or not an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -252,7 +252,7 @@ class SlicedAsyncDataset(AsyncDataset[T]):
     def __init__(self, dataset: AsyncDataset[T], start_index: int | None = None, end_index: int | None = None):
         self.dataset, self.start_index, self.end_index = dataset, start_index or 0, end_index
         if end_index is not None and self.start_index > end_index:
-            raise ValueError(f"a slice from {start_index} to {end_index}: the end lies before the beginning")
+            raise ValueError(f"a slice from {start_index} to {end_index} ends before it begins")
 
     async def async_len(self) -> int:
         """How many there are."""
@@ -275,17 +275,17 @@ class SlicedAsyncDataset(AsyncDataset[T]):
 
 
 class EpochDataset(AsyncDataset[T]):
-    """The examples over and over: so many times, or without end."""
+    """The examples repeated a number of times, or endlessly."""
 
     def __init__(self, dataset: AsyncDataset[T], max_epochs: int | None = None):
         if not dataset.is_finite():
-            raise ValueError("epochs of a data set without an end")
+            raise ValueError("cannot repeat an infinite data set")
         self.dataset, self.max_epochs = dataset, max_epochs
 
     async def async_len(self) -> int:
         """How many there are."""
         if self.max_epochs is None:
-            raise ValueError("epochs without end have no length; give max_epochs")
+            raise ValueError("an endlessly repeated data set has no length; set max_epochs")
         return self.max_epochs * await self.dataset.async_len()
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
@@ -305,7 +305,7 @@ class PermutationDataset(AsyncDataset[T]):
 
     def __init__(self, dataset: AsyncDataset[T], key: jax.Array, perm_type: str = "feistel"):
         if perm_type not in ("feistel", "linear"):
-            raise ValueError(f"perm_type: {perm_type!r} is neither feistel nor linear")
+            raise ValueError(f"perm_type: {perm_type!r}; expected feistel or linear")
         self.dataset, self.key, self.perm_type = dataset, key, perm_type
         self._order: Permutation | None = None
 
@@ -336,7 +336,7 @@ class IterableDataset(ABC, Iterable[T]):
 
 
 class ShardableDataset(IterableDataset[T]):
-    """One that can be cut into shards."""
+    """One that can be split into shards."""
 
     @abstractmethod
     def shard(self, shard_idx: int, num_shards: int) -> "ShardableDataset[T]":
@@ -344,7 +344,7 @@ class ShardableDataset(IterableDataset[T]):
 
 
 class ShuffleDataset(ShardableDataset[T]):
-    """Examples in random order out of a buffer: each one that comes in takes the place of one that goes out.
+    """Examples shuffled through a buffer: each incoming example replaces the one that is emitted.
 
     Args:
         dataset: the examples.
@@ -359,7 +359,7 @@ class ShuffleDataset(ShardableDataset[T]):
 
     def shard(self, shard_idx: int, num_shards: int) -> "ShuffleDataset[T]":
         """The part of one of so many."""
-        assert isinstance(self.dataset, ShardableDataset), f"{type(self.dataset).__name__} cannot be cut into shards"
+        assert isinstance(self.dataset, ShardableDataset), f"{type(self.dataset).__name__} cannot be split into shards"
         part = self.dataset.shard(shard_idx, num_shards)
         return ShuffleDataset(part, jax.random.fold_in(self.key, shard_idx), self.buffer_size)
 
@@ -404,9 +404,9 @@ class ShardedDataset(IterableDataset[T]):
 
 
 class BatchProcessor(ABC, Generic[T]):
-    """What makes rows of a batch of examples: upstream's interface, for classes that scripts derive from it.
+    """Turns a batch of examples into rows: upstream's interface, for classes that scripts derive from it.
 
-    Token stores of ours are made by `data.components`; nothing here calls a processor.
+    Our token stores are built from `data.components`; nothing here calls a processor.
     """
 
     @abstractmethod

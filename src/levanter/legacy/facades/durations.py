@@ -14,21 +14,21 @@ _CLOCK = re.compile(r"(?:(?P<d>\d+):)??(?:(?P<h>\d+):)??(?P<m>\d*):(?P<s>\d{1,2}
 
 
 def parse_timedelta(text: str) -> timedelta:
-    """Reads counts with units (`1w 3d 2h`, `5 hours, 34 minutes`), a clock (`4:13:02`, `:13`), or one behind the other.
+    """Reads counts with units (`1w 3d 2h`, `5 hours, 34 minutes`), a clock (`4:13:02`, `:13`), or both.
 
     Raises:
         ValueError: the text is not of that form.
     """
     rest, seconds = text.strip().removeprefix("+").strip(), 0.0
     if not rest:
-        raise ValueError("a duration such as 2h32m is needed, got nothing")
+        raise ValueError("expected a duration such as 2h32m, got nothing")
     while rest:
         if (clock := _CLOCK.fullmatch(rest)) is not None:
             seconds += sum(float(value) * _UNITS[unit] for unit, value in clock.groupdict().items() if value)
             break
         part = _PART.match(rest)
         if part is None:
-            raise ValueError(f"{text!r} is not a duration such as 2h32m, 3 days or 4:13:02")
+            raise ValueError(f"expected a duration such as 2h32m, 3 days or 4:13:02, got {text!r}")
         seconds += float(part["count"]) * _UNITS[part["unit"].lower()]
         rest = rest[part.end() :]
     return timedelta(seconds=seconds)

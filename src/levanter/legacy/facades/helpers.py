@@ -17,7 +17,7 @@ AXES = ("data", "replica", "model")
 
 
 def use_cpu_device() -> AbstractContextManager[Any]:
-    """Arrays that are made inside of it lie on the host."""
+    """Arrays that are created inside it are on the host."""
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
@@ -37,7 +37,7 @@ def is_inexact_arrayish(value: object) -> bool:
 
 
 def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
-    """Random keys without end, each another one."""
+    """An endless stream of distinct random keys."""
     key = jax.random.PRNGKey(key) if isinstance(key, int) else key
     while True:
         key, one = jax.random.split(key)
@@ -45,12 +45,12 @@ def key_iterator(key: jax.Array | int) -> Iterator[jax.Array]:
 
 
 def non_caching_cycle(items: Iterable[Any]) -> Iterator[Any]:
-    """The items over and over, asked for anew each time."""
+    """The items repeated endlessly, iterated anew each time."""
     return itertools.chain.from_iterable(itertools.repeat(items))
 
 
 def logical_cpu_core_count() -> int:
-    """How many processors the operating system shows."""
+    """How many processors the operating system reports."""
     return os.cpu_count() or 1
 
 

@@ -5,7 +5,7 @@
     ids = tokenizer.encode("a text")
     config = LlamaConfig.from_hf_config(hf_config)
 
-A tokenizer is not called here; `tokenizer.as_hf_tokenizer()` is the one of transformers, which is.
+Our tokenizers are not callable; `tokenizer.as_hf_tokenizer()` gives the one of transformers, which is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ def load_tokenizer(
     local_cache_dir: str | None = None,
     trust_remote_code: bool = True,
 ) -> FastTokenizer:
-    """The tokenizer of a checkpoint; no code out of it is run, and it is kept where Hugging Face keeps files."""
+    """The tokenizer of a checkpoint; none of its code is run, and it is cached where Hugging Face caches files."""
     del local_cache_dir, trust_remote_code
     ref = RepoRef.parse(model_name_or_path)
     return load_of_today(ref if revision is None else replace(ref, revision=revision))
@@ -69,7 +69,7 @@ def the_tokenizer(data: LmDataConfig) -> Tokenizer:
 
 
 def pad_token_id(tokenizer: FastTokenizer) -> int | None:
-    """The id of the token that fills up batches."""
+    """The id of the padding token."""
     return tokenizer.pad_id
 
 
@@ -93,7 +93,9 @@ def encode(tokenizer: FastTokenizer) -> Callable[..., list[int]]:
 
     def of_text(text: str, *, add_special_tokens: bool = False) -> list[int]:
         if add_special_tokens:
-            raise ValueError("add_special_tokens: ids are of the text alone; put tokenizer.bos_id before them")
+            raise ValueError(
+                "add_special_tokens: encode returns the ids of the text only; prepend tokenizer.bos_id yourself"
+            )
         return tokenizer.encode_batch([text])[0].tolist()
 
     return of_text
@@ -118,7 +120,7 @@ def as_hf_tokenizer(tokenizer: FastTokenizer) -> Callable[[], Any]:
 
 
 def from_hf_config(cls: type[LmConfig]) -> Callable[[Any], LmConfig]:
-    """`LlamaConfig.from_hf_config(hf_config)`: ours, of a transformers config or the mapping in a config.json.
+    """`LlamaConfig.from_hf_config(hf_config)`: our config, from a transformers config or the mapping in a config.json.
 
     Raises:
         ConfigMismatchError: it is another family's.
@@ -127,7 +129,7 @@ def from_hf_config(cls: type[LmConfig]) -> Callable[[Any], LmConfig]:
     def of_config(hf_config: "PretrainedConfig | Mapping[str, Any]") -> LmConfig:
         found = HFCheckpointConverter().config_from_hf_config(hf_config)
         if not isinstance(found, cls):
-            raise ConfigMismatchError("hf_config", f"it is of a {type(found).__name__}, not of a {cls.__name__}")
+            raise ConfigMismatchError("hf_config", f"describes a {type(found).__name__}, not a {cls.__name__}")
         return found
 
     return of_config

@@ -3,8 +3,8 @@
     TrainerConfig(tensor_parallel_axes=["mlp", "heads"], model_axis_size=2)      # today: mesh=MeshConfig(…)
     LlamaConfig(seq_len=2048)                                                   # today: max_seq_len=2048
 
-The translation is the one that documents get (`levanter.config.legacy`); what it contradicts or does not know stays an
-error.
+The translation is the one that documents get (`levanter.config.legacy`); contradictions and unknown keywords stay
+errors.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: a value cannot be understood, or contradicts another one.
-        ValueError: what is asked for is not carried, or two keywords say the same.
+        ValueError: what is asked for is not carried over, or two keywords set the same thing.
     """
     block = "model" if issubclass(cls, LmConfig) else "trainer" if issubclass(cls, TrainerConfig) else ""
     keys = _carried(cls, block, keys)
@@ -47,15 +47,17 @@ def of_today(cls: type, keys: Mapping[str, Any]) -> dict[str, Any]:
         new = {name: getattr(read, name) for name in new}
     today = {name: value for name, value in keys.items() if name not in earlier}
     if both := sorted(set(today) & set(new)):
-        raise ValueError(f"{cls.__name__}: {', '.join(both)} and {', '.join(sorted(earlier))} say the same; keep one")
+        raise ValueError(
+            f"{cls.__name__}: {', '.join(both)} and {', '.join(sorted(earlier))} set the same thing; keep one"
+        )
     return {**today, **new}
 
 
 def _carried(cls: type, block: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords without those that no class has any more.
+    """The keywords without those that no class has anymore.
 
     Raises:
-        ValueError: one of them asks for what is not carried.
+        ValueError: one of them asks for something that is not carried over.
     """
     known = _known(cls)
     rows = {name: row for name, row in rows_of((block,) if block else (), known).items() if name in keys}

@@ -4,8 +4,8 @@
     norm = LlamaRMSNorm.init(Embed, eps=1e-5)
     attention = LlamaAttention.init(config, key=key); y = attention(x, mask)
 
-Models here are one decoder made of specs; what stands below are a decoder's parts, called as upstream's were. Dropout,
-biases of attention and paged caches are not here, and refused where they are asked for.
+Models here are one decoder built from specs; below are a decoder's parts, called as upstream's were. Dropout, attention
+biases and paged caches are not implemented, and refused where they are asked for.
 """
 
 import math
@@ -55,11 +55,11 @@ class ActivationFunctionEnum(StrEnum):
     tanh = "tanh"
 
     def to_fn(self) -> Callable[[NamedArray], NamedArray]:
-        """The function of arrays with names."""
+        """The function of named arrays."""
         return ACTIVATIONS[self.value]
 
     def to_jax_fn(self) -> Callable[[jax.Array], jax.Array]:
-        """The function of arrays without names."""
+        """The function of plain arrays."""
 
         def of_array(x: jax.Array) -> jax.Array:
             axes = tuple(Axis(f"axis_{n}", size) for n, size in enumerate(x.shape))
@@ -70,18 +70,18 @@ class ActivationFunctionEnum(StrEnum):
 
 @dataclass(frozen=True)
 class OldAttentionConfig:
-    """What an attention layer is made of, in upstream's keys.
+    """The configuration of an attention layer, in upstream's keys.
 
     Attributes:
         Embed: the axis of the residual stream.
         num_heads, num_kv_heads: heads of queries, and of keys and values.
-        head_dim: features of a head; None shares those of `Embed` out.
-        use_bias, use_output_bias: whether projections have biases; None for the output: as the others.
-        upcast_attn: scores are float32 always.
-        attn_backend, flash_attention_block_size: what attends, and in which blocks.
+        head_dim: features of a head; None divides those of `Embed` among the heads.
+        use_bias, use_output_bias: whether projections have biases; None for the output: like the others.
+        upcast_attn: scores are always float32.
+        attn_backend, flash_attention_block_size: the backend and its block size.
         rope: the rotary embedding; None for none.
         sliding_window: how many keys a query sees; None for all.
-        scaling_factor: of the scores; None for one over the root of the features of a head.
+        scaling_factor: of the scores; None for 1/√(features of a head).
         logits_soft_cap: bound of the scores.
     """
 
@@ -165,16 +165,16 @@ def dot_product_attention(
 
     Args:
         QPos, KPos, Key: the axes of queries, keys and features.
-        query, key, value: `[…, QPos, Key]`, `[…, KPos, Key]` twice. What queries have beside that and keys have not is
-            heads of queries that share theirs.
+        query, key, value: `[…, QPos, Key]`, `[…, KPos, Key]` twice. Axes that only queries have are query heads that
+            share keys and values.
         mask: which keys a query sees: a rule, or an array over `QPos` and `KPos`; None for all.
         bias, precision: refused.
         attention_dtype: of queries and keys.
-        use_flash: true goes block by block, false holds all scores; None decides by length.
-        attn_backend, flash_block_size: what attends, by either project's name, and in which blocks.
+        use_flash: true works block by block, false materializes all scores; None decides by length.
+        attn_backend, flash_block_size: the backend, by either project's name, and its block size.
         dropout: refused while training.
         logits_soft_cap: bound of the scores.
-        scaling_factor: multiplies the scores; one over the root of the features by default.
+        scaling_factor: multiplies the scores; 1/√features by default.
         inference, prng: whether nothing is random; it never is.
         attn_sink: for each head a score that every query sees and whose value is zero.
 
@@ -182,12 +182,14 @@ def dot_product_attention(
         The axes of `query`.
 
     Raises:
-        ValueError: a part that is not here is asked for.
+        ValueError: something that is not implemented is asked for.
     """
     del prng
     refused = {"bias": bias, "precision": precision, "dropout": dropout if not inference else None}
     if asked := [name for name, given in refused.items() if given]:
-        raise ValueError(f"{', '.join(asked)}: attention here has none; levanter.layers.attention says what it has")
+        raise ValueError(
+            f"{', '.join(asked)}: not supported by attention here; levanter.layers.attention lists what is"
+        )
     QPos, KPos, Key = query.resolve_axis(_name(QPos)), key.resolve_axis(_name(KPos)), query.resolve_axis(_name(Key))
     for_queries: dict[Axis | str, Axis | str] = {QPos.name: "position", Key.name: "head_size"}
     for_keys: dict[Axis | str, Axis | str] = {KPos.name: "key_position", Key.name: "head_size"}
@@ -278,14 +280,14 @@ class LlamaRMSNorm:
 
     @staticmethod
     def init(axis: Axis, eps: float = 1e-6, use_weight: bool = True, use_bias: bool = False) -> RMSNorm:
-        """A norm with unit weights; it has no bias."""
+        """A norm with unit weights and no bias."""
         if use_bias:
-            raise ValueError("use_bias: a root-mean-square norm here has none")
+            raise ValueError("use_bias: RMSNorm has no bias here")
         return RMSNorm.init(axis, eps=eps, use_weight=use_weight)
 
 
 class LlamaRotaryEmbedding(eqx.Module):
-    """Tables of cosines and sines of the plain rotary embedding.
+    """Cosine and sine tables of the plain rotary embedding.
 
     Attributes:
         HeadSize: the features of a head.

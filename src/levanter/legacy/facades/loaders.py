@@ -3,8 +3,8 @@
     loader = DataLoader(dataset, 32, mesh=trainer.device_mesh, axis_resources=trainer.compute_axis_mapping)
     for batch in loader.iter_from_step(1000): …
 
-Examples are trees of arrays, with names or without; a batch is such a tree whose arrays have the batch axis in front.
-Every process makes the rows that its own devices hold. A thread makes the next batches while this one is used.
+Examples are pytrees of arrays, named or plain; a batch is such a tree whose arrays have the batch axis in front.
+Every process makes the rows that its own devices hold. A thread prefetches batches while the current one is used.
 """
 
 import queue
@@ -31,7 +31,7 @@ Resources = Mapping[str, Any]
 
 
 class BackgroundIterable:
-    """What a function gives one after the other, made in a thread; every iterator calls the function anew.
+    """The items of an iterator, made in a background thread; every iteration calls the producer anew.
 
     Args:
         producer_fn: gives an iterator.
@@ -46,7 +46,7 @@ class BackgroundIterable:
         return BackgroundIterator(self.producer_fn, self.max_capacity, self._stopped)
 
     def stop(self) -> None:
-        """Ends all its iterators."""
+        """Stops all its iterators."""
         self._stopped.set()
 
 
@@ -57,7 +57,7 @@ class BackgroundIterator:
     """One pass over what a `BackgroundIterable` gives.
 
     Raises:
-        Exception: where the item is asked for whose making failed.
+        Exception: making the requested item failed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BackgroundIterator:
     ):
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
         self._stopped, self._own = stopped or threading.Event(), threading.Event()
-        # The thread holds no reference to the iterator, so that one that nobody has any more ends its thread.
+        # The thread holds no reference to the iterator, so that dropping the last reference ends the thread.
         given = (self._ready, (self._stopped, self._own), producer_fn)
         threading.Thread(target=_make_items, args=given, name="make-items", daemon=True).start()
 
@@ -92,7 +92,7 @@ class BackgroundIterator:
         raise StopIteration
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stops it."""
         self._own.set()
 
     def qsize(self) -> int:
@@ -108,7 +108,7 @@ def _make_items(
     stops: tuple[threading.Event, ...],
     producer_fn: Callable[[], Iterator[PyTree]],
 ) -> None:
-    """Makes items until there is no more, or one of the events is set."""
+    """Makes items until there are no more, or one of the events is set."""
 
     def put(item: PyTree, error: BaseException | None = None) -> bool:
         while not any(stop.is_set() for stop in stops):
@@ -122,7 +122,7 @@ def _make_items(
             if not put(item):
                 return
         put(_END)
-    except BaseException as error:  # noqa: BLE001 - it is raised again where the item is asked for
+    except BaseException as error:  # noqa: BLE001 - re-raised where the item is requested
         put(_END, error)
 
 
@@ -174,7 +174,7 @@ def _placement(mesh: Mesh | None, resources: Resources | None) -> tuple[Mesh, Ax
     found = mesh_in_scope() if mesh is None else mesh
     if found is None or isinstance(found, AbstractMesh):
         raise ValueError(
-            "a loader puts batches on devices: give it a mesh, or make it inside of `with trainer.device_mesh`"
+            "a loader places batches on devices: pass it a mesh, or create it inside `with trainer.device_mesh`"
         )
     mapping = compute_mapping_in_scope() if resources is None else AxisMapping(resources)
     known = {name: tuple(a for a in mapping.mesh_axes(name) if a in found.shape) for name in mapping}
@@ -192,11 +192,11 @@ class DataLoader:
         mesh: the devices; those in scope by default.
         axis_resources: how axes lie on them; the mapping in scope by default.
         prefetch_size: upstream's; batches are made one at a time.
-        pad_final_batch: whether a last batch that is short is filled up with zeros; it is left out otherwise.
-        allow_nondivisible_batch_size: whether a batch that the devices do not divide is filled up likewise.
+        pad_final_batch: whether a short last batch is padded with zeros; it is dropped otherwise.
+        allow_nondivisible_batch_size: whether a batch that does not divide over the devices is padded likewise.
 
     Raises:
-        ValueError: there is no example, or the devices do not divide a batch.
+        ValueError: there is no example, or a batch does not divide over the devices.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class DataLoader:
         bad = sorted(size for size in self.scheduler.unique_batch_sizes() if size % ways)
         if bad and not allow_nondivisible_batch_size:
             raise ValueError(
-                f"a batch of {bad[0]} rows is not divisible by {ways}, the ways that {self.batch_axis_name} is cut; "
+                f"a batch of {bad[0]} rows is not divisible by {ways}, the shards of {self.batch_axis_name}; "
                 f"{bad[0] // ways * ways or ways} and {-(-bad[0] // ways) * ways} are"
             )
         if self.data_store.is_finite() and wait_for(self.data_store.async_len()) < 1:
@@ -243,14 +243,14 @@ class DataLoader:
             ValueError: they do not end.
         """
         if not self.has_len():
-            raise ValueError("the data set has no end")
+            raise ValueError("the data set is infinite")
         length = wait_for(self.data_store.async_len())
         last = self.scheduler.find_step_containing_offset(length - 1)
         whole = self.scheduler.global_data_offset_by_step(last + 1) <= length
         return last + 1 if whole or self.pad_final_batch else last
 
     def batch_axis_at_step(self, step: int) -> Axis:
-        """The axis of a batch's rows, those included that fill it up."""
+        """The axis of a batch's rows, padding included."""
         size = self.scheduler.batch_size_at_step(step)
         return Axis(self.batch_axis_name, -(-size // self._ways) * self._ways)
 
@@ -326,11 +326,11 @@ class IterableLoader:
 
 
 class ReplicatedBatchLoader(IterableLoader):
-    """Every process reads all examples, once; a last batch that is short is left out."""
+    """Every process reads all examples, once; a short last batch is dropped."""
 
 
 class ShardedBatchLoader(IterableLoader):
-    """The examples over and over, without end; every process reads them all and keeps what its devices hold."""
+    """The examples, repeated endlessly; every process reads them all and keeps what its devices hold."""
 
     def __init__(self, local_dataset: ShardableDataset[Any], mesh: Mesh, Batch: Axis, *more: PyTree, **keys: PyTree):
         super().__init__(local_dataset, mesh, Batch, *more, **keys)
@@ -340,7 +340,7 @@ class ShardedBatchLoader(IterableLoader):
 
 
 def stack_tree(batch_name: str, individual_datums: Iterable[Any]) -> PyTree:
-    """Examples as one tree whose arrays have an axis of them in front."""
+    """Examples stacked into one tree, with their axis in front."""
 
     def stacked(*leaves: PyTree) -> PyTree:
         return hax.stack(batch_name, leaves) if is_named(leaves[0]) else jax.numpy.stack(leaves)
@@ -353,7 +353,7 @@ def check_sharded_consistency(tree: PyTree, check_disjoint_indices_are_different
 
     Args:
         tree: the arrays.
-        check_disjoint_indices_are_different: whether shards of different places must not be equal.
+        check_disjoint_indices_are_different: whether shards of different slices must not be equal.
 
     Raises:
         ValueError: copies of a shard differ, or shards are equal that must not be.

@@ -1,7 +1,7 @@
 """Meshes and mappings without a model, as scripts of earlier generations ask for them.
 
-Here a mapping is resolved for a model, because `heads` means what the model has of them. These functions give the
-mapping as it is written, `heads` in it; `HFCheckpointConverter.load_pretrained` resolves it once it knows the model.
+A mapping is resolved for a model, because the meaning of `heads` depends on the model. These functions return the
+mapping as written, `heads` included; `HFCheckpointConverter.load_pretrained` resolves it once it knows the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class EnteredMesh(Mesh):
     @classmethod
     def of(cls, mesh: Mesh) -> "EnteredMesh":
         """A mesh that can be entered."""
-        made = object.__new__(cls)  # JAX's constructor gives every mesh of some devices as one object
+        made = object.__new__(cls)  # JAX's constructor returns equal meshes as one object
         for name in ("devices", "axis_names", "axis_types", "size"):
             object.__setattr__(made, name, getattr(mesh, name))
         object.__setattr__(made, "_mesh", mesh)
@@ -55,14 +55,14 @@ class EnteredMesh(Mesh):
 
 
 def device_mesh(config: MeshConfig) -> EnteredMesh:
-    """The mesh of a config on the devices that are here."""
+    """The mesh of a config on the devices of this run."""
     found = local_devices(config)
     spec = resolve_sizes(config, devices=len(found.devices), granules=found.granules)
     return EnteredMesh.of(spec.build(found.devices))
 
 
 def sizes(config: MeshConfig) -> MeshSpec:
-    """The mesh of a config on the devices that are here, without them."""
+    """The abstract mesh of a config, for the devices of this run."""
     found = local_devices(config)
     return resolve_sizes(config, devices=len(found.devices), granules=found.granules)
 

@@ -1,4 +1,4 @@
-"""Members of configurations that scripts of earlier generations read, as facts of today's.
+"""Members of configurations that scripts of earlier generations read, derived from today's.
 
 config.Heads, config.KVHeads                     # axes of attention
 Gpt2Config.default_hf_checkpoint_converter       # of the family's reference checkpoint
@@ -20,7 +20,7 @@ from levanter.trainer.config import TrainerConfig
 
 
 def Heads(config: LmConfig) -> Axis:
-    """The heads of queries, one axis; models here have them as groups of those that share keys."""
+    """The query heads as one axis; models here keep them in groups that share keys."""
     return Axis("heads", _number(config, "num_heads"))
 
 
@@ -51,7 +51,7 @@ def _sources(data: LmDataConfig) -> list[Any]:
 
 
 def id(data: LmDataConfig) -> str | None:
-    """`data.id`: the data set of the Hub that is read; None where files are, or several sets."""
+    """`data.id`: the Hub data set that is read; None for files or several sets."""
     hub = [source.id for source in _sources(data) if isinstance(source, HfDatasetSource)]
     return hub[0] if len(hub) == 1 else None
 
@@ -70,13 +70,13 @@ def validation_urls(data: LmDataConfig) -> list[str]:
 
 
 def tensor_parallel_axes(trainer: TrainerConfig) -> list[str]:
-    """`trainer.tensor_parallel_axes`: the axes of activations that the `model` axis of the mesh cuts."""
+    """`trainer.tensor_parallel_axes`: the axes of activations that the `model` mesh axis shards."""
     mapping = mesh.compute_mapping(trainer.mesh)
     return [name for name, axes in mapping.items() if "model" in ((axes,) if isinstance(axes, str) else axes)]
 
 
 def fsdp_axis(trainer: TrainerConfig) -> str | list[str] | None:
-    """`trainer.fsdp_axis`: the axes of parameters that the `data` axis of the mesh cuts."""
+    """`trainer.fsdp_axis`: the axes of parameters that the `data` mesh axis shards."""
     mapping = mesh.parameter_mapping(trainer.mesh)
     found = [name for name, axes in mapping.items() if "data" in ((axes,) if isinstance(axes, str) else axes)]
     return found[0] if len(found) == 1 else found or None

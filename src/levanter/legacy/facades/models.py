@@ -3,8 +3,8 @@
     example = LmExample.causal(tokens, eos_id=2)          # tokens: NamedArray [position]
     loss = compute_next_token_loss(model, example)        # a number
 
-Upstream's models returned logits when they were called; here they return activations, and `model.logits(activations)`
-has the rest. `compute_next_token_loss` is the same in both.
+Upstream's models returned logits when called; here they return activations, and `model.logits(activations)` does the
+rest. `compute_next_token_loss` is the same in both.
 """
 
 import math
@@ -29,7 +29,7 @@ from levanter.models.scoring import has_target, loss_sums, next_tokens, token_lo
 
 
 class LmExample(eqx.Module):
-    """A sequence, how much each of its positions counts, and who sees whom.
+    """A sequence, the weight of each of its positions, and the attention mask.
 
     Attributes:
         tokens: ids, `[…, position]`.
@@ -51,7 +51,7 @@ class LmExample(eqx.Module):
     ):
         weight = loss_weight if loss_weight is not None else loss_mask
         if weight is None or (loss_weight is not None and loss_mask is not None):
-            raise ValueError("LmExample: give loss_weight, or loss_mask, which is its 2025 name")
+            raise ValueError("LmExample: pass either loss_weight or loss_mask, its 2025 name")
         self.tokens, self.loss_weight = tokens, weight
         self.attn_mask = as_mask(attn_mask) or AttentionMask.causal()
 
@@ -72,24 +72,24 @@ class LmExample(eqx.Module):
         sliding_window: int | None = None,
         block_cross_document_attention: bool = True,
     ) -> "LmExample":
-        """A sequence of which every token but the first is predicted.
+        """A sequence in which every token but the first is predicted.
 
         Args:
             tokens: ids, `[position]`.
-            loss_weight, loss_mask: weights beside that, under either generation's name.
+            loss_weight, loss_mask: further weights, under either generation's name.
             ignore_id: predictions of this token do not count.
-            eos_id: a document ends with this token; the next one does not see it.
-            segment_ids: documents, where they are known already.
+            eos_id: this token ends a document; attention does not cross it.
+            segment_ids: documents, if they are known already.
             sliding_window: how many keys a query sees.
             block_cross_document_attention: whether documents are kept apart.
 
         Raises:
-            ValueError: more than one axis, both names of the weights, or ids that are no integers.
+            ValueError: more than one axis, both names of the weights, or ids that are not integers.
         """
         if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers with one axis, got {tokens.dtype} {tokens.axes}")
         if loss_weight is not None and loss_mask is not None:
-            raise ValueError("loss_weight and loss_mask are one thing; give one of them")
+            raise ValueError("loss_weight and loss_mask are the same argument; pass only one")
         (Pos,) = tokens.axes
         weight = LmExample.causal_loss_mask(Pos)
         given = loss_weight if loss_weight is not None else loss_mask
@@ -110,9 +110,9 @@ class LmExample(eqx.Module):
     def from_prompt_and_completion(
         Pos: Axis, tokens: NamedArray, prompt_length: int, *, ignore_id: int | None = None, all_causal: bool = True
     ) -> "LmExample":
-        """A sequence of which what is behind the prompt is predicted."""
+        """A sequence in which only the completion after the prompt is predicted."""
         if not all_causal:
-            raise ValueError("all_causal=False: prompts that see themselves both ways are not supported")
+            raise ValueError("all_causal=False: bidirectional attention within the prompt is not supported")
         weight = LmExample.causal_loss_mask(Pos, prompt_length=prompt_length)
         if ignore_id is not None:
             weight = weight * _is_not_next(tokens, Pos, ignore_id)
@@ -129,7 +129,7 @@ class LmExample(eqx.Module):
 
 
 def _is_not_next(tokens: NamedArray, Pos: Axis, token: int) -> NamedArray:
-    """1 where the next token is another one, else 0."""
+    """1 where the next token is a different one, else 0."""
     return hax.named((hax.roll(tokens, -1, Pos).array != token).astype(jnp.float32), Pos)
 
 
@@ -157,7 +157,7 @@ def compute_next_token_loss(
     """
     del key
     if logsumexp_weight:
-        raise ValueError("logsumexp_weight: not supported here; train_lm has z_loss_weight")
+        raise ValueError("logsumexp_weight: not supported here; use train_lm's z_loss_weight")
     weight = example.loss_weight
     targets = next_tokens(example.tokens)
     if reduction is hax.mean and reduction_axis is None:
@@ -189,12 +189,12 @@ def seq_len(config: LmConfig) -> int:
 
 
 def KeyPos(config: LmConfig) -> Axis:
-    """The axis of the positions that are looked at."""
+    """The axis of key positions."""
     return config.max_Pos.alias("key_position")
 
 
 def model_type(config: LmConfig) -> type[LmHeadModel]:
-    """What every model is; `load_pretrained` takes it and goes by the config."""
+    """The class of every model; `load_pretrained` accepts it and goes by the config."""
     del config
     return LmHeadModel
 
@@ -210,7 +210,7 @@ def flops_per_token(config: LmConfig) -> Callable[..., float]:
 
 
 def total_trainable_params(config: LmConfig) -> Callable[[int], int]:
-    """`config.total_trainable_params(vocab_size)`: how many numbers a model has."""
+    """`config.total_trainable_params(vocab_size)`: the number of parameters."""
 
     def of_size(vocab_size: int) -> int:
         model = abstract(lambda: config.build(Axis("vocab", vocab_size), key=jax.random.PRNGKey(0)))
@@ -240,12 +240,15 @@ def loss_of(model: LmHeadModel) -> Callable[..., Any]:
 
 
 def head_of(model: LmHeadModel) -> Callable[[], NamedArray]:
-    """`model.get_lm_head()`: the head's matrix, where it is kept as one."""
+    """`model.get_lm_head()`: the head's matrix, if it is stored as one."""
 
     def head() -> NamedArray:
         operand = model.head.operand
         if not isinstance(operand, Dense):
-            raise TypeError(f"the output head is kept as {type(operand).__name__}: ask model.head for its products")
+            raise TypeError(
+                f"the output head is stored as {type(operand).__name__}, not as a matrix: multiply with model.head "
+                f"instead"
+            )
         return operand.array
 
     return head

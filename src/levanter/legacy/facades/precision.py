@@ -1,4 +1,4 @@
-"""What scripts of earlier generations ask of `trainer.mp`, which was an object of `jmp`.
+"""What scripts of earlier generations use of `trainer.mp`, which was an object of `jmp`.
 
 model = converter.load_pretrained(LlamaLMHeadModel, dtype=trainer.mp.compute_dtype)
 model = trainer.mp.cast_to_compute(model)
@@ -18,7 +18,7 @@ def param_dtype(policy: PolicyText) -> np.dtype:
 
 
 def compute_dtype(policy: PolicyText) -> np.dtype:
-    """The dtype of weights and activations while computing."""
+    """The dtype of weights and activations in computation."""
     return policy.precision.compute
 
 

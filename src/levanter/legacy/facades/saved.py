@@ -1,13 +1,13 @@
-"""Checkpoints of any tree of arrays, by the calls of earlier generations.
+"""Checkpoints of any pytree of arrays, with the calls of earlier generations.
 
     save_checkpoint(model, training_state, 10, "checkpoints/step-10")        # early 2024
     save_checkpoint(state, 10, "checkpoints/step-10")                        # since
     model, training_state, step = load_checkpoint(model, training_state, "checkpoints")
     state = load_checkpoint(state, "checkpoints")
 
-What is written is a checkpoint of ours, in the folder that is named: `eval_lm`, exports and resumed runs read it, those
-of upstream's trainer are refused by name. Leaves that are no arrays (functions, texts) are not saved; they are those of
-the tree that is loaded into. A save returns when the checkpoint is complete.
+The result is a checkpoint of ours in the given folder, which `eval_lm`, exports and resumed runs read; checkpoints of
+upstream's trainer are refused by name. Leaves that are not arrays (functions, strings) are not saved but taken from the
+tree that is loaded into. A save returns when the checkpoint is complete.
 """
 
 import dataclasses
@@ -49,19 +49,19 @@ def save_checkpoint(*given: PyTree, **keys: PyTree) -> str:
     Args:
         given: as above.
         keys: the same by name (`model`, `training_state`, or `tree`; `step`, `checkpoint_path`); and `exist_ok`,
-            `manager`, `commit_callback` (called with nothing when it is complete) and `is_temporary`, upstream's.
+            `manager`, `commit_callback` (called without arguments on completion) and `is_temporary`, as upstream's.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: there is no array to save, or arguments are missing.
+        ValueError: there are no arrays to save, or arguments are missing.
     """
     old = keys.keys() & {"model", "training_state"} or (len(given) > 1 and not _is_number(given[1]))
     names = ("model", "training_state", "step", "checkpoint_path") if old else ("tree", "step", "checkpoint_path")
     asked = {**dict(zip((*names, "manager") if not old else names, given, strict=False)), **keys}
     if missing := [name for name in names if name not in asked]:
-        raise ValueError(f"save_checkpoint: {', '.join(missing)} must be given")
+        raise ValueError(f"save_checkpoint: missing {', '.join(missing)}")
     tree = {name: asked[name] for name in names[:2]} if old else asked["tree"]
     path = os.fspath(asked["checkpoint_path"])
     _write(tree, int(asked["step"]), path, kind="temporary" if asked.get("is_temporary") else "kept")
@@ -106,7 +106,7 @@ def load_checkpoint(*given: PyTree, **keys: PyTree) -> PyTree:
 
 
 def load_metadata(checkpoint_path: Place, fs: object = None) -> dict[str, Any]:
-    """What a checkpoint says of itself: `step`, `timestamp`, `is_temporary`, and what its run saved beside them.
+    """The metadata of a checkpoint: `step`, `timestamp`, `is_temporary`, and what its run saved with them.
 
     Raises:
         MissingCheckpointError: there is none.
@@ -118,7 +118,7 @@ def load_metadata(checkpoint_path: Place, fs: object = None) -> dict[str, Any]:
 
 
 def tree_serialize_leaves_tensorstore(checkpoint_dir: Place, pytree: PyTree, *_: object, **__: object) -> None:
-    """Writes the arrays of a tree into a folder, as a checkpoint of step 0."""
+    """Writes the arrays of a tree to a folder, as a checkpoint of step 0."""
     _write(pytree, 0, os.fspath(checkpoint_dir), kind="kept")
 
 
@@ -131,7 +131,7 @@ def tree_deserialize_leaves_tensorstore(
     *,
     allow_missing: bool = False,
 ) -> PyTree:
-    """Reads the arrays of a tree out of a folder, into where the tree's lie."""
+    """Reads the arrays of a tree from a folder, with the shardings of the tree's."""
     del manager
     ref = _exactly(os.fspath(checkpoint_dir))
     return _read(ref, pytree, mesh=mesh, mapping=axis_mapping, partial=allow_missing)
@@ -158,7 +158,7 @@ def new_checkpointer(
     delete_old_temp_checkpoints: bool = True,
     **ours: PyTree,
 ) -> None:
-    """`Checkpointer(base, interval, policies)`: one whose temporary checkpoints go as soon as a newer one is there."""
+    """`Checkpointer(base, interval, policies)`: deletes temporary checkpoints once a newer one is complete."""
     if dt_now_injection is not None:
         ours["clock"] = lambda: dt_now_injection().timestamp()
     own(
@@ -174,7 +174,7 @@ def new_checkpointer(
 
 
 def on_step(checkpointer: Checkpointer) -> Callable[..., None]:
-    """`checkpointer.on_step(info)`, or `on_step(tree=…, step=…)`: saves where it is time; waits for it."""
+    """`checkpointer.on_step(info)`, or `on_step(tree=…, step=…)`: saves if it is time, and waits for it."""
 
     def save_where_due(
         info: PyTree = None, *, tree: PyTree = None, step: int | None = None, force: bool = False
@@ -195,7 +195,7 @@ def load_of(checkpointer: Checkpointer) -> Callable[..., Any]:
     def load(tree: PyTree, path: Place | None = None, **keys: PyTree) -> PyTree:
         newest = checkpointer.newest
         if path is None and newest is None:
-            raise MissingCheckpointError("load_checkpoint: nothing was saved by this object; give a path")
+            raise MissingCheckpointError("load_checkpoint: this object has saved nothing; pass a path")
         return load_checkpoint(tree, newest.path if path is None and newest is not None else path, **keys)
 
     return load
@@ -241,7 +241,7 @@ def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
 
     arrays = _arrays(tree)
     if not arrays:
-        raise ValueError(f"{path}: there are no arrays to save")
+        raise ValueError(f"{path}: no arrays to save")
     model = tree.get("model") if isinstance(tree, dict) else getattr(tree, "model", None)
     if not is_remote(path):
         Path(filesystem(path)[1]).mkdir(parents=True, exist_ok=True)
@@ -261,14 +261,14 @@ def _write(tree: PyTree, step: int, path: str, *, kind: PyTree) -> None:
     finally:
         writer.close()
     if jax.process_count() == 1:
-        # Digests of several processes are brought together by `Checkpointer`; without them, reading says unverified.
+        # `Checkpointer` collects the digests of several processes; without them, reading reports "unverified".
         ref = dataclasses.replace(ref, digests=MappingProxyType(digests))
     if jax.process_index() == 0:
         write_ref(ref)
 
 
 def _metadata(model: PyTree) -> dict[str, Any]:
-    """What is said of a model beside its arrays, so that it can be read without a configuration."""
+    """What is saved about a model beside its arrays, so that it can be read without a configuration."""
     if not (isinstance(model, LmHeadModel) and isinstance(model.config, LmConfig)):
         return {}
     return model_metadata(dataclasses.replace(model.config, vocab_size=model.Vocab.size), tokenizer=None)

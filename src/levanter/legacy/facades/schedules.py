@@ -41,7 +41,7 @@ class OldBatchSchedule:
         stages = [(0, schedule)] if isinstance(schedule, int) else [(stage.start, stage.value) for stage in schedule]
         starts = [start for start, _ in stages]
         if not stages or starts[0] != 0 or starts != sorted(set(starts)) or min(size for _, size in stages) < 1:
-            raise ValueError(f"a schedule of batches has stages in ascending order from step 0, got {stages}")
+            raise ValueError(f"a batch schedule needs stages in ascending order starting at step 0, got {stages}")
         self._rows = BatchSchedule.of(stages)
 
     def batch_size_at_step(self, step: int) -> int:
@@ -62,7 +62,7 @@ class OldBatchSchedule:
         return range(begin, begin + self.batch_size_at_step(bn))
 
     def unique_batch_sizes(self) -> set[int]:
-        """The sizes that there are."""
+        """The distinct sizes."""
         return set(self._rows.sizes)
 
 
@@ -76,7 +76,7 @@ def value_at_step(schedule: PyTree, step: int) -> PyTree:
         return schedule
     begun = [stage.value for stage in schedule if stage.start <= step]
     if not begun:
-        raise ValueError(f"step {step} lies before the schedule, which begins at step {schedule[0].start}")
+        raise ValueError(f"step {step} is before the start of the schedule, step {schedule[0].start}")
     return begun[-1]
 
 

@@ -35,7 +35,7 @@ def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
 
     def tensors(prefix: str | None = None) -> StateDict:
         config = model.config
-        assert isinstance(config, LmConfig), f"{type(config).__name__} is of no family with weight rules"
+        assert isinstance(config, LmConfig), f"{type(config).__name__} belongs to no family with weight rules"
         plan = plan_export(leaves(model), config, model.Vocab, vocab_size=model.Vocab.size)
         arrays: dict[str, Any] = {}
         map_arrays(lambda leaf, x: arrays.__setitem__(leaf.path, x) or x, model)
@@ -46,7 +46,7 @@ def to_state_dict(model: LmHeadModel) -> Callable[..., StateDict]:
 
 
 def to_torch_compatible_state_dict(model: LmHeadModel, *, flatten: bool = True, prefix: str | None = None) -> StateDict:
-    """The tensors of a model of ours by Hugging Face's names; they are flat as they are there, always."""
+    """The tensors of one of our models by Hugging Face's names; always flat, as they are there."""
     del flatten
     return to_state_dict(model)(prefix)
 
@@ -88,7 +88,7 @@ def unflatten_linear_layers(
     layer: PyTree,
     out_dims_first_in_dict: bool | None,
 ) -> StateDict:
-    """The inverse of `flatten_linear_layers`: arrays with the axes of a tree's layers, by the same names."""
+    """The inverse of `flatten_linear_layers`: arrays with the axes of a tree's layers, under the same names."""
     found: StateDict = {}
     for path, each in _linear_layers(layer):
         In, Out = _axes(each)

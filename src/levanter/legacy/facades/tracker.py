@@ -3,8 +3,8 @@
     levanter.initialize(config)
     levanter.tracker.log({"loss": 2.0}, step=1)
 
-Here a tracker is an argument; these functions keep one for scripts that never see it. Before one is set, nothing is
-tracked.
+Here a tracker is an argument; these functions keep a global one for scripts that do not pass it around. Until one is
+set, nothing is tracked.
 """
 
 import atexit

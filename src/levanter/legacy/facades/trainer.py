@@ -27,7 +27,7 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """How the 2025 generation started Ray. Nothing here is started through Ray, so nothing of it has an effect."""
+    """How the 2025 generation started Ray. Nothing here starts through Ray, so it has no effect."""
 
     address: str | None = None
     start_workers: bool = True
@@ -53,7 +53,7 @@ def initialize_all(config: object) -> None:
 
 
 def device_mesh(trainer: TrainerConfig) -> Mesh:
-    """The mesh on the devices that are here."""
+    """The mesh on the devices of this run."""
     return mesh.device_mesh(trainer.mesh)
 
 
@@ -78,22 +78,22 @@ def batch_axis_name(trainer: TrainerConfig) -> str | None:
 
 
 def num_slices(trainer: TrainerConfig) -> int:
-    """Slices of the devices that are here."""
+    """The number of slices of this run."""
     return local_devices(trainer.mesh).granules
 
 
 def data_axis_size(trainer: TrainerConfig) -> int:
-    """Into how many pieces the batch is cut."""
+    """How many shards the batch has."""
     return mesh.sizes(trainer.mesh).ways(compute_axis_mapping(trainer).get(trainer.mesh.batch_axis_name or "batch"))
 
 
 def data_ici_axis_size(trainer: TrainerConfig) -> int:
-    """Of those pieces, the ones of one slice."""
+    """How many of those shards are in one slice."""
     return mesh.sizes(trainer.mesh).shape["data"]
 
 
 def data_dcn_axis_size(trainer: TrainerConfig) -> int:
-    """Over how many slices `data` goes."""
+    """How many slices `data` spans."""
     return mesh.sizes(trainer.mesh).shape.get("data_dcn", 1)
 
 
@@ -104,7 +104,7 @@ def num_devices_per_slice(trainer: TrainerConfig) -> int:
 
 
 def microbatch_size(trainer: TrainerConfig) -> int:
-    """Rows that are computed at once, over all devices."""
+    """Rows of a microbatch, over all devices."""
     per_device = trainer.per_device_parallelism
     return _largest_batch(trainer) if per_device == -1 else per_device * data_axis_size(trainer)
 

@@ -4,9 +4,9 @@
         state = trainer.initial_state(key, model_init=lambda: config.model.build(Vocab, key=model_key))
         trainer.train(state, trainer.data_loader(dataset).iter_from_step(state.step))
 
-`loss_fn(model, *batch, key=key)` gives the mean over the rows it sees, or that and a dictionary of numbers to log. It
-becomes an `Objective`, so that microbatches, precision, sharding, skipped steps and averages are a run's own. What a
-run has beyond that (a plan, preflight, exports, token stores) is `train_lm`'s.
+`loss_fn(model, *batch, key=key)` returns the mean over the rows it sees, or that and a dictionary of numbers to log. It
+becomes an `Objective`, so that microbatches, precision, sharding, skipped steps and averages work as in a run. What a
+run has beyond that (a plan, preflight, exports, token stores) is up to `train_lm`.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ class TrainerState(eqx.Module):
 
     Attributes:
         step: steps taken.
-        model: the parameters, and what of the model is none.
-        opt_state: the optimizer's statistics.
-        training_key: random bits of the steps to come.
+        model: the parameters, and the rest of the model.
+        opt_state: the optimizer state.
+        training_key: the random key of the steps to come.
         average: an average of the parameters (`trainer.model_averaging`); None for none.
     """
 
@@ -82,12 +82,12 @@ class TrainerState(eqx.Module):
 
     @property
     def trainable_model(self) -> PyTree:
-        """The parameters; None in the place of all else."""
+        """The parameters; None in place of everything else."""
         return eqx.filter(self.model, eqx.is_inexact_array)
 
     @property
     def eval_model(self) -> PyTree:
-        """The model that is evaluated: with the average in the place of the parameters, where there is one."""
+        """The model that is evaluated: the averaged parameters if there are any."""
         return self.model if self.average is None else eqx.combine(self.average.parameters, self.model)
 
     @property
@@ -101,7 +101,7 @@ class StepInfo:
     """A step that was just taken.
 
     Attributes:
-        state: behind it.
+        state: after it.
         loss: its loss.
         step_duration: seconds it took.
     """
@@ -122,12 +122,12 @@ class StepInfo:
 
     @property
     def model(self) -> PyTree:
-        """The model behind it."""
+        """The model after it."""
         return self.state.model
 
     @property
     def opt_state(self) -> PyTree:
-        """The optimizer's statistics behind it."""
+        """The optimizer state after it."""
         return self.state.opt_state
 
     @property
@@ -138,7 +138,7 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LossFunction(Objective[PyTree, PyTree]):
-    """A script's loss function as what is minimized: the mean of what it says of the rows it is given.
+    """A script's loss function as an objective: the mean of its values over the rows it is given.
 
     Attributes:
         function: `(model, *batch, key=key)` → loss, or (loss, numbers to log).
@@ -155,7 +155,7 @@ class LossFunction(Objective[PyTree, PyTree]):
         return (Term(name=LOSS), *(Term(name=name, weight=None) for name in self.logged))
 
     def abstract_batch(self, Batch: Axis, Pos: Axis) -> PyTree:
-        raise ValueError(f"a batch of {Batch} and {Pos} is what the script's loader gives")
+        raise ValueError(f"a batch with {Batch} and {Pos} must come from the script's loader")
 
     def rows(self, batch: PyTree) -> Axis:
         found = [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf)]
@@ -171,7 +171,7 @@ class LossFunction(Objective[PyTree, PyTree]):
 
     def of(self, model: PyTree, batch: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the numbers to log, each a float32 mean over the rows."""
-        # A key of each row, as a batch's arrays have them; a part of the batch takes its first row's.
+        # One key per row, like the batch's arrays; a microbatch uses the key of its first row.
         (given, keys), rows = batch, self.rows(batch)
         found = self.function(model, *given, key=keys.take(rows, 0).array)
         loss, more = found if isinstance(found, tuple) else (found, {})
@@ -293,14 +293,14 @@ class Trainer:
     # --- hooks ---
 
     def add_hook(self, fn: Hook | None = None, *, every: int = 1) -> PyTree:
-        """Calls `fn(info)` behind every so many steps, and behind the last; without `fn` a decorator."""
+        """Calls `fn(info)` every `every` steps and after the last one; without `fn`, a decorator."""
         if fn is None:
             return lambda given: self.add_hook(given, every=every)
         self.hooks.append((fn, every))
         return fn
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
-        """Calls the hooks whose time it is; all of them where `force`."""
+        """Calls the hooks that are due; all of them if `force`."""
         for fn, every in self.hooks:
             if force or (info.step > 1 and info.step % every == 0):
                 getattr(fn, "on_step", fn)(info)
@@ -327,16 +327,16 @@ class Trainer:
         *,
         is_trainable: PyTree = True,
     ) -> TrainerState:
-        """The state before the first step: of the run's newest checkpoint, or of a model that is given or made.
+        """The state before the first step: of the run's newest checkpoint, or of a model that is passed or built.
 
         Raises:
-            ValueError: not one of `model` and `model_init` is given, or a part of the model is to be frozen.
-            CheckpointMismatchError: the run's checkpoint is of another model.
+            ValueError: not exactly one of `model` and `model_init` is passed, or a part of the model is to be frozen.
+            CheckpointMismatchError: the run's checkpoint holds another model.
         """
         if (model is None) == (model_init is None):
-            raise ValueError("initial_state: give one of model and model_init")
+            raise ValueError("initial_state: pass exactly one of model and model_init")
         if is_trainable is not True:
-            raise ValueError("is_trainable: trainer.trainable says what is trained, in `train_lm`")
+            raise ValueError("is_trainable: freeze parameters with trainer.trainable in `train_lm`")
         key = (
             jax.random.key_data(training_key)
             if jnp.issubdtype(training_key.dtype, jax.dtypes.prng_key)
@@ -348,7 +348,7 @@ class Trainer:
             parameters = self._precision.cast_to_param(eqx.filter(whole, eqx.is_inexact_array))
             return start(parameters, self.optimizer, jnp.asarray(key, jnp.uint32), self.config.model_averaging)
 
-        # What is no parameter (functions, counts) is in no checkpoint, and the same in every step.
+        # What is not a parameter (functions, counts) is in no checkpoint, and the same in every step.
         whole = model if model is not None else _without_parameters(model_init)
         self._rest = eqx.filter(
             whole, lambda x: not eqx.is_inexact_array(x) and not isinstance(x, jax.ShapeDtypeStruct)
@@ -367,11 +367,11 @@ class Trainer:
         return self._outside(with_arrays(state, {path: jax.device_put(x, placed[path]) for path, x in arrays.items()}))
 
     def train(self, state: TrainerState, train_loader: Iterable[PyTree], run_hooks: bool = True) -> StepInfo:
-        """Takes steps until there are enough, or no batches any more.
+        """Takes steps until there are enough, or the batches run out.
 
         Raises:
             ValueError: no step was taken.
-            NonFiniteError: a loss is none, where the configuration says that this ends a run.
+            NonFiniteError: a loss is not finite, and the configuration ends a run on that.
         """
         info = None
         for info in self._walk(state, train_loader, run_hooks=run_hooks):  # noqa: B007
@@ -419,7 +419,7 @@ class Trainer:
                     saver.save(state.int_step, _arrays(self._inside(state)), {"run_id": self.run_id}, force=last)
                 yield info
 
-    # --- what stands behind it ---
+    # --- internals ---
 
     @property
     def _mesh(self) -> Mesh:
@@ -472,7 +472,7 @@ class Trainer:
         )
 
     def _placed(self, batch: tuple[PyTree, ...], step: int) -> PyTree:
-        """A batch where the step wants it, with a random key of each row."""
+        """A batch with the step's shardings and a random key per row."""
         mapping, name = AxisMapping(self.compute_axis_mapping), self.config.mesh.batch_axis_name or "batch"
         Batch = next(
             leaf.resolve_axis(name)
@@ -484,14 +484,14 @@ class Trainer:
 
         def put(leaf: PyTree) -> PyTree:
             if not is_named(leaf):
-                raise ValueError(f"a batch for Trainer holds named arrays, got {type(leaf).__name__}")
+                raise ValueError(f"a batch for Trainer must hold named arrays, got {type(leaf).__name__}")
             where = NamedSharding(self._mesh, mapping.spec(axis.name for axis in leaf.axes))
             return NamedArray(jax.device_put(leaf.array, where), leaf.axes)
 
         return jax.tree.map(put, (batch, keys), is_leaf=is_named)
 
     def _step(self, batch: PyTree) -> Callable[..., PyTree]:
-        """The compiled step for batches of this form."""
+        """The compiled step for batches of this structure."""
         shapes = abstract(lambda: batch)
         known = (jax.tree.structure(shapes), *[(x.shape, x.dtype) for x in jax.tree.leaves(shapes)])
         if known not in self._steps:
@@ -517,12 +517,12 @@ class Trainer:
         recipe = StepRecipe(
             objective=dataclasses.replace(objective, logged=names),
             optimizer=self.optimizer,
-            # The rate is the optimizer's own business here; it cannot be asked for.
+            # The learning rate is inside the optimizer here and cannot be read.
             schedule=lambda step: jnp.zeros_like(step, jnp.float32),
             precision=self._precision,
             accumulation=divided.accumulation,
             bind=lambda trained, _: eqx.combine(trained, self._rest),
-            # What a model holds beside parameters has no plan; gradients are then placed with what they update.
+            # What a model holds beside parameters has no plan; gradients are then sharded like what they update.
             parameters=None if jax.tree.leaves(self._rest) else plan.parameters,
             skip_nonfinite=self.config.skip_nonfinite_steps > 0,
             averaging=self.config.model_averaging,
@@ -531,7 +531,7 @@ class Trainer:
 
 
 def _without_parameters(model_init: Callable[[], PyTree] | None) -> PyTree:
-    """A model of which nothing but its parameters is left out; those are not even made."""
+    """A model without its parameters, which are never materialized."""
     assert model_init is not None
     shapes = eqx.filter_eval_shape(model_init)
     held = eqx.filter(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact))
@@ -542,7 +542,7 @@ def _without_parameters(model_init: Callable[[], PyTree] | None) -> PyTree:
 
 
 def _refuse_asking(optimizer_state: PyTree) -> None:
-    """Refuses optimizers that ask things of a step that only their configuration knows.
+    """Refuses optimizers that need things from a step that only their configuration knows.
 
     Raises:
         ValueError: it is one of them.
@@ -550,7 +550,7 @@ def _refuse_asking(optimizer_state: PyTree) -> None:
     kinds = (Recent, Curved)
     found = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, kinds))
     if any(isinstance(node, kinds) for node in found):
-        raise ValueError("Trainer: skip_bad_steps and sophia-h are part of a run's step: `train_lm` trains with them")
+        raise ValueError("Trainer: skip_bad_steps and sophia-h need the step of a run: use `train_lm`")
 
 
 def _loss_of(found: PyTree) -> jax.Array:

@@ -53,7 +53,7 @@ def test_attention_over_axes_of_any_name_is_the_formula(how):
         attended(q, k, v, lower),
         atol=1e-5,
     )
-    with pytest.raises(ValueError, match="dropout: attention here has none"):
+    with pytest.raises(ValueError, match="dropout: not supported by attention here"):
         flash_attention(QPos, KPos, Key, *named, inference=False, dropout=0.5)
 
 

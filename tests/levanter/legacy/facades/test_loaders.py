@@ -69,7 +69,7 @@ def test_batches_that_do_not_divide(mesh):
     assert np.asarray(batch["id"]).tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
     with pytest.raises(ValueError, match="no examples"):
         DataLoader(ListAsyncDataset([]), 4, mesh=mesh, axis_resources=MAPPING)
-    with pytest.raises(ValueError, match="give it a mesh"):
+    with pytest.raises(ValueError, match="pass it a mesh"):
         DataLoader(data, 4)
 
 

@@ -89,7 +89,7 @@ def test_what_is_not_there_is_named(tmp_path):
         load_checkpoint({"a": 1.0}, tmp_path / "c" / "none", discover_latest=False)
     with pytest.raises(ValueError, match="no arrays"):
         save_checkpoint({"f": jax.nn.relu}, 0, tmp_path / "d")
-    with pytest.raises(ValueError, match="step, checkpoint_path must be given"):
+    with pytest.raises(ValueError, match="missing step, checkpoint_path"):
         save_checkpoint({"a": 1})
 
 

@@ -24,9 +24,9 @@ def test_rows_of_each_step_are_those_that_were_summed_up():
 
 @pytest.mark.parametrize("stages", [[], [ScheduleStep(1, 4)], [ScheduleStep(0, 4), ScheduleStep(0, 5)]])
 def test_schedules_that_are_none(stages):
-    with pytest.raises(ValueError, match="in ascending order from step 0"):
+    with pytest.raises(ValueError, match="in ascending order starting at step 0"):
         OldBatchSchedule(stages)
     with pytest.raises(ValueError, match="value"):
         ScheduleStep(0, 0)
-    with pytest.raises(ValueError, match="lies before the schedule"):
+    with pytest.raises(ValueError, match="is before the start of the schedule"):
         value_at_step([ScheduleStep(2, 1)], 1)

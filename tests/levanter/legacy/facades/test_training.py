@@ -114,7 +114,7 @@ def test_what_a_step_must_know_is_refused(tmp_path, devices):
     del devices
     for optimizer in (AdamConfig(skip_bad_steps=True), SophiaHConfig()):
         trainer = Trainer(config(tmp_path), optimizer.build(3), squared)
-        with pytest.raises(ValueError, match="`train_lm` trains with them"):
+        with pytest.raises(ValueError, match="need the step of a run"):
             trainer.initial_state(jax.random.PRNGKey(0), model=made())
     trainer = Trainer(config(tmp_path), optax.sgd(RATE), squared)
     with pytest.raises(ValueError, match="one of model and model_init"):
