@@ -3,9 +3,9 @@
     python -m levanter.infra.launch …        TPU VMs through gcloud; `local`; `slurm`
     python -m levanter.infra.ray_run …       one actor per host of a slice on a Ray cluster
 
-Words. *pod*: the slices that one run has, by one name. *slice*: an ICI domain of many hosts. *host* (of a TPU VM:
+Terms. *pod*: the slices of one run, under one name. *slice*: an ICI domain of many hosts. *host* (of a TPU VM:
 *worker*): one process with its chips. *attempt*: one start of the command on all hosts; a preemption ends an attempt,
-and another one follows. *gang*: the processes of an attempt, which start together and end together.
+and another follows. *gang*: the processes of an attempt, which start and end together.
 
 This room runs on a laptop: it never imports JAX, and preflight is a subprocess (`planfirst`).
 """

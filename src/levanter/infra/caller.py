@@ -14,11 +14,11 @@ _KEPT_LINES = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Called:
-    """What a program came to.
+    """The outcome of a program.
 
     Attributes:
         code: its exit code.
-        text: its output (captured: all of it; shown: the last lines), standard error among it.
+        text: its output, standard error included (captured: all of it; shown: the last lines).
     """
 
     code: int
@@ -26,11 +26,11 @@ class Called:
 
 
 class Caller:
-    """Starts programs by their names on PATH.
+    """Starts programs found on PATH.
 
     Args:
         console: where lines are shown.
-        hints: program → what to say where it is not installed.
+        hints: program → what to print if it is not installed.
     """
 
     def __init__(self, console: Console, hints: dict[str, str] | None = None):
@@ -40,7 +40,7 @@ class Caller:
         self._lock = threading.Lock()
 
     def capture(self, command: Sequence[str]) -> Called:
-        """Runs a program to its end without showing anything."""
+        """Runs a program to completion without showing anything."""
         with self._started(command) as process:
             text, _ = process.communicate()
         return Called(code=process.returncode, text=text)
@@ -50,7 +50,7 @@ class Caller:
 
         Args:
             prefix: put before each line.
-            hide: how lines begin that are not shown.
+            hide: prefixes of lines that are not shown.
         """
         kept: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         with self._started(command) as process:
@@ -63,7 +63,7 @@ class Caller:
         return Called(code=process.returncode, text="".join(kept))
 
     def stop(self) -> None:
-        """Ends what is running."""
+        """Terminates what is running."""
         with self._lock:
             running = list(self._running)
         for process in running:
@@ -95,7 +95,7 @@ class Caller:
 
 
 class _Running:
-    """A process that is ended when its block is left early."""
+    """A process that is terminated when its block is left early."""
 
     def __init__(self, process: subprocess.Popen, caller: Caller):
         self._process, self._caller = process, caller

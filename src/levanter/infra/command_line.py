@@ -1,7 +1,7 @@
-"""The launcher's command line: flags with either `_` or `-`, the run's own command after `--`, defaults from a file.
+"""The launcher's command line: flags with `_` or `-`, the run's own command after `--`, defaults from a file.
 
-`.levanter.yaml` in the working folder, or else in the home folder, holds defaults of the flags under their names
-(`zone: us-central2-b`) and variables of the run under `env`. What is on the command line wins.
+`.levanter.yaml` in the working folder, or else in the home folder, holds defaults of the flags by name
+(`zone: us-central2-b`) and environment variables of the run under `env`. The command line wins.
 """
 
 import argparse
@@ -30,10 +30,10 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self.add_argument("-h", "--help", action="help", help="this text")
+        self.add_argument("-h", "--help", action="help", help="show this text")
 
     def flag(self, *names: str, **keywords: Any) -> None:
-        """Adds a flag under all its spellings, with `_` and with `-`."""
+        """Adds a flag in all its spellings, with `_` and with `-`."""
         spelled = [name for name in names for name in dict.fromkeys((name, _dashed(name)))]
         shown = [name for name in spelled if name in names]
         action = self.add_argument(*shown, **keywords)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
                     f"unknown flag {flag}{did_you_mean(flag.replace('-', '_').replace('__', '--', 1), known)}"
                 )
             elif not before.startswith("-"):
-                problems.append(f"{word!r} is no flag; the run's own command comes after `--`")
+                problems.append(f"{word!r} is not a flag; put the run's own command after `--`")
                 break
         raise UsageError("\n".join([*problems, f"{self.prog} --help lists the flags"]))
 
@@ -78,7 +78,7 @@ def _truth(text: str) -> bool:
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The launcher's own words, and those after the first `--`."""
+    """The launcher's own arguments, and those after the first `--`."""
     words = list(argv)
     if "--" not in words:
         return words, ()
@@ -87,10 +87,10 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def settings(*, folder: Path, home: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The defaults of flags, and the variables, of the nearest `.levanter.yaml`; both empty where there is none.
+    """The flag defaults and the variables of the nearest `.levanter.yaml`; both empty if there is none.
 
     Raises:
-        UsageError: the file cannot be read, or is no mapping.
+        UsageError: the file cannot be read, or is not a mapping.
     """
     path = next((place / SETTINGS for place in (folder, home) if (place / SETTINGS).is_file()), None)
     if path is None:

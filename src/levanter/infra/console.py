@@ -1,4 +1,4 @@
-"""What a launcher says: its own lines on standard error, the processes' lines on standard output, without secrets."""
+"""What a launcher prints: its own lines on standard error, the processes' lines on standard output, no secrets."""
 
 import sys
 import threading
@@ -9,10 +9,10 @@ _SHORTEST_SECRET = 6
 
 
 class Console:
-    """Lines for a person, whole even when several threads write.
+    """Lines for a person, never interleaved even when several threads write.
 
     Args:
-        secrets: texts that are shown as `***` wherever they turn up; short ones are left, they would hide words.
+        secrets: texts shown as `***` wherever they turn up; short ones are left alone, they would mask ordinary words.
     """
 
     def __init__(self, secrets: Collection[str] = ()):
@@ -20,20 +20,20 @@ class Console:
         self._lock = threading.Lock()
 
     def clean(self, text: str) -> str:
-        """The text with every secret hidden."""
+        """The text with every secret masked."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         return text
 
     def say(self, text: str) -> None:
-        """The launcher's own words, on standard error."""
+        """Prints a line of the launcher on standard error."""
         with self._lock:
             for line in self.clean(text).splitlines() or [""]:
                 sys.stderr.write(f"launch: {line}\n")
             sys.stderr.flush()
 
     def show(self, text: str, *, prefix: str = "") -> None:
-        """What was asked for, or a line of a process, on standard output."""
+        """Prints a result, or a line of a process, on standard output."""
         with self._lock:
             for line in self.clean(text).splitlines() or [""]:
                 sys.stdout.write(f"{prefix}{line}\n")

@@ -1,4 +1,4 @@
-"""What a launch would do, as text: every command in its order, and the scripts that travel."""
+"""What a launch would do, as text: every command in order, and the scripts that are copied."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ def text(
     autodelete: bool,
     retries: int,
 ) -> str:
-    """The steps of a launch; values of variables are left out, their names are there.
+    """The steps of a launch; variables are shown by name, without their values.
 
     Args:
-        plan: the preflight's words; None: it is not asked.
-        source: the archive's name; None: none travels.
+        plan: the preflight's command; None: no preflight.
+        source: the archive's name; None: none is copied.
         follow: whether the launcher stays until the end.
-        autodelete: whether the pod is deleted then.
+        autodelete: whether the pod is then deleted.
         retries: attempts after a preemption.
     """
     names = ", ".join(sorted(environment.values))
@@ -36,10 +36,12 @@ def text(
     if plan is not None:
         steps.append(("plan: exit code 3 (does not fit) ends the launch here", [tuple(plan)]))
     ready = "ACTIVE" if pod.queued else "READY"
-    steps.append(("is there one of this name? it is taken, or deleted if it was preempted", [gcloud.state(pod)]))
-    steps.append(("create; without capacity again, after 30 s, 60 s, …, 10 min", [gcloud.create(pod)]))
+    steps.append(("does it exist? reuse it, or delete it if it was preempted", [gcloud.state(pod)]))
+    steps.append(("create; without capacity retry after 30 s, 60 s, …, 10 min", [gcloud.create(pod)]))
     steps.append((f"wait until it is {ready}", [gcloud.state(pod)]))
-    steps.append(("a folder on every host", [gcloud.ssh(pod, node, f"mkdir -p -m 700 {FOLDER}") for node in pod.nodes]))
+    steps.append(
+        ("make a folder on every host", [gcloud.ssh(pod, node, f"mkdir -p -m 700 {FOLDER}") for node in pod.nodes])
+    )
     steps.append(
         (
             f"copy setup.sh, worker.sh{f', {source}' if source else ''} and environment (mode 600: {names})",
@@ -53,7 +55,7 @@ def text(
         labels = [f"{index}/" if pod.slices > 1 else "" for index in range(pod.slices)]
         steps.append(
             (
-                "run, and show what the hosts print" if follow else "start",
+                "run, and show the hosts' output" if follow else "start",
                 [
                     gcloud.ssh(pod, node, remote.worker_call(1, label, verb=verb))
                     for node, label in zip(pod.nodes, labels, strict=True)
@@ -61,7 +63,7 @@ def text(
             )
         )
         if follow:
-            end.append(("after a preemption, and then everything again from `create`, at most "
+            end.append(("after a preemption, then start over from `create`, at most "
                         f"{retries} times", [gcloud.delete(pod)]))  # fmt: skip
     if autodelete and follow:
         end.append(("at the end", [gcloud.delete(pod)]))

@@ -1,7 +1,7 @@
-"""The environment of a run, and how it travels: in a file that only its owner can read, never on a command line.
+"""The environment of a run, and how it gets there: in a file that only its owner can read, never on a command line.
 
 One `NAME=value` a line, as `docker run --env-file` reads it. The file is copied to each host by scp; the script there
-reads it line by line, so that nothing in it is ever evaluated.
+reads it line by line and evaluates nothing in it.
 """
 
 import os
@@ -14,7 +14,7 @@ from levanter.infra.errors import UsageError
 
 FORWARDED = ("WANDB_API_KEY", "WANDB_ENTITY", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_MODE", "HF_TOKEN",
              "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")  # fmt: skip
-"""Variables that go along where they are set here, without being asked for."""
+"""Variables that are forwarded without being asked for, if they are set here."""
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|COOKIE|SESSION", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|github_pat_|AKIA|ya29\.|eyJ)")
@@ -27,14 +27,14 @@ class Environment:
 
     Attributes:
         values: name → value.
-        forwarded: names that were taken from here without being asked for.
+        forwarded: names that were forwarded without being asked for.
     """
 
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
     forwarded: tuple[str, ...] = ()
 
     def secrets(self) -> tuple[str, ...]:
-        """The values that are shown nowhere: by the name of the variable, or by how such values begin."""
+        """The values that are never shown, recognized by the variable's name or the value's prefix."""
         return tuple(
             value
             for name, value in self.values.items()
@@ -42,7 +42,7 @@ class Environment:
         )
 
     def with_values(self, values: Mapping[str, str]) -> "Environment":
-        """The environment with more variables, which win."""
+        """The environment with more variables, which take precedence."""
         return Environment(values={**self.values, **values}, forwarded=self.forwarded)
 
     def text(self) -> str:
@@ -50,7 +50,7 @@ class Environment:
         return "".join(f"{name}={value}\n" for name, value in sorted(self.values.items()))
 
     def write(self, path: Path) -> None:
-        """Writes the file so that it is never readable by anybody else, not even for a moment."""
+        """Writes the file so that nobody else can ever read it, not even for a moment."""
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -71,11 +71,11 @@ def collect(
     Args:
         pairs: `-e NAME=value`, `-e NAME value`, or `-e NAME` (its value here).
         files: files of `NAME=value` lines; `#` begins a comment line, `export ` and quotes around a value are dropped.
-        here: this process' environment.
+        here: this process's environment.
         defaults: values of a settings file.
 
     Raises:
-        UsageError: with everything that cannot be understood; values are not shown.
+        UsageError: lists everything that cannot be parsed; values are not shown.
     """
     problems: list[str] = []
     forwarded = {name: here[name] for name in FORWARDED if here.get(name)}
@@ -85,16 +85,16 @@ def collect(
     for pair in pairs:
         name, equals, value = pair[0].partition("=")
         if len(pair) > 2 or (len(pair) == 2 and equals):
-            problems.append(f"-e {name}: takes NAME=value, NAME value, or NAME alone (its value here)")
+            problems.append(f"-e {name}: expected NAME=value, NAME value, or NAME alone (its value here)")
         elif not equals and len(pair) == 1 and name not in here:
             problems.append(f"-e {name}: is not set here; give its value in a file (--env_file)")
         else:
             values[name] = pair[1] if len(pair) == 2 else value if equals else here[name]
     for name, value in values.items():
         if not _NAME.fullmatch(name):
-            problems.append(f"{name!r} is no name of an environment variable")
+            problems.append(f"{name!r} is not a valid name of an environment variable")
         if "\n" in value or "\0" in value:
-            problems.append(f"{name}: its value has a line break, which an environment file cannot carry")
+            problems.append(f"{name}: its value has a line break, which an environment file cannot hold")
     if problems:
         raise UsageError("\n".join(problems))
     return Environment(

@@ -1,4 +1,4 @@
-"""What goes wrong while launching, and the exit codes a script sees (those of every entry point)."""
+"""Errors of launching, and the exit codes a script sees (those of every entry point)."""
 
 OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTED, INTERRUPTED = (
     0,
@@ -13,10 +13,10 @@ OK, INTERNAL_ERROR, BAD_INPUT, DOES_NOT_FIT, COMPILER_CRASH, PEER_LOST, PREEMPTE
 
 
 class LaunchError(ValueError):
-    """A launch cannot go on; the message is for the user.
+    """A launch cannot continue; the message is for the user.
 
     Attributes:
-        exit_code: what the launcher ends with.
+        exit_code: the launcher's exit code.
     """
 
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT):

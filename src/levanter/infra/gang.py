@@ -1,7 +1,7 @@
-"""A gang: one process on each host of some slices, started together and judged together.
+"""A gang: one process on each host of some slices, started together and judged as one.
 
-Where the hosts come from is a `Cluster`; a gang only knows how to start processes on them, show what they print, and
-tell what the attempt came to. `run_gang` does it again while that may help.
+A `Cluster` provides the hosts; a gang only starts processes on them, shows their output, and judges the outcome of the
+attempt. `run_gang` repeats it while that may help.
 """
 
 import collections
@@ -19,7 +19,7 @@ _TAIL = 40
 
 
 class HostGone(Exception):
-    """A host does not answer and will not come back."""
+    """A host no longer responds and will not come back."""
 
 
 class GangMember(Protocol):
@@ -33,41 +33,41 @@ class GangMember(Protocol):
         ...
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
-        """Starts the command here; `grace` is how many seconds a stopped one has to end by itself."""
+        """Starts the command here; once stopped, it has `grace` seconds to exit by itself."""
         ...
 
     def news(self) -> News:
-        """What has come since the last call: output, and the exit status once there is one."""
+        """News since the last call: output, and the exit status once there is one."""
         ...
 
     def stop(self) -> None:
-        """Stops the command, if it still runs."""
+        """Stops the command if it is still running."""
         ...
 
 
 class Cluster(Protocol):
-    """Where hosts come from."""
+    """A provider of hosts."""
 
     def acquire(self) -> Sequence[GangMember]:
-        """The hosts of all slices, slice by slice, each slice by its hosts' numbers."""
+        """The hosts of all slices, slice by slice, each ordered by host number."""
         ...
 
     def release(self, members: Sequence[GangMember]) -> None:
-        """Gives the hosts back."""
+        """Releases the hosts."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangRun:
-    """What a gang runs, and how patiently.
+    """What a gang runs, and its timeouts.
 
     Attributes:
-        command: the words of each process.
-        environment: what all have.
+        command: the arguments of each process.
+        environment: variables of every process.
         restarts: further attempts after a lost host or a preemption.
-        settle: seconds that the others have to end by themselves once one has; what was first in cause shows then.
+        settle: seconds that the others have to end by themselves once one has ended; that reveals the root cause.
         grace: seconds from SIGTERM to SIGKILL for those that do not.
-        poll: seconds between looks.
+        poll: polling interval in seconds.
     """
 
     command: tuple[str, ...]
@@ -81,10 +81,10 @@ class GangRun:
 def run_gang(
     run: GangRun, cluster: Cluster, console: Console, *, sleep: Callable[[float], None] = time.sleep
 ) -> Judgement:
-    """Runs the command on a gang, again after what is worth another start; says how it went.
+    """Runs the command on a gang, restarts it where that may help, and reports the outcome.
 
     Raises:
-        LaunchError: no hosts can be had.
+        LaunchError: no hosts are available.
     """
     for attempt in range(1, run.restarts + 2):
         members = cluster.acquire()
@@ -95,7 +95,7 @@ def run_gang(
             cluster.release(members)
         left = run.restarts + 1 - attempt
         if judgement.again and left:
-            console.say(f"attempt {attempt}: {judgement}; starting again, {left} attempts are left")
+            console.say(f"attempt {attempt}: {judgement}; restarting, {left} attempts left")
             continue
         if judgement.again:
             console.say(f"attempt {attempt}: {judgement}; giving up, {run.restarts} restarts were allowed (--restarts)")
@@ -147,7 +147,7 @@ def _attempt(
         for index, member in enumerate(members):
             if index not in ended:
                 reached(index, member.stop)
-        # The chips are free once all have ended, and only then another attempt can have them.
+        # The chips are free once all have ended; only then can another attempt use them.
         deadline = time.monotonic() + run.grace + 2.0
         while len(ended) < len(members) and time.monotonic() < deadline:
             for index in range(len(members)):
@@ -158,7 +158,7 @@ def _attempt(
     cause = judgement.cause
     if cause is not None and not judgement.again:
         tail = tails[cause.process]
-        console.say(f"{cause}; the last it printed:" if tail else f"{cause}, and it printed nothing")
+        console.say(f"{cause}; its last output:" if tail else f"{cause}; it printed nothing")
         for line in tail:
             console.say(f"    {line}")
     return judgement

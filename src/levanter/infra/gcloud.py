@@ -1,4 +1,4 @@
-"""The gcloud commands of a pod, as word lists: pure functions, so that a dry run prints what a run does.
+"""The gcloud commands of a pod, as argument lists: pure functions, so that a dry run prints what a run does.
 
 Written against the reference of Google Cloud SDK 528 (`gcloud compute tpus tpu-vm`, `gcloud compute tpus
 queued-resources`). A slice is one TPU VM; a queued resource of several slices makes `NAME-0`, `NAME-1`, ….
@@ -64,7 +64,7 @@ def node_state(pod: Pod, node: str) -> Command:
 
 
 def reasons(pod: Pod) -> Command:
-    """Prints all that is said about the state of a queued request."""
+    """Prints everything known about the state of a queued request."""
     return (*_QUEUED, "describe", pod.name, *_where(pod), "--format=yaml(state)")
 
 
@@ -114,7 +114,7 @@ def _optional(flag: str, value: str | None) -> Command:
 
 
 def _kind(pod: Pod) -> Command:
-    """By the size's name where that says the topology too, else by family and topology."""
+    """By the size's name if that implies the topology, else by family and topology."""
     accelerator = pod.accelerator
     family = accelerator.generation
     if accelerator.topology == default_topologies(family).get(accelerator.chips_per_slice):

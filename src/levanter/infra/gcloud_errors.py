@@ -1,8 +1,8 @@
-"""What gcloud's errors mean: which are worth another try, and which want a person.
+"""What gcloud's errors mean: which are worth a retry, and which need a person.
 
 *capacity*: Google has no such chips free now; *transient*: a hiccup or a rate limit of the API; *preempted*: the VM was
-taken back; *ssh*: a host could not be reached; *not_found*, *exists*: about the name. *quota* is not retried: asking
-again does not raise it. Everything else is *other* and shown whole.
+reclaimed; *ssh*: a host could not be reached; *not_found*, *exists*: about the name. *quota* is not retried: asking
+again does not raise it. Everything else is *other* and shown in full.
 
 The texts are those that Google's API and gcloud print, as users have published them.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 Meaning = Literal["capacity", "quota", "transient", "preempted", "ssh", "not_found", "exists", "other"]
 
 _PATTERNS: tuple[tuple[Meaning, re.Pattern[str]], ...] = (
-    # A limit on requests a minute is worded as a quota too, and passes by itself.
+    # A per-minute request limit is worded as a quota too, but passes by itself.
     ("transient", re.compile(r"requests per minute|RATE_LIMIT_EXCEEDED|rateLimitExceeded", re.I)),
     (
         "transient",
@@ -51,7 +51,7 @@ _WORKER_CODE = re.compile(r"Command execution on worker (\d+) failed with exit s
 
 
 def meaning_of(text: str) -> Meaning:
-    """What an error's text means; the first of the patterns, in their order, that it has."""
+    """What an error's text means: the first pattern that matches it, in order."""
     for meaning, pattern in _PATTERNS:
         if pattern.search(text):
             return meaning

@@ -1,8 +1,8 @@
-"""Runs a command that must not outlive whoever started it: `python -m levanter.infra.guard COMMAND …`.
+"""Runs a command that must not outlive its parent: `python -m levanter.infra.guard COMMAND …`.
 
-The starter holds the other end of standard input. When that closes, because the starter let go of it or was killed, the
-command and all that it started are ended: first SIGTERM, after some seconds SIGKILL. A process that stayed behind would
-hold the chips of its host. Everything else is as if the command had been started alone: its output, its exit code.
+The parent holds the other end of standard input. When that closes, because the parent closed it or was killed, the
+command and everything it started are terminated: SIGTERM first, SIGKILL some seconds later. A leftover process would
+hold the chips of its host. Otherwise it is as if the command had been started directly: its output, its exit code.
 """
 
 import os
@@ -42,7 +42,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signalled(received))
     code = process.wait()
-    # What it started in turn, such as data workers, ends with it.
+    # Its children, such as data workers, end with it.
     signalled(signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

@@ -1,4 +1,4 @@
-"""One host of a gang: starts a process there, passes its lines on, and ends it. Ray makes an actor of it."""
+"""One host of a gang: starts a process there, forwards its output, and ends it. Ray makes it an actor."""
 
 import collections
 import os
@@ -17,11 +17,11 @@ _MOST_LINES = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What has happened on a host since it was last asked.
+    """What has happened on a host since the last poll.
 
     Attributes:
         lines: what the process printed.
-        code: its exit code, once it has ended and all its lines are told.
+        code: its exit code, once it has ended and all its lines have been reported.
     """
 
     lines: tuple[str, ...]
@@ -32,7 +32,7 @@ class Host:
     """A host with at most one process.
 
     Args:
-        address: the host's address as the others reach it.
+        address: the address at which the others reach the host.
     """
 
     def __init__(self, address: str):
@@ -42,7 +42,7 @@ class Host:
         self._reader: threading.Thread | None = None
 
     def coordinator(self) -> str:
-        """An address at which process 0 of a gang can listen, if it is on this host."""
+        """An address at which process 0 of a gang can listen if it runs on this host."""
         return f"{self._address}:{free_port('')}"
 
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Host:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
         """Starts the process; `python` is the one that runs here."""
-        assert self._process is None, "one process a host"
+        assert self._process is None, "one process per host"
         words = [sys.executable, *command[1:]] if command[0] in ("python", "python3") else list(command)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "levanter.infra.guard", *words],
@@ -72,12 +72,12 @@ class Host:
                 self._lines.append(line.rstrip("\n"))
 
     def news(self) -> News:
-        """What has happened since it was last asked."""
+        """What has happened since the last poll."""
         process, reader = self._process, self._reader
-        assert process is not None and reader is not None, "started before it is asked"
+        assert process is not None and reader is not None, "polled before it was started"
         code = process.poll()
         if code is not None:
-            # Something it left behind may hold its output open; that is not waited for.
+            # A leftover child may hold its output open; we do not wait for it.
             reader.join(timeout=2.0)
             self.stop()
         lines = []
@@ -86,6 +86,6 @@ class Host:
         return News(lines=tuple(lines), code=code)
 
     def stop(self) -> None:
-        """Lets go of the process, which its guard then ends."""
+        """Releases the process, which its guard then ends."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()

@@ -3,8 +3,8 @@
     python -m levanter.infra.launch --tpu_name books --tpu_type v4-256 --zone us-central2-b -- \\
         python -m levanter.main.eval_careless_lm --config_path config/memorization/llama3.1_405b_v4-256.yaml
 
-The pod is planned first (`planfirst`), then acquired, prepared, run and watched (`tpu_vm`); `--dry_run` prints every
-command of that instead. `HELP` lists what else there is.
+The run is planned first (`planfirst`); then the pod is created, set up, run and followed (`tpu_vm`). `--dry_run` prints
+every command instead. `HELP` lists the other commands.
 """
 
 import os
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shell(run: Callable[[], int]) -> int:
-    """Calls `run`, and turns what happens into an exit code; errors of the user are shown without a traceback."""
+    """Calls `run` and turns the outcome into an exit code; user errors are shown without a traceback."""
     try:
         code = run()
         return INTERNAL_ERROR if output_is_lost() else code
@@ -68,7 +68,7 @@ def shell(run: Callable[[], int]) -> int:
 def _main(argv: Sequence[str]) -> int:
     own, command = split_command(argv)
     if not own and not command:
-        raise UsageError(f"nothing is asked for\n\n{HELP}")
+        raise UsageError(f"no command given\n\n{HELP}")
     if own and own[0] in ("-h", "--help"):
         sys.stdout.write(HELP)
         return OK
@@ -95,15 +95,17 @@ def _environment(asked: Namespace, variables: Mapping[str, str]) -> Environment:
 
 
 def no_secrets_in(command: Sequence[str], environment: Environment) -> None:
-    """A command is shown and logged by everybody; a value that is secret has no place in it."""
+    """Command lines are shown and logged everywhere; a secret value has no place in them."""
     console = Console(environment.secrets())
     if any(console.clean(word) != word for word in command):
-        raise UsageError("the run's command has the value of a secret in it; it gets the variable without being told")
+        raise UsageError(
+            "the run's command contains the value of a secret; the variable is forwarded anyway, leave the value out"
+        )
 
 
 def _pod(asked: Namespace) -> Pod:
     if asked.image and asked.setup != "pip":
-        raise UsageError(f"--image and --setup {asked.setup}: one of them")
+        raise UsageError(f"--image and --setup {asked.setup} exclude each other; give one of them")
     return pod_of(
         tpu=asked.tpu_type,
         name=asked.tpu_name,
@@ -135,7 +137,7 @@ def _run_id(asked: Namespace) -> str:
 
 def _tpu(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, str], *, only_create: bool = False) -> int:
     if only_create and command:
-        raise UsageError("create takes no command; without `create` the command is run too")
+        raise UsageError("create takes no command; leave out `create` to run the command as well")
     if not only_create and not command:
         raise UsageError("what to run comes after `--`, e.g. -- python -m levanter.main.eval_lm --config_path …")
     pod, run = _pod(asked), _run_id(asked)
@@ -185,17 +187,17 @@ def _tpu(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, str
 def _watched(asked: Namespace, launcher: TpuVmLauncher, command: tuple[str, ...]) -> int:
     pod, console = launcher.pod, launcher.console
     words = f"delete --tpu_name {pod.name} --zone {pod.zone}{' --queued' if pod.queued else ''}"
-    exists = f"{pod.name} is there, and billed, until: python -m levanter.infra.launch {words}"
+    exists = f"{pod.name} exists and is billed until: python -m levanter.infra.launch {words}"
     try:
         if not command:
             launcher.acquire()
             if not launcher.prepare():
-                raise LaunchError(f"{pod.name} was taken back while its hosts were prepared")
+                raise LaunchError(f"{pod.name} was preempted while its hosts were being set up")
             console.say(exists)
             return OK
         judgement = launcher.run(follow=asked.foreground)
     except KeyboardInterrupt:
-        console.say(f"interrupted; what runs on the hosts goes on (`logs` shows it). {exists}")
+        console.say(f"interrupted; the run continues on the hosts (`logs` shows it). {exists}")
         raise
     except LaunchError:
         console.say(exists)
@@ -228,7 +230,7 @@ def _stage(staged: Path, remote: Remote, environment: Environment, *, tree: Path
 def _exec(asked: Namespace, command: tuple[str, ...]) -> int:
     if not command:
         raise UsageError("what to run on every host comes after `--`, e.g. -- uptime")
-    # One word is a shell's line, with its pipes and wildcards; several are words.
+    # One word is a shell command line, with its pipes and wildcards; several are an argument list.
     return _on_each_node(asked, command[0] if len(command) == 1 else shlex.join(command))
 
 
@@ -239,7 +241,7 @@ def _logs(asked: Namespace, _: tuple[str, ...]) -> int:
 
 
 def _on_each_node(asked: Namespace, words: str) -> int:
-    # What the slices are made of does not matter here, only how many there are.
+    # The kind of slices does not matter here, only their number.
     asked.tpu_type = asked.tpu_type or "v4-8"
     pod = _pod(Namespace(**{**vars(parser_of("tpu").parse_args([])), **vars(asked)}))
     commands = [gcloud.ssh(pod, node, words) for node in pod.nodes]
@@ -260,7 +262,7 @@ def _delete(asked: Namespace, _: tuple[str, ...]) -> int:
     missing = [f"--{flag} is missing" for flag in ("tpu_name", "zone") if not getattr(asked, flag)]
     if missing:
         raise UsageError("\n".join(missing))
-    # What it was made of does not matter for its end.
+    # Its kind does not matter for deleting it.
     pod = pod_of(tpu="v4-8", name=asked.tpu_name, zone=asked.zone, project=asked.project, queued=bool(asked.queued))
     return _call_all(asked, [gcloud.delete(pod)])
 
@@ -280,7 +282,7 @@ def _local(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, s
     if not command:
         raise UsageError("what to run comes after `--`, e.g. -- python -m levanter.main.eval_lm --config_path …")
     if asked.processes < 1:
-        raise UsageError(f"--processes {asked.processes}: at least one")
+        raise UsageError(f"--processes {asked.processes}: must be at least 1")
     asked_for = _environment(asked, variables)
     environment = {**os.environ, **asked_for.values}
     if asked.cpu_devices:
@@ -322,14 +324,14 @@ def _slurm(asked: Namespace, command: tuple[str, ...], variables: Mapping[str, s
         environment.write(environment_path)
         console.say(f"{environment_path} (mode 600): {', '.join(sorted(environment.values))}")
     script_path.write_text(script, encoding="utf-8")
-    console.say(f"{script_path} is written" + ("" if asked.submit else f"; submit it: sbatch {script_path}"))
+    console.say(f"wrote {script_path}" + ("" if asked.submit else f"; submit it: sbatch {script_path}"))
     if not asked.submit:
         return OK
-    return Caller(console, {"sbatch": "this is no Slurm login node"}).show(("sbatch", str(script_path))).code
+    return Caller(console, {"sbatch": "this is not a Slurm login node"}).show(("sbatch", str(script_path))).code
 
 
 def as_program(run: Callable[[], int]) -> NoReturn:
-    """Ends this program with what `run` returns; SIGTERM ends it as Ctrl-C does, so that nothing is left behind."""
+    """Exits with what `run` returns; SIGTERM is handled like Ctrl-C, so that nothing is left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run())
 

@@ -1,8 +1,8 @@
-"""How the processes of an attempt ended, and what that says: done, refused, failed, or worth another start.
+"""How the processes of an attempt ended, and what that means: done, refused, failed, or worth a restart.
 
-A gang's processes pull each other down: one that ends with an error leaves the others without a peer, and these end
-with 5, with a signal of the runtime, or with an error of a collective. `judge` looks for the one that was first in
-cause, not the one that was first in time.
+A gang's processes take each other down: one that ends with an error leaves the others without a peer, and these end
+with 5, with a signal of the runtime, or with an error of a collective. `judge` looks for the root cause, not for the
+one that ended first.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ MEANINGS = {
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV",
             15: "SIGTERM"}  # fmt: skip
 _FROM_OUTSIDE = (1, 9, 15)
-"""Signals that a process is sent when its host goes away or somebody ends it."""
+"""Signals that a process receives when its host goes away or somebody kills it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Outcome:
 
     Attributes:
         process: its number in the job.
-        code: its exit code; a signal as −n or 128 + n; None where its host is gone.
+        code: its exit code; a signal as −n or 128 + n; None if its host is gone.
         where: the host, for messages.
     """
 
@@ -62,22 +62,22 @@ class Outcome:
         if self.code is None:
             return f"process {self.process}{where}: the host is gone"
         if self.signal is not None:
-            return f"process {self.process}{where}: ended by {_SIGNALS.get(self.signal, f'signal {self.signal}')}"
+            return f"process {self.process}{where}: killed by {_SIGNALS.get(self.signal, f'signal {self.signal}')}"
         meaning = MEANINGS.get(self.code, "failed")
         return f"process {self.process}{where}: exit code {self.code} ({meaning})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What an attempt came to.
+    """The outcome of an attempt.
 
     Attributes:
-        kind: `done`; `refused` (bad input, does not fit: the same words would be refused again); `failed` (an error of
-            the program); `lost` (a host, a process or a peer went away); `preempted` (it saved and can go on);
+        kind: `done`; `refused` (bad input, does not fit: the same command would be refused again); `failed` (an error
+            of the program); `lost` (a host, a process or a peer went away); `preempted` (it saved and can resume);
             `interrupted`.
-        exit_code: what a launcher ends with if it stops here.
-        cause: the process that was first in cause; None for `done`, and where it was no process.
-        reason: what happened, where it was no process.
+        exit_code: the launcher's exit code if it stops here.
+        cause: the process that is the root cause; None for `done`, and if it was not a process.
+        reason: what happened, if the cause was not a process.
     """
 
     kind: Literal["done", "refused", "failed", "lost", "preempted", "interrupted"]
@@ -87,7 +87,7 @@ class Judgement:
 
     @property
     def again(self) -> bool:
-        """Whether another start may end better."""
+        """Whether a restart may end better."""
         return self.kind in ("lost", "preempted")
 
     def __str__(self) -> str:
@@ -95,11 +95,11 @@ class Judgement:
 
 
 def judge(outcomes: Sequence[Outcome]) -> Judgement:
-    """What the ends of all processes of an attempt mean together.
+    """Combines the exits of all processes of an attempt.
 
-    In this order: a code of refusal (2, 3, 4) is never a consequence of something else; a host that is gone, or a
-    process killed from outside, explains errors of the others; then an error of the program; then what a program ends
-    with when it misses a peer (5), was preempted (75) or was aborted by its runtime.
+    In this order: a refusal (2, 3, 4) is never a consequence of something else; a lost host, or a process killed from
+    outside, explains errors of the others; then an error of the program; then the exits of a program that misses a
+    peer (5), was preempted (75) or was aborted by its runtime.
     """
     bad = [outcome for outcome in outcomes if outcome.code != OK]
     if not bad:

@@ -1,7 +1,7 @@
-"""Preflight before a launch: `python -m levanter.main.plan` of the same words, as a subprocess.
+"""Preflight before a launch: `python -m levanter.main.plan` on the same command, as a subprocess.
 
-A pod is rented by the second; a plan costs seconds on a laptop. What does not fit is refused here (exit code 3), and
-nobody has been contacted.
+A pod is rented by the second; a plan costs seconds on a laptop. What does not fit is refused here (exit code 3), before
+anything is contacted.
 """
 
 import importlib.util
@@ -16,14 +16,14 @@ from levanter.infra.errors import INTERRUPTED, OK, LaunchError
 
 _MODULE = re.compile(r"levanter[./]main[./](\w+?)(?:\.py)?$")
 INSTALL = "pip install 'levanter[plan]'"
-WAY_PAST = "--plan_first=false launches without asking"
+WAY_PAST = "--plan_first=false skips preflight"
 
 
 def plan_command(command: Sequence[str], target: str) -> tuple[str, ...]:
     """The preflight of a command on a target.
 
     Raises:
-        LaunchError: the command is no `python -m levanter.main.X …`, so that nothing can be planned.
+        LaunchError: the command is not `python -m levanter.main.X …`, so it cannot be planned.
     """
     for index, word in enumerate(command):
         found = _MODULE.search(word)
@@ -31,20 +31,20 @@ def plan_command(command: Sequence[str], target: str) -> tuple[str, ...]:
             entry = found.group(1)
             return (sys.executable, "-m", "levanter.main.plan", entry, "--target", target, *command[index + 1 :])
     raise LaunchError(
-        f"preflight plans `python -m levanter.main.ENTRY_POINT …`, and this is `{shlex.join(command)}`; {WAY_PAST}"
+        f"preflight needs `python -m levanter.main.ENTRY_POINT …`, got `{shlex.join(command)}`; {WAY_PAST}"
     )
 
 
 def shown(command: Sequence[str], target: str) -> tuple[str, ...]:
-    """The preflight as a user types it."""
+    """The preflight command as a user would type it."""
     return ("python", *plan_command(command, target)[1:])
 
 
 def require_plan(command: Sequence[str], target: str, console: Console) -> None:
-    """Plans, shows what it says, and returns if the run fits.
+    """Plans, shows the report, and returns if the run fits.
 
     Raises:
-        LaunchError: it does not fit, or its input is bad, or the plan cannot be made; with the plan's exit code.
+        LaunchError: it does not fit, its input is bad, or planning failed; with the plan's exit code.
     """
     words = plan_command(command, target)
     missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
@@ -53,7 +53,7 @@ def require_plan(command: Sequence[str], target: str, console: Console) -> None:
             f"preflight compiles with the real TPU compiler, and {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not installed here: {INSTALL} ({WAY_PAST})"
         )
-    console.say(f"preflight on {target}, before anything is asked for ({WAY_PAST})")
+    console.say(f"preflight for {target}, before anything is requested ({WAY_PAST})")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout is not None
         try:

@@ -1,4 +1,4 @@
-"""A pod as a value: which slices, where, on which terms. No command is made here."""
+"""A pod as a value: which slices, where, with what kind of capacity. No commands are built here."""
 
 import re
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ RUNTIME_VERSIONS = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-"""The TPU software version for JAX, as Google's table of runtime versions has it."""
+"""The TPU software version for JAX, from Google's table of runtime versions."""
 
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """What is asked of Google: some slices by one name.
+    """What is requested from Google: some slices under one name.
 
     Attributes:
         name: of the TPU VM, or of the queued resource.
-        accelerator: the slices together.
+        accelerator: all the slices.
         zone: such as `us-central2-b`.
-        project: None: what gcloud is configured for.
-        capacity: on which terms.
-        queued: through a queued resource, which waits for its turn.
+        project: None: gcloud's configured one.
+        capacity: the kind of capacity.
+        queued: whether through a queued resource, which waits for its turn.
         runtime_version: the TPU software on the hosts.
         network: None: the default one.
         subnetwork: None: the default one.
@@ -62,12 +62,12 @@ class Pod:
 
     @property
     def hosts_per_slice(self) -> int:
-        """How many hosts each of them has."""
+        """How many hosts each slice has."""
         return self.accelerator.hosts // self.accelerator.slices
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the TPU VMs, one a slice."""
+        """The names of the TPU VMs, one per slice."""
         if self.slices == 1:
             return (self.name,)
         return tuple(f"{self.name}-{index}" for index in range(self.slices))
@@ -94,17 +94,17 @@ def pod_of(
 
     Args:
         tpu: an accelerator's name; `2xv5p-128` is two slices.
-        node_count: slices, where the name does not say it.
-        queued: None: where it is needed (several slices, reserved or best-effort capacity).
-        rest: fields of `Pod` as they are.
+        node_count: slices, if the name does not give them.
+        queued: None: if needed (several slices, reserved or best-effort capacity).
+        rest: further fields of `Pod`.
 
     Raises:
-        UsageError: with everything that is wrong or missing.
+        UsageError: lists everything that is wrong or missing.
     """
     problems = [
         f"--{flag} is missing{hint}"
         for flag, given, hint in (
-            ("tpu_name", name, ": what the pod is called"),
+            ("tpu_name", name, ": a name for the pod"),
             ("tpu_type", tpu, ", e.g. --tpu_type v4-256 or 2xv5p-128"),
             ("zone", zone, ", e.g. --zone us-central2-b"),
         )
@@ -112,7 +112,7 @@ def pod_of(
     ]
     if name and not _NAME.fullmatch(name):
         problems.append(
-            f"--tpu_name {name}: lower-case letters, digits and hyphens, beginning with a letter, at most 63"
+            f"--tpu_name {name}: use at most 63 lower-case letters, digits and hyphens, beginning with a letter"
         )
     accelerator = None
     try:
@@ -122,10 +122,12 @@ def pod_of(
     except UsageError as error:
         problems.append(str(error))
     if capacity not in CAPACITIES:
-        problems.append(f"--capacity_type {capacity}: is one of {', '.join(CAPACITIES)}")
+        problems.append(f"--capacity_type {capacity}: expected one of {', '.join(CAPACITIES)}")
     needs_queue = (accelerator is not None and accelerator.slices > 1) or capacity == "best-effort"
     if queued is False and needs_queue:
-        problems.append("--queued=false: several slices, and best-effort capacity, are only given to queued resources")
+        problems.append(
+            "--queued=false: several slices and best-effort capacity are only available to queued resources"
+        )
     if accelerator is not None and accelerator.generation.name not in RUNTIME_VERSIONS:
         problems.append(_not_a_tpu_vm(accelerator))
     if problems:
@@ -147,9 +149,9 @@ def _accelerator(tpu: str, node_count: int | None) -> Accelerator:
     if node_count is None:
         return accelerator
     if node_count < 1:
-        raise UsageError(f"--node_count {node_count}: at least one slice is needed")
+        raise UsageError(f"--node_count {node_count}: must be at least 1")
     if accelerator.slices not in (1, node_count):
-        raise UsageError(f"--node_count {node_count}: --tpu_type {tpu} says {accelerator.slices} slices")
+        raise UsageError(f"--node_count {node_count}: --tpu_type {tpu} means {accelerator.slices} slices")
     one = tpu.strip().lower().removeprefix(f"{accelerator.slices}x") if accelerator.slices > 1 else tpu.strip()
     return parse_accelerator(one if node_count == 1 else f"{node_count}x{one}")
 
@@ -158,6 +160,6 @@ def _not_a_tpu_vm(accelerator: Accelerator) -> str:
     if accelerator.generation.platform == "gpu":
         return f"--tpu_type {accelerator.name}: GPUs are launched through `slurm`, `local` or levanter.infra.ray_run"
     return (
-        f"--tpu_type {accelerator.name}: Google gives {accelerator.generation.name} through Kubernetes Engine only, "
+        f"--tpu_type {accelerator.name}: Google offers {accelerator.generation.name} through Kubernetes Engine only, "
         "not as TPU VMs; on a Ray cluster there, use levanter.infra.ray_run"
     )

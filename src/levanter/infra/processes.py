@@ -1,4 +1,4 @@
-"""N processes of one command on this machine: started together, ended together, each line with its process' number."""
+"""N local processes of one command: started and ended together, each line prefixed with its process number."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "LEVANTER_COORDINATOR", "LEVANTER_NUM_P
 
 
 def place(coordinator: str, processes: int, index: int) -> dict[str, str]:
-    """The variables that tell process `index` of `processes` its place; `coordinator` is `host:port` of process 0."""
+    """The variables that tell process `index` of `processes` its index; `coordinator` is `host:port` of process 0."""
     return {COORDINATOR: coordinator, NUM_PROCESSES: str(processes), PROCESS_ID: str(index)}
 
 
@@ -31,11 +31,11 @@ class Processes:
     """The processes of one attempt.
 
     Args:
-        command: the words of each.
+        command: the arguments of each.
         count: how many.
-        environment: what all have; each gets its place too.
+        environment: variables of all; each also gets its index.
         console: where their lines go.
-        grace: seconds from a friendly end (SIGTERM) to a forced one.
+        grace: seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Processes:
         self._readers: list[threading.Thread] = []
 
     def run(self) -> Outcome:
-        """Starts all, waits until all have ended with 0 or one has not, and ends the others.
+        """Starts all, waits until all have exited with 0 or one has not, and ends the others.
 
         Returns:
-            The first one that did not end with 0; else process 0.
+            The first one that did not exit with 0; else process 0.
 
         Raises:
             LaunchError: there is no such program.
@@ -87,7 +87,7 @@ class Processes:
                     stderr=subprocess.STDOUT,
                     text=True,
                     errors="replace",
-                    # Ctrl-C in the terminal reaches the launcher alone, which passes it on once.
+                    # Ctrl-C in the terminal reaches only the launcher, which forwards it once.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -119,7 +119,7 @@ class Processes:
         return Outcome(process=0, code=0)
 
     def _end(self, friendly: signal.Signals) -> None:
-        """Ends what still runs, with everything it has started: first as a request, after the grace by force."""
+        """Ends what is still running, children included: SIGTERM first, SIGKILL after the grace period."""
         self._signal(friendly)
         deadline = time.monotonic() + self._grace
         while any(process.poll() is None for process in self._running) and time.monotonic() < deadline:
@@ -138,7 +138,7 @@ class Processes:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """What a launcher ends with for it: a signal as a shell has it."""
+    """The launcher's exit code for it: signals as a shell reports them."""
     if outcome.signal is not None:
         return 128 + outcome.signal
     return INTERRUPTED if outcome.code is None else outcome.code

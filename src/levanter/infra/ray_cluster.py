@@ -1,8 +1,8 @@
-"""Slices of a Ray cluster as hosts of a gang. The only file that imports Ray, and only once something is asked of it.
+"""Slices of a Ray cluster as hosts of a gang. The only file that imports Ray, and only when it is used.
 
 Ray gives the first host of a TPU slice the resource `TPU-v4-256-head`, every host `TPU: 4`, and all of them the label
-`ray.io/tpu-slice-name`. Taking the first takes the slice; asking for it is also what makes an autoscaler add one. The
-other hosts are then taken by their label, each whole, by the number that Ray's `ray.io/tpu-worker-id` gives them.
+`ray.io/tpu-slice-name`. Reserving the first reserves the slice; requesting it is also what makes an autoscaler add one.
+The other hosts are then reserved by label, each in full, in the order of Ray's `ray.io/tpu-worker-id`.
 """
 
 import time
@@ -45,7 +45,7 @@ class RayHost:
         self.slice, self.where, self.node = slice, where, node
 
     def coordinator(self) -> str:
-        """The address of this host for the others, as its actor finds it."""
+        """The address of this host for the others, as found by its actor."""
         return self._ask("coordinator")
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
@@ -53,7 +53,7 @@ class RayHost:
         self._ask("start", list(command), dict(environment), grace=grace)
 
     def news(self) -> News:
-        """What the actor has to tell since the last call."""
+        """The actor's news since the last call."""
         return self._ask("news")
 
     def stop(self) -> None:
@@ -61,7 +61,7 @@ class RayHost:
         self._ask("stop")
 
     def kill(self) -> None:
-        """Ends the actor; its process has lost whoever started it, and ends too."""
+        """Ends the actor; its process has then lost its parent, and ends too."""
         self._ray.kill(self._actor, no_restart=True)
 
     def _ask(self, method: str, *arguments: object, **keywords: object) -> Any:
@@ -72,14 +72,14 @@ class RayHost:
 
 
 class RayCluster:
-    """The slices of one accelerator on a Ray cluster that is connected to.
+    """The slices of one accelerator on a connected Ray cluster.
 
     Args:
         accelerator: which slices.
-        console: where waiting is told.
-        wait: seconds until slices must be there.
-        intact: seconds in which all hosts of a slice that was taken must have joined.
-        sleep: waits.
+        console: where waiting is reported.
+        wait: seconds within which slices must be available.
+        intact: seconds within which all hosts of a reserved slice must have joined.
+        sleep: the sleep function.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class RayCluster:
         return f"TPU-{name.replace('tpu7x', 'v7x')}-head"
 
     def acquire(self) -> list[RayHost]:
-        """The hosts of as many slices as the accelerator has.
+        """The hosts of all slices of the accelerator.
 
         Raises:
-            LaunchError: they are not there in time.
+            LaunchError: they are not available in time.
         """
         deadline = time.monotonic() + self._wait
         found: list[RayHost] = []
@@ -119,7 +119,7 @@ class RayCluster:
         return found
 
     def release(self, members: Sequence[Any]) -> None:
-        """Gives the hosts back."""
+        """Releases the hosts."""
         for member in members:
             member.kill()
 
@@ -129,7 +129,7 @@ class RayCluster:
             head = self._head(index, deadline)
             members = self._nodes_of(head.node)
             joined = time.monotonic() + self._intact
-            # None where the head's own host is gone again.
+            # None if the head's own host is gone again.
             while 0 < len(members) < hosts and time.monotonic() < min(joined, deadline):
                 self._sleep(1.0)
                 members = self._nodes_of(head.node)
@@ -140,7 +140,7 @@ class RayCluster:
             labels = members[0].get("Labels", {}) if members else {}
             what = f"{labels.get(SLICE, 'a slice')} has {len(members)} of {hosts} hosts"
             if len(members) > hosts or time.monotonic() >= deadline:
-                raise LaunchError(f"{what}, as Ray's label {SLICE} tells", exit_code=PEER_LOST)
+                raise LaunchError(f"{what}, according to Ray's label {SLICE}", exit_code=PEER_LOST)
             self._console.say(f"{what}; looking for another")
             self._sleep(5.0)
 
@@ -159,10 +159,10 @@ class RayCluster:
             try:
                 where, node = self._ray.get([ready, actor.node.remote()])
             except self._ray.exceptions.RayActorError as error:
-                # A host that was killed is offered until Ray has missed some of its heartbeats.
+                # Ray offers a killed host until it has missed some of its heartbeats.
                 if time.monotonic() >= deadline:
                     raise self._none_free() from error
-                self._console.say("a host was gone as it was taken; looking for another")
+                self._console.say("a host was lost while it was being reserved; looking for another")
                 self._sleep(1.0)
                 continue
             return RayHost(self._ray, actor, slice=index, where=where, node=node)
@@ -170,7 +170,7 @@ class RayCluster:
     def _none_free(self) -> LaunchError:
         return LaunchError(
             f"no {self._accelerator.libtpu_accelerator_type} slice was free within {self._wait:.0f} s "
-            f"(--wait_seconds): nothing has 1 {self.head_resource} with {self._chips()}; {self._has()}",
+            f"(--wait_seconds): no node offers 1 {self.head_resource} with {self._chips()}; {self._has()}",
             exit_code=PEER_LOST,
         )
 
@@ -196,7 +196,7 @@ class RayCluster:
         return f"the cluster has {heads or 'no TPU slices'}"
 
     def _nodes_of(self, node_id: str) -> list[dict[str, Any]]:
-        """The hosts of the slice that a node is in, by their numbers there."""
+        """The hosts of a node's slice, by worker id."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         own = next((node for node in alive if node["NodeID"] == node_id), None)
         if own is None:

@@ -1,10 +1,10 @@
-"""Runs a command on every host of a slice of a Ray cluster, and again after a preemption.
+"""Runs a command on every host of a slice of a Ray cluster, and restarts it after a preemption.
 
     python -m levanter.infra.ray_run --tpu v4-256 -- \\
         python -m levanter.main.eval_careless_lm --config_path config/memorization/llama3.1_405b_v4-256.yaml
 
-On the cluster's head, or from anywhere with `--address`; `ray job submit -- python -m levanter.infra.ray_run …` sends
-it there with the working folder.
+Run it on the cluster's head, or from anywhere with `--address`; `ray job submit -- python -m levanter.infra.ray_run …`
+sends it there with the working folder.
 """
 
 import os
@@ -36,14 +36,20 @@ def parser() -> Parser:
         "--address", metavar="ADDRESS", help="of the cluster: host:port, ray://host:10001 (default: RAY_ADDRESS, auto)"
     )
     environment_flags(made)
-    made.flag("--run_id", metavar="ID", help="RUN_ID of the run, the same in every attempt (default: by the time)")
-    made.switch("--plan_first", default=True, help="refuse what does not fit before the cluster is asked")
+    made.flag("--run_id", metavar="ID", help="RUN_ID of the run, the same for every attempt (default: from the time)")
+    made.switch("--plan_first", default=True, help="refuse what does not fit before contacting the cluster")
     made.flag("--restarts", "--retries", dest="restarts", type=int, default=3, metavar="N",
-              help="further attempts after a lost host or a preemption (default: 3)")  # fmt: skip
-    made.flag("--wait_seconds", type=float, default=3600.0, metavar="S", help="for slices to be there (default: 3600)")
-    made.flag("--intact_seconds", type=float, default=120.0, metavar="S", help="for all hosts of one (default: 120)")
+              help="restarts after a lost host or a preemption (default: 3)")  # fmt: skip
+    made.flag("--wait_seconds", type=float, default=3600.0, metavar="S", help="to wait for slices (default: 3600)")
+    made.flag(
+        "--intact_seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="to wait for all hosts of a slice (default: 120)",
+    )
     made.flag("--settle_seconds", type=float, default=15.0, metavar="S",
-              help="that the others have to end once one has failed (default: 15)")  # fmt: skip
+              help="for the others to end once one has failed (default: 15)")  # fmt: skip
     made.flag("--grace_seconds", type=float, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (default: 10)")
     return made
 
@@ -81,7 +87,7 @@ def _main(argv: Sequence[str]) -> int:
             address=asked.address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False, logging_level="ERROR"
         )
     except (ConnectionError, ValueError) as error:
-        raise UsageError(f"no Ray cluster is reached: {error}; --address tells where it is") from error
+        raise UsageError(f"cannot reach a Ray cluster: {error}; give its address with --address") from error
     try:
         cluster = RayCluster(accelerator, console, wait=asked.wait_seconds, intact=asked.intact_seconds)
         judgement = run_gang(run, cluster, console)
@@ -102,7 +108,7 @@ def _accelerator(asked: Namespace, command: Sequence[str]) -> Accelerator:
         except AcceleratorError as error:
             problems.append(f"--tpu {asked.tpu}: {error}")
     if accelerator is not None and accelerator.generation.platform != "tpu":
-        problems.append(f"--tpu {asked.tpu}: is no TPU; `levanter.infra.launch slurm` runs on GPUs")
+        problems.append(f"--tpu {asked.tpu}: not a TPU; use `levanter.infra.launch slurm` for GPUs")
     if not command:
         problems.append("what to run comes after `--`, e.g. -- python -m levanter.main.eval_lm --config_path …")
     if problems:

@@ -1,11 +1,11 @@
-"""What runs on the hosts: three short scripts that travel with the environment in one folder.
+"""What runs on the hosts: short scripts that are copied with the environment in one folder.
 
     .levanter/RUN/environment     NAME=value lines, mode 600
-    .levanter/RUN/setup.sh        once a host: Python, the package, or the image
+    .levanter/RUN/setup.sh        once per host: Python, the package, or the image
     .levanter/RUN/worker.sh       starts an attempt once, and follows its log; called again it only follows
 
-The command is a session of its own on the host, so a dropped connection ends nothing: `worker.sh` is called again and
-goes on showing the log. Its exit code is the command's.
+The command runs in a session of its own on the host, so it survives a dropped connection: `worker.sh` is called again
+and continues to show the log. Its exit code is the command's.
 """
 
 import importlib.metadata
@@ -23,16 +23,16 @@ Setup = Literal["pip", "image", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """What is run on each host, and in what.
+    """What is run on each host, and in which environment.
 
     Attributes:
         run: the id of the run, and the name of its folder.
-        command: the words.
-        setup: `pip`: a virtual environment with the package; `image`: a container; `none`: as the host is.
-        install: what pip is given: `source[tpu,remote]` for the copied tree, or any requirement.
+        command: its arguments.
+        setup: `pip`: a virtual environment with the package; `image`: a container; `none`: the host as it is.
+        install: what pip installs: `source[tpu,remote]` for the copied tree, or any requirement.
         image: the container image.
-        python: the version that a virtual environment has.
-        pins: further requirements, with versions.
+        python: the Python version of the virtual environment.
+        pins: further pinned requirements.
     """
 
     run: str
@@ -53,12 +53,12 @@ class Remote:
         return f"bash {self.folder}/setup.sh"
 
     def worker_call(self, attempt: int, label: str = "", *, verb: str = "run") -> str:
-        """Starts attempt `attempt` where it is not running yet, and follows it (`run`); or one of both."""
+        """Starts attempt `attempt` unless it is already running, and follows it (`run`); or only one of these."""
         return shlex.join(["bash", f"{self.folder}/worker.sh", str(attempt), verb, *([label] if label else [])])
 
     @staticmethod
     def newest_call() -> str:
-        """Follows the newest run there is on the hosts."""
+        """Follows the newest run on the hosts."""
         return f'bash "$(ls -t {FOLDER}/*/worker.sh | head -n1)" latest follow'
 
     def setup_script(self) -> str:
@@ -84,7 +84,7 @@ class Remote:
 
 
 def like_here() -> tuple[str, tuple[str, ...]]:
-    """This Python's version, and what pins JAX to the one that is here: what was planned is what is compiled there."""
+    """This Python's version, and pins for the JAX installed here: what was planned is what is compiled there."""
     try:
         pins: tuple[str, ...] = (f"jax=={importlib.metadata.version('jax')}",)
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ _SETUP_HEAD = """\
 set -euo pipefail
 cd "$(dirname "$0")"
 chmod 700 . && chmod 600 environment
-# What an earlier attempt, or an earlier run, left behind would hold the chips.
+# Leftover processes of an earlier attempt or run would hold the chips.
 for old in ../*/attempt-*/pid; do
     [ -f "$old" ] || continue
     kill -KILL -- "-$(cat "$old")" 2>/dev/null || true
@@ -112,7 +112,7 @@ fi
 """
 
 _SETUP_PIP = """\
-# The image's own Python may be older than the package wants; uv brings one.
+# The image's own Python may be too old for the package; uv installs one.
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv >/dev/null || python3 -m pip install --quiet --user uv
 [ -x venv/bin/python ] || uv venv --quiet --python {python} venv
@@ -169,13 +169,13 @@ follow() {{
         sleep 0.1
     done
     from=+1
-    # Called again, it goes on where the connection was lost, with a few lines to read it by.
+    # Called again, it resumes where the connection was lost, with a few lines of context.
     [ ! -f "$attempt/seen" ] || from=20
     touch "$attempt/seen"
     pid=$(cat "$attempt/pid" 2>/dev/null) || exit 127
     tail --pid="$pid" --lines="$from" --sleep-interval=0.5 --follow=name "$attempt/log" 2>/dev/null |
         sed --unbuffered "s|^|[$label$host] |"
-    # Without an exit code it was killed together with what would have written it.
+    # Without an exit code, the shell that writes it was killed along with the command.
     exit "$(cat "$attempt/code" 2>/dev/null || echo 137)"
 }}
 

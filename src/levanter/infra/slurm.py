@@ -1,4 +1,4 @@
-"""A Slurm batch script: one process a node, each told its place, requeued after a preemption."""
+"""A Slurm batch script: one process per node, each told its index, requeued after a preemption."""
 
 import re
 import shlex
@@ -11,22 +11,22 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What is asked of Slurm.
+    """What is requested from Slurm.
 
     Attributes:
         name: of the job; its log is `NAME-JOBID.log`.
-        command: the words that each process runs.
+        command: the arguments of each process.
         nodes: how many, one process on each.
-        gpus_per_node: 0: none are asked for.
+        gpus_per_node: 0: none are requested.
         cpus_per_task: None: the cluster's default.
         memory: of a node, such as `200G`; `0` is all of it.
         time: limit, such as `12:00:00`.
         partition, account, qos, constraint: as the cluster names them.
-        environment_file: on a file system that every node sees; None: no variables go along.
+        environment_file: on a file system that every node sees; None: no variables are passed.
         run: the run's id, the same after a requeue.
         retries: how often it is requeued after a preemption.
-        warning_seconds: how long before its end a job is sent SIGTERM, so that it can save.
-        extra: further `#SBATCH` options, whole.
+        warning_seconds: how long before its time limit a job is sent SIGTERM, so that it can save.
+        extra: further `#SBATCH` options, verbatim.
     """
 
     name: str
@@ -50,13 +50,13 @@ class SlurmJob:
         """The batch script.
 
         Raises:
-            UsageError: with everything that is wrong.
+            UsageError: lists everything that is wrong.
         """
         problems = []
         if not _NAME.fullmatch(self.name):
-            problems.append(f"--job_name {self.name!r}: letters, digits, dots, hyphens and underscores only")
+            problems.append(f"--job_name {self.name!r}: use only letters, digits, dots, hyphens and underscores")
         if self.nodes < 1:
-            problems.append(f"--nodes {self.nodes}: at least one")
+            problems.append(f"--nodes {self.nodes}: must be at least 1")
         problems += [
             f"--{flag} {value!r}: has a line break"
             for flag, value in vars(self).items()
@@ -114,7 +114,7 @@ coordinator=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export LEVANTER_COORDINATOR=$coordinator:$((20000 + SLURM_JOB_ID % 20000))
 export LEVANTER_NUM_PROCESSES=$SLURM_NTASKS
 
-# One process that fails ends all of them; each line begins with the number of its process.
+# One failing process ends all of them; each line is prefixed with its process number.
 srun --kill-on-bad-exit=1 --label bash -c 'export LEVANTER_PROCESS_ID=$SLURM_PROCID; exec "$@"' process \\
     {command}
 code=$?

@@ -1,4 +1,4 @@
-"""The working tree as an archive for the hosts: what git knows and does not ignore, and nothing that holds secrets."""
+"""The working tree as an archive for the hosts: files that git does not ignore, and none that may hold secrets."""
 
 import fnmatch
 import gzip
@@ -11,16 +11,16 @@ from levanter.infra.errors import UsageError
 
 LEFT_OUT = (".env", ".env.*", "*.env", ".levanter.yaml", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*",
             "*credentials*.json", "*service_account*.json")  # fmt: skip
-"""Names that hold secrets more often than source."""
+"""Names of files that more often hold secrets than source."""
 
 LARGEST = 256 * 2**20
 
 
 def files_of(tree: Path) -> list[str]:
-    """The files of a working tree that go along: tracked ones and new ones that git does not ignore.
+    """The files of a working tree to copy: tracked ones and new ones that git does not ignore.
 
     Raises:
-        UsageError: it is no git repository, or git is not there.
+        UsageError: it is not a git repository, or git is not installed.
     """
     try:
         listed = subprocess.run(
@@ -29,10 +29,12 @@ def files_of(tree: Path) -> list[str]:
             check=True,
         ).stdout.decode()
     except FileNotFoundError as error:
-        raise UsageError("git is not on PATH; it tells which files of the tree go along (or give --install)") from error
+        raise UsageError(
+            "git is not on PATH; it decides which files of the tree are copied (or give --install)"
+        ) from error
     except subprocess.CalledProcessError as error:
         raise UsageError(
-            f"{tree} is no git repository, so it is not known which files go along: run this in the project's folder, "
+            f"{tree} is not a git repository, so the files to copy are unknown: run this in the project's folder, "
             "or give --install 'levanter[tpu] @ git+https://…' or --image"
         ) from error
     names = sorted({name for name in listed.split("\0") if name})
@@ -45,7 +47,7 @@ def _left_out(name: str) -> bool:
 
 
 def pack(tree: Path, archive: Path) -> int:
-    """Writes the archive and returns how many files it has; the same files give the same bytes.
+    """Writes the archive and returns its number of files; the same files give the same bytes.
 
     Raises:
         UsageError: no repository, no pyproject.toml in it, or more than 256 MiB.
@@ -59,8 +61,8 @@ def pack(tree: Path, archive: Path) -> int:
     if size > LARGEST:
         large = sorted(names, key=lambda name: -(tree / name).stat().st_size)[:3]
         raise UsageError(
-            f"{tree}: {size / 2**20:.0f} MiB would be copied to every host; the most is {LARGEST / 2**20:.0f} MiB. "
-            f"Largest: {', '.join(large)}. Ignore them in .gitignore, or give --install or --image"
+            f"{tree}: {size / 2**20:.0f} MiB would be copied to every host; the limit is {LARGEST / 2**20:.0f} MiB. "
+            f"Largest: {', '.join(large)}. Add them to .gitignore, or give --install or --image"
         )
     with (
         archive.open("wb") as raw,

@@ -1,12 +1,12 @@
-"""A run on TPU VMs, from nothing to its end: acquire the pod, prepare its hosts, run, and again after a preemption.
+"""A run on TPU VMs, start to finish: create the pod, set up its hosts, run, and start over after a preemption.
 
     nothing ──create──► READY ──setup──► prepared ──worker.sh──► done
        ▲  ▲                                  │
-       │  └── capacity: wait, twice as long each time
+       │  └── capacity: wait, doubling each time
        └───── preempted: delete, create again (at most `retries` times)
 
-Every gcloud command comes from `levanter.infra.gcloud`. What gcloud says is read by `gcloud_errors`; what the hosts'
-processes end with is judged by `outcomes`.
+Every gcloud command comes from `levanter.infra.gcloud`. `gcloud_errors` interprets what gcloud prints; `outcomes`
+judges how the hosts' processes ended.
 """
 
 import time
@@ -35,14 +35,14 @@ _LEAVING = {"DELETING", "STOPPING", "HIDING", "SUSPENDING"}
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How often and how long something is tried again.
+    """How often and how patiently something is retried.
 
     Attributes:
-        retries: further attempts after a preemption or a lost host.
+        retries: restarts after a preemption or a lost host.
         create_retries: further requests after `no more capacity`.
-        ssh_retries: further connections after a dropped one, and questions that could not be asked.
-        wait: seconds before the second try; twice as many before each further one, at most ten minutes.
-        poll: seconds between looks at a queued request.
+        ssh_retries: reconnections, and repeated queries that did not get through.
+        wait: seconds before the first retry; doubled for each further one, at most ten minutes.
+        poll: polling interval of a queued request, in seconds.
     """
 
     retries: int = 10
@@ -60,12 +60,12 @@ class TpuVmLauncher:
     """Runs one command on a pod of TPU VMs.
 
     Args:
-        pod: what is asked for.
+        pod: the requested slices.
         remote: what runs on its hosts.
         staged: the local folder with the scripts, the environment and the source.
-        patience: how often something is tried again.
+        patience: how often something is retried.
         console: where lines go.
-        sleep: waits; a test passes its own.
+        sleep: the sleep function; tests pass their own.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class TpuVmLauncher:
         self.caller = Caller(console, HINTS)
 
     def run(self, *, follow: bool = True) -> Judgement:
-        """Acquires, prepares and runs, again after what is worth another start.
+        """Creates, sets up and runs, and starts over where that may help.
 
         Args:
-            follow: stay until the command ends; otherwise it is only started, and nothing is tried again.
+            follow: stay until the command ends; otherwise it is only started, and never restarted.
 
         Raises:
-            LaunchError: quota, permission, a wrong name, no capacity for long: with all that gcloud said.
+            LaunchError: quota, permission, a wrong name, no capacity for too long; with gcloud's full output.
         """
         for attempt in range(1, self.patience.retries + 2):
             self.acquire()
             if not self.prepare():
-                judgement = _lost("was taken back while its hosts were prepared")
+                judgement = _lost("was preempted while its hosts were being set up")
             elif not follow:
                 return self.start(attempt)
             else:
@@ -105,14 +105,14 @@ class TpuVmLauncher:
             left = self.patience.retries + 1 - attempt
             if left == 0:
                 self.console.say(
-                    f"attempt {attempt}: {judgement}; no attempts are left (--retries {self.patience.retries})"
+                    f"attempt {attempt}: {judgement}; no attempts left (--retries {self.patience.retries})"
                 )
                 return judgement
-            self.console.say(f"attempt {attempt}: {judgement}; {left} attempts are left")
+            self.console.say(f"attempt {attempt}: {judgement}; {left} attempts left")
         raise AssertionError("the last attempt returns")
 
     def acquire(self) -> None:
-        """Sees to it that the pod is there: takes the one of this name, or creates it, waiting for capacity."""
+        """Ensures that the pod exists: reuses the one of this name, or creates it, waiting for capacity."""
         failures = 0
         while True:
             state = self._state()
@@ -120,7 +120,7 @@ class TpuVmLauncher:
                 self.sleep(self.patience.poll)
                 continue
             if state == "ACTIVE" and self._lost_a_slice():
-                state = "without one of its slices"
+                state = "missing one of its slices"
             elif state is not None and state not in _GONE:
                 if self._wait_until_ready(state):
                     return
@@ -130,7 +130,7 @@ class TpuVmLauncher:
                 self.delete()
             made = self.caller.show(gcloud.create(self.pod))
             if made.code == 0:
-                self.console.say(f"asked for {self.pod.described}")
+                self.console.say(f"requested {self.pod.described}")
                 if self._wait_until_ready(None):
                     return
                 failures = self._wait_again(failures, "preempted", f"{self.pod.name} ended before it was ready")
@@ -141,7 +141,7 @@ class TpuVmLauncher:
             failures = self._wait_again(failures, meaning, made.text)
 
     def prepare(self) -> bool:
-        """Copies the folder to every host and sets it up there; False where the pod was taken back meanwhile."""
+        """Copies the folder to every host and sets it up there; False if the pod was preempted meanwhile."""
         folder, remote = self.staged, self.remote
         steps: tuple[Callable[[str], Command], ...] = (
             lambda node: gcloud.ssh(self.pod, node, f"mkdir -p -m 700 {FOLDER}"),
@@ -159,14 +159,14 @@ class TpuVmLauncher:
                 unreachable = any(called.code == _SSH_FAILED for called in failed) or meaning_of(text) == "ssh"
                 if not unreachable or tries > self.patience.ssh_retries:
                     raise LaunchError(
-                        f"{self.pod.name}: step {number + 1} of {len(steps)} of the set-up failed:\n{text.rstrip()}"
+                        f"{self.pod.name}: step {number + 1} of {len(steps)} of the setup failed:\n{text.rstrip()}"
                     )
-                self.console.say(f"a host could not be reached; again in {self.patience.seconds(tries):.0f} s")
+                self.console.say(f"a host could not be reached; retrying in {self.patience.seconds(tries):.0f} s")
                 self.sleep(self.patience.seconds(tries))
         return True
 
     def follow(self, attempt: int, *, verb: str = "run") -> Judgement:
-        """Starts the command on all hosts (where it is not running), shows what they print, and judges their ends."""
+        """Starts the command on all hosts (unless it is running), shows their output, and judges how they ended."""
         codes: dict[tuple[str, int], int] = {}
         nodes = list(self.pod.nodes)
         for tries in range(1, self.patience.ssh_retries + 2):
@@ -181,11 +181,13 @@ class TpuVmLauncher:
             if not dropped:
                 break
             if self._gone():
-                return _lost("was taken back")
+                return _lost("was preempted")
             if tries > self.patience.ssh_retries:
-                return _lost("could not be reached any more")
+                return _lost("could no longer be reached")
             seconds = self.patience.seconds(tries)
-            self.console.say(f"lost the connection to {', '.join(dropped)}, which is READY; again in {seconds:.0f} s")
+            self.console.say(
+                f"lost the connection to {', '.join(dropped)}, which is READY; reconnecting in {seconds:.0f} s"
+            )
             self.sleep(seconds)
             nodes = dropped
         workers = self.pod.hosts_per_slice
@@ -199,9 +201,9 @@ class TpuVmLauncher:
             for worker in range(workers)
         ]
         judgement = judge(outcomes)
-        # A VM that is being taken back first kills what runs on it.
+        # A VM that is being preempted first kills what runs on it.
         if judgement.kind not in ("done", "refused") and self._gone():
-            return _lost("was taken back")
+            return _lost("was preempted")
         return judgement
 
     def start(self, attempt: int) -> Judgement:
@@ -213,11 +215,11 @@ class TpuVmLauncher:
         called = self._each_node(lambda node: gcloud.ssh(self.pod, node, self._call(node, attempt, "start")))
         if failed := [one for one in called if one.code != 0]:
             raise LaunchError(f"{self.pod.name}: not started on every host:\n{failed[0].text.rstrip()}")
-        self.console.say(f"started on {self.pod.accelerator.hosts} hosts; `logs` shows what they print")
+        self.console.say(f"started on {self.pod.accelerator.hosts} hosts; `logs` shows their output")
         return judge([])
 
     def delete(self) -> None:
-        """Deletes the pod; one that is not there is no error.
+        """Deletes the pod; a missing one is not an error.
 
         Raises:
             LaunchError: gcloud refuses.
@@ -233,7 +235,7 @@ class TpuVmLauncher:
         return self.remote.worker_call(attempt, label, verb=verb)
 
     def _codes(self, called: Called) -> dict[int, int]:
-        """Worker → exit code, of those that did not end with 0."""
+        """Worker → exit code, of those that did not exit with 0."""
         if called.code == 0:
             return {}
         own_words = "\n".join(line for line in called.text.splitlines() if not line.startswith("["))
@@ -262,7 +264,7 @@ class TpuVmLauncher:
                 raise
 
     def _state(self) -> str | None:
-        """The pod's state; None: there is none of this name. What passes by itself is waited for."""
+        """The pod's state; None: there is none of this name. Transient errors are waited out."""
         for tries in range(1, self.patience.ssh_retries + 2):
             called = self.caller.capture(gcloud.state(self.pod))
             if called.code == 0:
@@ -275,7 +277,7 @@ class TpuVmLauncher:
             if meaning != "transient" or tries > self.patience.ssh_retries:
                 raise LaunchError(_advice(meaning, self.pod, called.text))
             seconds = self.patience.seconds(tries)
-            self.console.say(f"Google could not be asked about {self.pod.name}; again in {seconds:.0f} s")
+            self.console.say(f"could not query the state of {self.pod.name}; retrying in {seconds:.0f} s")
             self.sleep(seconds)
         raise AssertionError("the last try returns or raises")
 
@@ -289,11 +291,11 @@ class TpuVmLauncher:
             )
 
     def _gone(self) -> bool:
-        """Whether the pod, or one of its slices, was taken back."""
+        """Whether the pod, or one of its slices, was preempted."""
         return self._state() in (None, *_GONE) or (self.pod.queued and self._lost_a_slice())
 
     def _lost_a_slice(self) -> bool:
-        """Whether a TPU VM of a queued resource is no more; the request itself may still be called active."""
+        """Whether a TPU VM of a queued resource is gone; the request itself may still be called active."""
         states = [self.caller.capture(gcloud.node_state(self.pod, node)) for node in self.pod.nodes]
         return any(
             (called.text.split() or [""])[0] in _GONE if called.code == 0 else meaning_of(called.text) == "not_found"
@@ -301,7 +303,7 @@ class TpuVmLauncher:
         )
 
     def _wait_until_ready(self, state: str | None) -> bool:
-        """Waits until the pod can be used; False where it ended otherwise."""
+        """Waits until the pod is usable; False if it ended instead."""
         ready, shown = "ACTIVE" if self.pod.queued else "READY", None
         while True:
             state = self._state() if state is None else state
@@ -313,7 +315,7 @@ class TpuVmLauncher:
                     self._explain_failure()
                 return False
             if state != shown:
-                self.console.say(f"{self.pod.name} is {state}; looking every {self.patience.poll:.0f} s")
+                self.console.say(f"{self.pod.name} is {state}; checking every {self.patience.poll:.0f} s")
                 shown = state
             self.sleep(self.patience.poll)
             state = None
@@ -323,7 +325,7 @@ class TpuVmLauncher:
         meaning = meaning_of(why)
         if meaning not in ("capacity", "transient", "preempted"):
             raise LaunchError(_advice(meaning, self.pod, why))
-        self.console.say(f"{self.pod.name} failed for want of capacity")
+        self.console.say(f"{self.pod.name} failed for lack of capacity")
 
     def _wait_again(self, failures: int, meaning: Meaning, text: str) -> int:
         failures += 1
@@ -334,8 +336,8 @@ class TpuVmLauncher:
                 exit_code=PEER_LOST,
             )
         seconds = self.patience.seconds(failures)
-        what = {"capacity": "no capacity", "transient": "a passing error", "preempted": "taken back"}[meaning]
-        self.console.say(f"{what} in {self.pod.zone}; request {failures + 1} in {seconds:.0f} s")
+        what = {"capacity": "no capacity", "transient": "a transient error", "preempted": "preempted"}[meaning]
+        self.console.say(f"{what} in {self.pod.zone}; retrying (request {failures + 1}) in {seconds:.0f} s")
         self.sleep(seconds)
         return failures
 
@@ -345,10 +347,10 @@ def _lost(what: str) -> Judgement:
 
 
 def _advice(meaning: Meaning, pod: Pod, text: str) -> str:
-    """An error of gcloud, whole, with what it means where that is known."""
+    """An error of gcloud in full, with its meaning if that is known."""
     advice = {
-        "quota": f"quota for {pod.accelerator.generation.name} {pod.capacity} in {pod.zone} does not suffice; it "
-        "is not retried: only a person can raise it, and deleting old queued resources (`launch list`) frees some",
+        "quota": f"quota for {pod.accelerator.generation.name} {pod.capacity} in {pod.zone} is exhausted; this "
+        "is not retried: request more, or free some by deleting old queued resources (`launch list`)",
         "exists": f"{pod.name} exists already",
     }.get(meaning, f"gcloud refuses {pod.described}")
     return f"{advice}:\n{text.rstrip()}"

@@ -112,7 +112,7 @@ def test_the_scripts_are_sound_for_bash(capsys, tmp_path):
         (["--tpu_type", "tpu7x-16", "--zone", "z"], ["Kubernetes Engine only"]),
         (["--tpu_type", "h100x8", "--zone", "z"], ["slurm"]),
         (["--tpu_type", "2xv5p-128", "--zone", "z", "--queued=false"], ["several slices"]),
-        (["--tpu_type", "2xv5p-128", "--zone", "z", "--node_count", "3"], ["says 2 slices"]),
+        (["--tpu_type", "2xv5p-128", "--zone", "z", "--node_count", "3"], ["means 2 slices"]),
         (["--tpu_type", "v4-8", "--zone", "z", "--capacity_type", "cheap"], ["on-demand, spot, preemptible"]),
         (["--tpu_type", "v4-8", "--zone", "z", "--plan_first=maybe"], ["neither true nor false"]),
     ],

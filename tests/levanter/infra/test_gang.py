@@ -70,7 +70,7 @@ def test_an_error_of_one_is_shown_and_ends_the_rest(capsys, tmp_path):
     assert (judgement.kind, judgement.exit_code, cluster.acquired) == ("failed", 1, 1)
     assert judgement.cause is not None and judgement.cause.process == 1
     shown = capsys.readouterr().err
-    assert "process 1 on host 1: exit code 1 (internal error); the last it printed" in shown
+    assert "process 1 on host 1: exit code 1 (internal error); its last output" in shown
     assert "Traceback (most recent call last)" in shown and "KeyError: 'no such book'" in shown
     assert_ended(tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_killed_process_restarts_all_once(capsys, tmp_path):
     assert run(surviving(tmp_path, needed=2), cluster).kind == "done"
     assert cluster.acquired == 2 and len(list(tmp_path.iterdir())) == 6
     said = capsys.readouterr().err
-    assert "attempt 1: lost: process 1 on host 1: ended by SIGKILL; starting again, 3 attempts are left" in said
+    assert "attempt 1: lost: process 1 on host 1: killed by SIGKILL; restarting, 3 attempts left" in said
     assert_ended(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_beyond_the_bound_it_ends_with_a_verdict(capsys, tmp_path):
     cluster = Here(2, then=killing(tmp_path, times=9))
     judgement = run(surviving(tmp_path, needed=9), cluster, restarts=1)
     assert (judgement.kind, judgement.exit_code, cluster.acquired) == ("lost", 5, 2)
-    assert "attempt 2: lost: process 1 on host 1: ended by SIGKILL; giving up, 1 restarts" in capsys.readouterr().err
+    assert "attempt 2: lost: process 1 on host 1: killed by SIGKILL; giving up, 1 restarts" in capsys.readouterr().err
 
 
 def test_a_host_that_is_gone_restarts_all(capsys):

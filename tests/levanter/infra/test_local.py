@@ -51,7 +51,7 @@ def test_the_first_failure_ends_all(capsys, tmp_path):
 
 def test_a_killed_process_ends_as_a_shell_says(capsys):
     assert local("--processes", "2", run="import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == 137
-    assert "ended by SIGKILL" in capsys.readouterr().err
+    assert "killed by SIGKILL" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_passed_on_once(tmp_path):

@@ -38,6 +38,6 @@ def test_the_process_that_was_first_in_cause(codes, kind, exit_code, cause):
 
 def test_an_outcome_says_what_happened():
     assert str(Outcome(process=3, code=2, where="w-3")) == "process 3 on w-3: exit code 2 (bad input or configuration)"
-    assert str(Outcome(process=0, code=-9)) == str(Outcome(process=0, code=137)) == "process 0: ended by SIGKILL"
+    assert str(Outcome(process=0, code=-9)) == str(Outcome(process=0, code=137)) == "process 0: killed by SIGKILL"
     assert str(Outcome(process=1, code=None, where="10.0.0.7")) == "process 1 on 10.0.0.7: the host is gone"
     assert str(Outcome(process=1, code=42)) == "process 1: exit code 42 (failed)"

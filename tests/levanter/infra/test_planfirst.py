@@ -84,5 +84,5 @@ def test_the_words_of_the_plan(command, words):
 
 
 def test_other_modules_are_no_entry_points():
-    with pytest.raises(LaunchError, match="preflight plans"):
+    with pytest.raises(LaunchError, match="preflight needs"):
         planfirst.plan_command(["python", "-m", "pytest", "levanter/main/x"], "v4-8")

@@ -164,7 +164,7 @@ def test_four_hosts_evaluate_as_one_process_does(slices, capfd, tmp_path):
     assert eval_on_four_hosts(slices, [*inputs.eval_lm(tmp_path / "bad"), "--hf_checkpoint", "/nowhere/model"]) == 2
     shown = capfd.readouterr()
     assert "attempt 2" not in shown.err and "exit code 2 (bad input or configuration)" in shown.err
-    assert "/nowhere/model" in shown.err.split("the last it printed")[1]
+    assert "/nowhere/model" in shown.err.split("its last output")[1]
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_killed_node_restarts_the_gang_on_another_slice(slices, tmp_path):
         slices.add("slice-b", 2)
         assert process.wait(timeout=200) == 0, (tmp_path / "said").read_text()
     assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == ["1-0", "1-1", "2-0", "2-1"]
-    assert "the host is gone; starting again" in (tmp_path / "said").read_text()
+    assert "the host is gone; restarting" in (tmp_path / "said").read_text()
 
 
 def test_a_host_that_is_gone_as_it_is_taken_is_not_the_end(monkeypatch, capsys):
@@ -238,7 +238,7 @@ def test_a_host_that_is_gone_as_it_is_taken_is_not_the_end(monkeypatch, capsys):
     monkeypatch.setattr(cluster, "_actor", lambda **_: MagicMock())
     host = cluster._head(0, time.monotonic() + 60)
     assert (host.where, host.node) == ("host-b (192.0.2.3)", "node-b")
-    assert "a host was gone as it was taken; looking for another" in capsys.readouterr().err
+    assert "a host was lost while it was being reserved; looking for another" in capsys.readouterr().err
     with pytest.raises(LaunchError, match="no v4-8 slice was free within 60 s"):
         cluster._head(0, time.monotonic())
 

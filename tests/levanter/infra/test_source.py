@@ -43,5 +43,5 @@ def test_what_cannot_be_packed(tree, tmp_path, monkeypatch):
     plain = tmp_path / "plain"
     plain.mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    with pytest.raises(UsageError, match="no git repository"):
+    with pytest.raises(UsageError, match="not a git repository"):
         pack(plain, tmp_path / "a")
