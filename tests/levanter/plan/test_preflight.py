@@ -21,6 +21,7 @@ from levanter.plan import preflight as stages
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import scoring_flops
 from levanter.plan.preflight import Question, preflight
+from levanter.plan.report import render, to_html
 from levanter.plan.targets import target_of_pod
 from levanter.run import Target
 
@@ -213,6 +214,15 @@ def test_inputs_beyond_memory_are_not_compiled(tmp_path):
 def test_gpus_by_arithmetic_alone(evaluation):
     verdict = preflight(question("eval_lm", evaluation, "h100x8", compile=True))
     assert verdict.exit_code == 0 and verdict.stages[3].status == "unchecked"
+    # A time all the same, and wherever it is shown the word for what it is.
+    (score,) = (program for program in verdict.programs if program.name == "score")
+    assert score.time is not None and score.time.calibration.estimate and score.mfu is not None
+    assert verdict.headline.endswith("(an estimate, not measured)") and verdict.headline.startswith("not compiled: ")
+    assert verdict.stages[4].message.endswith("(an estimate, not measured)")
+    text = " ".join(render([verdict]).split())
+    assert text.count("an estimate, not measured") >= 4 and "compute and memory" in text
+    assert "(estimate)" in render([verdict, verdict])
+    assert "an estimate, not measured" in to_html([verdict])
 
 
 def test_without_the_tpu_compiler(evaluation, monkeypatch):

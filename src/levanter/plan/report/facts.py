@@ -197,6 +197,11 @@ def basis(time: StepTime) -> str:
     return ESTIMATE if time.calibration.estimate else MODELLED
 
 
+def basis_of_all(verdict: Verdict) -> str:
+    """What the times of a verdict's Programs rest on."""
+    return ESTIMATE if any(p.time is not None and p.time.calibration.estimate for p in verdict.programs) else MODELLED
+
+
 def time_text(time: StepTime) -> str:
     """The figure to plan with, and the range it stands in: `5.93 s, within 4.03–6.14 s`."""
     within = f", within {span_text(time.low, time.high)}" if time.low < time.high else ""

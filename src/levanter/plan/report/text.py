@@ -316,7 +316,7 @@ def _job(verdict: Verdict) -> list[str]:
     working = [program for program in verdict.programs if program.workload is not None]
     if not working:
         return []
-    lines = _title(f"the whole job ({facts.MODELLED})")
+    lines = _title(f"the whole job ({facts.basis_of_all(verdict)})")
     for program in working:
         work, seconds = program.workload, program.job_seconds
         assert work is not None
