@@ -143,18 +143,22 @@ def kept(case: Case) -> dict[str, Answer]:
     return {text: Answer(**values) for text, values in found.items()}
 
 
-def chosen(case: Case, most: int) -> list[Candidate]:
-    """The layouts that brute force compiles: the best by arithmetic, and the best of each kind among them."""
+def every(case: Case) -> list[Candidate]:
+    """The layouts of a case that divide."""
     subject, pod = case.subject, case.pod
-    found = candidates(
+    return candidates(
         subject.axes.sizes,
         tensor_axes=subject.tensor_axes,
         devices=pod.devices // pod.slices,
         global_batch=subject.global_batch,
         slices=pod.slices,
     )
-    priced = [(estimate(c, subject, pod), c) for c in found]
-    fitting = sorted((p for p in priced if p[0].fits(pod.hbm_bytes)), key=lambda p: p[0].seconds_per_token)
+
+
+def chosen(case: Case, most: int) -> list[Candidate]:
+    """The layouts that brute force compiles: the best by arithmetic, and the best of each kind among them."""
+    priced = [(estimate(candidate, case.subject, case.pod), candidate) for candidate in every(case)]
+    fitting = sorted((p for p in priced if p[0].fits(case.pod.hbm_bytes)), key=lambda p: p[0].seconds_per_token)
     layouts: dict[Candidate, Candidate] = {}
     for _, candidate in fitting:
         layouts.setdefault(replace(candidate, rows=1), candidate)
