@@ -9,7 +9,7 @@ import pytest
 from helpers.attacks import Attack, judge, strike, table
 from helpers.tiny_runs import make_inputs
 
-AGAIN, REWRITTEN, NOTHING = "its windows are scored again", "written again from its scores", "nothing to do"
+AGAIN, REWRITTEN, NOTHING = "its windows are scored again", "rewritten from its scores", "nothing to do"
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ ATTACKS = [
     Attack(name="nan-weights-f32", command="eval_lm", words=evaluation(some_nan, np.float32), code=BAD, says=FOUND),
     Attack(name="nan-weights-f16", command="eval_lm", words=evaluation(some_nan, np.float16), code=BAD, says=FOUND),
     Attack(name="nan-weights-allowed", command="eval_lm", words=evaluation(some_nan, allow_nonfinite=True),
-           code=INTERNAL, says=("goes on with them", "the loss is not finite", "token 2 of row 1 of docs", "docs")),
+           code=INTERNAL, says=("continuing with them", "the loss is not finite", "token 2 of row 1 of docs", "docs")),
     Attack(name="too-large-for-f16", command="eval_lm", words=evaluation(too_large, np.float32, mp="f16"), code=BAD,
            says=("1 weights of 1 arrays", "1 too large for the dtype they are loaded in")),
     Attack(name="overflow", command="eval_lm", words=evaluation(overflowing), code=INTERNAL,

@@ -37,7 +37,7 @@ def refused(name: str, *says: str, command: str = "train_lm", **changed: Any) ->
 
 
 def allowed(name: str, *says: str, **changed: Any) -> Attack:
-    never = ("is another one than would go on",)
+    never = ("was saved by a different run",)
     return Attack(name=name, command="train_lm", words=words(**changed), code=0, says=says, never=never, seconds=90)
 
 
@@ -52,7 +52,7 @@ ATTACKS = [
     refused("data-seed", "data_seed: null when it was saved, 7 now", data_seed=7),
     refused("shuffle", "data.shuffle: true when it was saved, false now", data={"shuffle": False}),
     refused(
-        "data", "data.components.others: is new",
+        "data", "data.components.others: new",
         data={"components": {"others": {"type": "direct", "datasets": {"train": ["1 2 3 4 5 6 7 8 9 " * 40]}}}},
     ),
     refused("optimizer", "optimizer.type: ", optimizer={"type": "muon"}),

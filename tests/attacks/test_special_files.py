@@ -134,7 +134,7 @@ ATTACKS = [
     Attack(name="link", command="eval_lm", words=evaluated(link), code=OK),
     Attack(name="link-to-nothing", command="eval_lm", words=evaluated(link_to_nothing), code=OK),
     Attack(name="page-null", command="viz_logprobs", words=shown(null), code=OK),
-    Attack(name="page-full", command="viz_logprobs", words=shown(full), code=BAD, says=("it is kept in",)),
+    Attack(name="page-full", command="viz_logprobs", words=shown(full), code=BAD, says=("it was kept in",)),
     Attack(name="plan-null", command="plan", words=planned(null), code=OK, says=("GiB",)),
     Attack(name="plan-full", command="plan", words=planned(full, "--html"), code=BAD,
            says=("GiB", "--html", "No space")),

@@ -106,7 +106,7 @@ def manifest(change: Callable[[str], str]) -> Callable[[Path], object]:
 
 A = "texts/a.jsonl"
 ROWS: list[tuple[str, str, Callable[[Path], object], int, tuple[str, ...]]] = [
-    ("nothing", "verify", lambda folder: None, 0, ("2 sources are what the store was made from", "verified: every")),
+    ("nothing", "verify", lambda folder: None, 0, ("2 sources match the store", "verified: every")),
     ("edited", "verify", lambda folder: edit(folder / A, keep_time=False), 2, (SOURCES, "a.jsonl: has another text")),
     ("edited-with-its-time", "verify", lambda folder: edit(folder / A, keep_time=True), 2, (SOURCES, "a.jsonl")),
     ("edited-then-cached", "cache", lambda folder: edit(folder / A, keep_time=False), 2, (SOURCES, "a.jsonl")),
@@ -127,7 +127,7 @@ ROWS: list[tuple[str, str, Callable[[Path], object], int, tuple[str, ...]]] = [
     ("manifest-of-nothing", "cache", manifest(lambda text: "[]"), 2, ("version 1 of a token store is expected",)),
     ("manifest-of-text", "cache", manifest(lambda text: text.replace('"files": {', '"files": "x", "y": {')), 2,
      ("is damaged",)),
-    ("old", "verify", an_old_store, 0, ("unverified: the store kept no digests of 2", "verified: every token")),
+    ("old", "verify", an_old_store, 0, ("unverified: the store has no digests of 2", "verified: every token")),
     ("old-and-cut", "cache", lambda folder: (an_old_store(folder), cut(chunk(folder, "ids"))), 2, (DAMAGED,)),
 ]  # fmt: skip
 ATTACKS = [

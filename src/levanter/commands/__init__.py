@@ -1,1 +1,1 @@
-"""What each command does: its config, what it describes, what it executes. A folder a command."""
+"""What each command does: its config, what it describes, what it executes. One folder per command."""

@@ -1,4 +1,4 @@
-"""The runs that can be planned, by the names users call them. Naming one imports nothing of it."""
+"""The runs that can be planned, by the names that users know. Listing one imports nothing of it."""
 
 import importlib
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """An entry point, as far as it is known without importing it.
+    """An entry point, as far as it can be known without importing it.
 
     Attributes:
         name: the module's name in `levanter.main`.
         module: where its `ENTRY_POINT` is.
         config: the name of its config class.
-        config_module: where that is, a module that imports no more than configurations need.
+        config_module: where that is; a module that imports no more than configurations need.
         summary: what it does, for `--help`.
     """
 
@@ -66,7 +66,7 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "memorize.eval_careless_lm",
                 "memorize.config",
                 "EvalCarelessLmConfig",
-                "another name of eval_careless_lm",
+                "alias of eval_careless_lm",
             ),
             (
                 "eval_sliding_lm",

@@ -14,7 +14,7 @@ WIDTH = 120
 
 
 def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
-    """Every command that is here, with the first line of its module. The modules are read, not imported."""
+    """Every available command, with the first line of its module. The modules are read, not imported."""
     found = {}
     for path in sorted(folder.glob("[!_]*.py")):
         text = path.read_text(encoding="utf-8")
@@ -24,19 +24,19 @@ def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
 
 
 def listed() -> str:
-    """The list of commands, those that are refused today by name alone."""
+    """The list of commands; those that are not implemented yet by name only."""
     here = commands()
     width = max(map(len, here))
     lines = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]", ""]
     lines += [f"  {name:<{width}}  {shorten(what, WIDTH - width - 4, placeholder=' …')}" for name, what in here.items()]
     lines += ["", f"not implemented yet: {', '.join(sorted(ABSENT))}"]
-    lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` says which levanter this is.",
+    lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` prints the version.",
               "Runs on pods are launched by `python -m levanter.infra.launch`."]  # fmt: skip
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Becomes the command that the first word names; returns an exit code only where there is none to become."""
+    """Turns into the command that the first word names; returns an exit code only if there is none."""
     import_module("levanter.io.output").prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:

@@ -1,4 +1,4 @@
-"""Builds the token stores of a training run ahead of it."""
+"""Builds the token stores of a training run in advance."""
 
 import sys
 

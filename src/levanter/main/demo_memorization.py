@@ -1,11 +1,11 @@
-"""Half a book by heart: trains a small Llama on the first half of a text, then asks it for all of it.
+"""Half a book memorized: trains a small Llama on the first half of a text, then scores all of it.
 
     python -m levanter.main.demo_memorization [--output_path logs/demo_memorization] [--steps 400]
 
-The text is a chapter of Python's own reference manual, which every Python brings along. A tokenizer is fitted to it; a
-Llama of about a million parameters learns its first half, and nothing but that, through the train step of `train_lm`;
-its weights are written as a Hugging Face folder; and `eval_careless_lm` asks that folder for the whole chapter, window
-by window. The report has a dark half, which the model knows by heart, and a white one, which it has never seen.
+The text is a chapter of Python's own reference manual, which ships with every Python. A tokenizer is trained on it; a
+Llama of about a million parameters learns only its first half, through the train step of `train_lm`; its weights are
+written as a Hugging Face folder; and `eval_careless_lm` scores the entire chapter with them, window by window. The
+report has a dark half, which the model has memorized, and a white one, which it has never seen.
 """
 
 import json
@@ -48,16 +48,16 @@ CHAPTER = "specialnames"
 TITLE = "Special method names, from Python's reference manual"
 TEXT, MODEL, BOOK = "chapter.txt", "model", "book"
 KNOWN, UNKNOWN = 0.9, 0.02
-"""What the demo is to show: coverage of the first half above, of the second below."""
+"""What the demo must show: coverage of the first half above the former, of the second below the latter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What is learned, by what, and for how long.
+    """What is learned, by which model, and for how long.
 
     Attributes:
         output_path: a folder for the text, the model and the report.
-        characters: of the chapter, from its beginning.
+        characters: length of the text, from the start of the chapter.
         vocab_size: of the tokenizer.
         steps: of training.
         rows: sequences of a batch.
@@ -105,12 +105,12 @@ class DemoConfig:
 
     @property
     def optimizer(self) -> AdamConfig:
-        """How it is trained; nothing holds it back from learning by heart."""
+        """How it is trained; nothing keeps it from memorizing."""
         return AdamConfig(learning_rate=self.learning_rate, warmup=20, weight_decay=0.0, min_lr_ratio=0.05)
 
 
 def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
-    """Learns the first half and asks for the whole; returns the measurement and the coverage of both halves."""
+    """Learns the first half and scores everything; returns the measurement and the coverage of both halves."""
     # A demo writes its own folder and nothing else.
     config = replace(config, trainer=replace(config.trainer, tracker=NoopConfig()))
     configure_jax(config.trainer)
@@ -156,19 +156,19 @@ def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
     began = time.monotonic()
     with Progress("learning", total=config.steps, unit="steps") as progress:
         for n in range(config.steps):
-            # Stretches from anywhere, around the end to the beginning, so that no token is rarer than another.
+            # Stretches from anywhere, wrapping around at the end, so that no token is rarer than another.
             starts = random.integers(0, len(ids), size=(config.rows, 1))
             rows = ids[(starts + np.arange(config.positions)) % len(ids)]
             state, metrics = step(state, None, _batch(plan, mesh, rows))
             progress.advance_to(n + 1)
             if (n + 1) % 20 == 0:
-                # What is left in the end is the first tokens of each stretch, for which nothing says where it begins.
+                # The remaining loss is that of the first tokens of each stretch, whose position in the text is unknown.
                 print(f"step {n + 1:4d}: loss {float(metrics.loss):.3f} after {time.monotonic() - began:.0f} s")
     write_model(plan.work, state.model, folder)
 
 
 def _batch(plan: RunPlan, mesh: Mesh, rows: np.ndarray) -> LmBatch:
-    """Rows of tokens as the train step takes them, every one with the same weight."""
+    """Rows of tokens as the train step expects them, all with the same weight."""
     declared: LmBatch = plan.program("train_step").input("batch").value
     sharding = NamedSharding(mesh, plan.sharding.mappings.compute.spec([axis.name for axis in declared.tokens.axes]))
 
@@ -187,7 +187,7 @@ def _batch(plan: RunPlan, mesh: Mesh, rows: np.ndarray) -> LmBatch:
 
 
 def write_model(work: TrainWork, model: LmHeadModel, folder: str) -> None:
-    """Writes a model as Hugging Face does: config.json and model.safetensors, by the inverse of the loading rules."""
+    """Writes a model like Hugging Face: config.json and model.safetensors, by the inverse of the loading rules."""
     found = leaves(model)
     arrays = {leaf.path: np.asarray(x) for leaf, x in zip(found, jax.tree.leaves(model), strict=True)}
     tensors = {}
@@ -206,7 +206,7 @@ def chapter(characters: int) -> str:
 
 
 def fitted_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE whose merges are those of `text`."""
+    """A byte-level BPE trained on `text`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -223,7 +223,7 @@ def _write(path: str, content: bytes) -> None:
 
 
 def main(config: DemoConfig) -> int:
-    """Runs the demo; 0 where the report shows what it is to show."""
+    """Runs the demo; returns 0 if the report shows what it must."""
     began = time.monotonic()
     _, (first, second) = run(config)
     print(f"coverage of the first half, which was learned: {first:.2%}; of the second: {second:.2%}")

@@ -2,9 +2,9 @@
 
     make demo-train
 
-It is `train_lm` with `config/train/demo.yaml`, and one comparison behind it: the loss on topics that were held out,
-beside the entropy of a byte given the one before it, counted over the whole text. A model below that number has learned
-more than which letters follow each other.
+It is `train_lm` with `config/train/demo.yaml`, followed by one comparison: the loss on held-out topics against the
+entropy of a byte given the previous one, counted over the complete text. A model below that number has learned more
+than which letters follow each other.
 """
 
 import math
@@ -19,7 +19,7 @@ from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
 
 
 def bigram_entropy(text: bytes) -> float:
-    """Nats a byte, given the byte before: Σ n(ab) ln(n(a) / n(ab)) / Σ n(ab)."""
+    """Nats per byte, given the previous byte: Σ n(ab) ln(n(a) / n(ab)) / Σ n(ab)."""
     values = np.frombuffer(text, np.uint8).astype(np.int64)
     counts = np.bincount(256 * values[:-1] + values[1:], minlength=256 * 256).reshape(256, 256)
     before = np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)
@@ -28,7 +28,7 @@ def bigram_entropy(text: bytes) -> float:
 
 
 def main(config: TrainLmConfig) -> int:
-    """Runs the demo; 0 where the held-out loss is below the bigram entropy."""
+    """Runs the demo; returns 0 if the held-out loss is below the bigram entropy."""
     done = train(config)
     if done.preempted:
         return PREEMPTED

@@ -1,4 +1,4 @@
-"""Another name of `eval_careless_lm`, for documents with several `books:`: one load of the model serves them all."""
+"""Alias of `eval_careless_lm`, for documents with several `books:`: the model is loaded once for all of them."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of ours as a Hugging Face folder: config, weights, tokenizer, generation config."""
+"""Exports one of our checkpoints as a Hugging Face folder: config, weights, tokenizer, generation config."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Rewrites upstream's YAML, of either generation, in today's keys, and names each change."""
+"""Rewrites upstream's YAML, of either generation, in today's keys, and lists each change."""
 
 import sys
 

@@ -3,12 +3,12 @@
     python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target v4-8
     python -m levanter.main.plan train_lm --config_path config/train/llama2_70b_v4-256.yaml --target v4-256,v5p-256
 
-The command line is the entry point's own (files and `--key value`), with what is asked in front of or between it. Each
-target is answered by `levanter.plan.preflight`; the compile worker describes the run once more from the same words, in
-the same folder (`describe`).
+The command line is the entry point's own (files and `--key value`), with the options of `plan` in front of it or in
+between. `levanter.plan.preflight` answers for each target; the compile worker describes the run again from the same
+command line, in the same folder (`describe`).
 
-What is listed as *not checked here* (a checkpoint, a tokenizer, a text that is absent or remote) keeps no run from
-being planned; `--require_inputs` refuses it.
+What is listed as *not checked here* (a checkpoint, a tokenizer, a text that is absent or remote) does not prevent
+planning; `--require_inputs` refuses it.
 """
 
 import json
@@ -39,25 +39,25 @@ LOCAL = "local"
 
 
 class PlanUsageError(ValueError):
-    """The command line asks for nothing that can be planned."""
+    """The command line names nothing that can be planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a command line asks for.
+    """The parsed command line.
 
     Attributes:
         entry_point: which run.
-        argv: its own words: files and overrides.
+        argv: its own arguments: files and overrides.
         targets: accelerators' names and `local`.
         json: a file for the verdicts, `-` for standard output.
         html: a file for the page.
-        compile: whether the compiler is asked.
-        all_programs: whether Programs that take no time to speak of are compiled too.
-        require_inputs: whether inputs that are not at hand are refused.
-        search: whether better meshes are looked for.
-        keep_hlo: a folder in which the compiler's text stays.
-        cache: whether answers of compilers are kept, and kept ones taken.
+        compile: whether to compile.
+        all_programs: whether Programs that take negligible time are compiled too.
+        require_inputs: whether missing inputs are refused.
+        search: whether to look for better meshes.
+        keep_hlo: a folder in which the compiler's output is kept.
+        cache: whether compiler results are cached, and cached ones reused.
     """
 
     entry_point: Listed
@@ -78,30 +78,30 @@ _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "no_cache
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
 
-Tells whether a run loads, fits and how fast it goes on a pod, from its own configuration, before the pod is rented.
+Tells whether a run loads and fits on a pod, and how fast it goes, from its own configuration, before the pod is rented.
 Needs no TPU, no weights (a folder with a config.json, or a complete `model:` block) and no network.
 
 entry points:
 {entry_points}
 
-what is asked:
+options:
   --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
                        devices here; several: --target A --target B, or --target A,B
   --no-compile         arithmetic only: seconds instead of a minute; refuses by inputs, gradients and named activations
-  --all_programs       compile every Program of the run, also those that run once
+  --all_programs       compile every Program of the run, including those that run once
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
-  --assume_tokens N    tokens of the text, where it is not at hand (also `plan: {{assume_tokens: N}}` in the file)
+  --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
   --search             look for meshes that fit better or run faster
-  --no_cache           ask the compiler anew, and keep nothing of what it says
+  --no_cache           recompile everything, and cache nothing
   --json FILE          the verdicts as JSON; `-` for standard output
   --html FILE          the verdicts as one self-contained page
-  --keep_hlo FOLDER    keep the compiler's text of each Program
-  everything else      as the entry point takes it: --trainer.mesh.axes '{{model: 8}}', …
+  --keep_hlo FOLDER    keep the compiler's output for each Program
+  everything else      options of the entry point: --trainer.mesh.axes '{{model: 8}}', …
 
-exit codes: 0 fits, or says NOT COMPILED (what is known of its bytes fits; of the rest only a compiler knows);
+exit codes: 0 fits, or NOT COMPILED (the known bytes fit; only a compiler knows the rest);
 2 bad input (unknown key, axis, indivisible, missing file with --require_inputs); 3 does not fit; 4 the compiler
-crashed; 6 nothing was decided (no compiler, and a device's memory or what would run is not known); 130 Ctrl-C.
-With several targets: that of the worst (3 before 4 before 2 before 6).
+crashed; 6 undecided (no compiler, and a device's memory or what would run is unknown); 130 Ctrl-C.
+With several targets: the worst one's (3 before 4 before 2 before 6).
 
 examples:
   python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target local
@@ -111,24 +111,24 @@ examples:
 
 
 def help_text() -> str:
-    """What `--help` prints."""
+    """The text of `--help`."""
     width = max(map(len, ENTRY_POINTS)) + 2
     rows = "\n".join(f"  {entry.name:<{width}}{entry.summary}" for entry in ENTRY_POINTS.values())
     return HELP.format(entry_points=rows)
 
 
 def asked_for(argv: Sequence[str]) -> PlanRequest:
-    """Splits a command line into what is asked and the entry point's own words.
+    """Splits a command line into the options of `plan` and the entry point's own arguments.
 
     Raises:
-        HelpRequested: `--help` alone; behind an entry point its own keys are shown.
-        PlanUsageError: no or an unknown entry point, no target, a flag without its value; all of it.
+        HelpRequested: `--help` alone; after an entry point it shows that one's keys.
+        PlanUsageError: lists a missing or unknown entry point, a missing target, flags without values.
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help"):
         if words:
             raise HelpRequested(help_text())
-        raise PlanUsageError(f"no entry point is named; known: {', '.join(ENTRY_POINTS)}\n\n{help_text()}")
+        raise PlanUsageError(f"no entry point given; known: {', '.join(ENTRY_POINTS)}\n\n{help_text()}")
     problems: list[str] = []
     values: dict[str, list[str]] = {name: [] for name in _WITH_VALUE}
     switches: set[str] = set()
@@ -150,18 +150,18 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
         else:
             rest.append(word)
             if word.startswith("--") and "=" not in word:
-                # What follows belongs to the key, whatever it looks like.
+                # The next word is the key's value, whatever it looks like.
                 while words and not words[0].startswith("--"):
                     rest.append(words.pop(0))
     wants_help = any(word in ("-h", "--help") for word in rest)
     entry = ENTRY_POINTS.get(names[0]) if names else None
     if entry is None:
-        what = f"unknown entry point {names[0]!r}" if names else "the entry point comes first"
+        what = f"unknown entry point {names[0]!r}" if names else "the entry point must come first"
         hint = did_you_mean(names[0], ENTRY_POINTS) if names else ""
         problems.append(f"{what}{hint} (known: {', '.join(ENTRY_POINTS)})")
     targets = [name.strip() for value in values["target"] for name in value.split(",") if name.strip()]
     if not targets and not wants_help:
-        problems.append("no target: give --target v4-256 (any accelerator, several are answered in turn) or local")
+        problems.append("no target: give --target v4-256 (any accelerator; several are planned in turn) or local")
     for name in ("json", "html", "assume_tokens", "keep_hlo"):
         if len(values[name]) > 1:
             problems.append(f"--{name} is given {len(values[name])} times")
@@ -189,7 +189,7 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
 
 
 def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
-    """What the compile worker calls: the run of the same words, described once more.
+    """Called by the compile worker: describes the run of the same command line again.
 
     Args:
         payload: `entry_point`, `argv`, and for a searched layout `candidate`.
@@ -205,21 +205,21 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answers for every target and prints the verdicts."""
+    """Plans for every target and prints the verdicts."""
     return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _main(argv: Sequence[str]) -> int:
     setup_logging("WARNING")
     asked = asked_for(argv)
-    # Planning asks no network; what it would have told is listed as not checked.
+    # Planning does not use the network; what would need it is listed as not checked.
     with nullcontext() if asked.require_inputs else _environment(HF_HUB_OFFLINE="1", LEVANTER_OFFLINE="1"):
         return _planned(asked)
 
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Environment variables of this process, and of those it starts, for a while."""
+    """Temporarily sets environment variables of this process and its children."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -235,7 +235,7 @@ def _planned(asked: PlanRequest) -> int:
     show = sys.stderr
     with ticking(show) as say:
         say(f"reading the configuration of {asked.entry_point.name}")
-        # A misspelt target is said before anything is done for the others.
+        # A misspelt target is reported before anything is done for the others.
         targets = _checked(asked.targets)
         _try_outputs(asked)
         name = asked.entry_point.name
@@ -251,7 +251,7 @@ def _planned(asked: PlanRequest) -> int:
         from levanter.plan.kept import KeptAnswers
         from levanter.plan.preflight import Question, preflight
 
-        # This process computes nothing: an accelerator that is here is left to the worker.
+        # This process computes nothing: an available accelerator is left to the worker.
         jax.config.update("jax_platforms", "cpu")
         question = Question(
             target=LOCAL,
@@ -285,12 +285,12 @@ def _searched(
     verdict: "Verdict",
     say: Callable[[str], None],
 ) -> dict[str, "SearchResult"]:
-    """Other layouts of the same run on the same pod; nothing where there is no pod or no run to lay out."""
+    """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
     from levanter.main.plan_search import search_layouts
     from levanter.plan.search import NothingToSearch
 
     if verdict.plan is None or verdict.accelerator is None or not verdict.accelerator.can_compile:
-        say(f"{verdict.target}: no layouts are searched: there is nothing that could be compiled")
+        say(f"{verdict.target}: no layout search: there is nothing to compile")
         return {}
     try:
         found = search_layouts(
@@ -303,7 +303,7 @@ def _searched(
             say=say,
         )
     except NothingToSearch as error:
-        say(f"{verdict.target}: no layouts are searched: {error}")
+        say(f"{verdict.target}: no layout search: {error}")
         return {}
     return {verdict.target: found}
 
@@ -332,7 +332,7 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     """The targets under their canonical names.
 
     Raises:
-        PlanUsageError: with every name that stands for nothing.
+        PlanUsageError: lists every unknown name.
     """
     from levanter.hardware import AcceleratorError, parse_accelerator
 
@@ -348,7 +348,7 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping[str, "SearchResult"]) -> None:
-    """Prints the verdicts, and writes them where they were asked for."""
+    """Prints the verdicts, and writes them to the requested files."""
     from levanter.main.plan_search import keys_of
     from levanter.plan.report import render, to_html, to_json
     from levanter.plan.search import render as render_search
@@ -362,7 +362,7 @@ def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping
         texts.append(render_search(result, target=target, keys=keys))
         pages.append((f"search on {target}", texts[-1]))
         document.setdefault("searches", []).append(search_values(result, target=target, keys=keys))
-    # With the JSON on standard output, what is for people goes beside it.
+    # With the JSON on standard output, text for people goes to standard error.
     print("\n".join(texts), file=sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json is not None:
         text = json.dumps(document, indent=2, ensure_ascii=False)
@@ -375,7 +375,7 @@ def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping
 
 
 def _try_outputs(asked: PlanRequest) -> None:
-    """Tries every place that is written, before compilers run for minutes."""
+    """Tries every output path before compilers run for minutes."""
     files = {"--json": None if asked.json == "-" else asked.json, "--html": asked.html}
     found = [Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None]
     if asked.keep_hlo is not None:

@@ -1,7 +1,7 @@
-"""What `plan --search` varies in a run's configuration, and what it must know of the run to price a layout.
+"""What `plan --search` varies in a run's configuration, and what it must know about the run to cost a layout.
 
-A searched layout replaces `trainer.mesh` as a whole, and sets the batch that a device handles at a time; a
-training run's `gradient_checkpointing` too. Everything else stays as the user wrote it.
+A searched layout replaces all of `trainer.mesh`, and sets the number of rows that a device handles at a time; for a
+training run also `gradient_checkpointing`. Everything else stays as the user wrote it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from levanter.run import RunPlan, Searchable, Target
 
 
 def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
-    """The keys beside `trainer.mesh` that a layout sets, by dotted name."""
+    """The keys besides `trainer.mesh` that a layout sets, by dotted name."""
     searchable = plan.searchable
     assert isinstance(searchable, Searchable), searchable
     keys: dict[str, Any] = dict(searchable.keys(candidate.rows, candidate.batch_ways))
@@ -27,7 +27,7 @@ def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
 
 
 def vary(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
-    """The configuration with the layout of a candidate, and the keys that `keys_of` gives for it."""
+    """The configuration with the layout of a candidate, and the keys from `keys_of`."""
     mesh: MeshConfig = config.trainer.mesh
     options = candidate.mesh_options()
     laid_out = MeshConfig(
@@ -60,16 +60,16 @@ def layout_compiler(
     """What compiles a run's main Program in other layouts.
 
     Args:
-        question: as asked for the run itself.
+        question: the one about the run itself.
         config: of the run.
         describe: the entry point's.
-        plan: the run as it is configured.
-        say: told what is being done.
+        plan: the run as configured.
+        say: receives progress messages.
     """
     name = plan.workloads[0].program
 
     def heard(text: str) -> None:
-        # Of a candidate's preflight, the part that takes long.
+        # The slow part of a candidate's preflight.
         if text.startswith("compil"):
             say(f"  {text}")
 
@@ -117,9 +117,9 @@ def search_layouts(
 
 
 def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:
-    """The configuration that a worker's payload means: varied where it names a candidate."""
+    """The configuration of a worker's payload: varied if it names a candidate."""
     given = payload.get("candidate")
     if given is None:
         return config
-    # It came as JSON, which has no tuples.
+    # It arrived as JSON, which has no tuples.
     return vary(config, Candidate(**{**given, "cut": tuple(given["cut"])}), payload["candidate_keys"])

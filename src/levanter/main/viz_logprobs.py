@@ -1,4 +1,4 @@
-"""Writes a page that shows some validation text token by token, each as dark as the model was surprised by it."""
+"""Writes a page that shows validation text token by token, each shaded by how much it surprised the model."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -139,7 +139,7 @@ def test_planning_fetches_nothing(tmp_path, capsys, monkeypatch, reference):
         (["eval_lm", "--target", "v4-9", "--target", "nonsense"], "--target nonsense: unknown accelerator"),
         (["eval_lm"], "no target: give --target v4-256"),
         (["eval_lm", "--target"], "--target needs a value"),
-        (["--target", "v4-8"], "the entry point comes first"),
+        (["--target", "v4-8"], "the entry point must come first"),
         (["eval_lm", "--target", "v4-8", "--no-compile", "--hf_checkpiont", "x"], "hf_checkpiont"),
         (["eval_lm", "--target", "v4-8", "--config_path", "nowhere.yaml"], "nowhere.yaml"),
         (

@@ -1,1 +1,1 @@
-"""`eval_lm` and `viz_logprobs`: what a model makes of a text."""
+"""`eval_lm` and `viz_logprobs`: how well a model predicts a text."""

@@ -15,17 +15,17 @@ class EvalLmConfig(Ranged):
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        initialize_from_hf: another spelling of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
+        initialize_from_hf: alias of `hf_checkpoint`.
+        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
         trainer: devices, mesh, precision, trackers.
         data: the data sets.
-        model: the architecture, where the checkpoint does not say; checked against it where it does.
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
         eval_on_train: evaluate on training data instead of validation data.
-        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
-        output_path: where the numbers are written as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
+        max_eval_length: tokens per row; by default at most the model's `max_seq_len`.
+        output_path: file for the results as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
         allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
-        plan: what planning is told that a run would find out by itself.
+        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        plan: assumptions for planning that a run would find out by itself.
     """
 
     hf_checkpoint: PathText | None = None
@@ -60,7 +60,7 @@ class EvalLmConfig(Ranged):
 
     @property
     def reference(self) -> str:
-        """The model's reference under either of its keys; empty where there is none."""
+        """The model's reference under either key; empty if there is none."""
         return self.hf_checkpoint or self.initialize_from_hf or ""
 
 
@@ -69,18 +69,18 @@ class VizLmConfig(Ranged):
     """What `viz_logprobs` shows.
 
     Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
         hf_checkpoint: Hugging Face files: a folder, a hub id, a .gguf file.
-        path: the page.
-        num_docs: rows of text that are shown.
-        data_seed: which ones; null for the first of them.
-        max_eval_length: tokens in a row; where it is not said, no more than the model is meant for (`max_seq_len`).
+        path: file for the page.
+        num_docs: rows of text to show.
+        data_seed: seed of their choice; null for the first rows.
+        max_eval_length: tokens per row; by default at most the model's `max_seq_len`.
         trainer: devices, mesh, precision.
         data: the data sets.
-        model: the architecture, where the checkpoint does not say; checked against it where it does.
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
         comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
-        plan: what planning is told that a run would find out by itself.
+        plan: assumptions for planning that a run would find out by itself.
     """
 
     checkpoint_path: PathText | None = None
@@ -103,7 +103,7 @@ class VizLmConfig(Ranged):
         if (self.checkpoint_path is None) == (self.hf_checkpoint is None):
             problems.append("give one model: checkpoint_path, or hf_checkpoint")
         if self.comparison_model_path is not None:
-            problems.append("comparison_model_path: not supported yet; make a page of each model")
+            problems.append("comparison_model_path: not supported yet; make one page per model")
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
         if problems:
@@ -111,7 +111,7 @@ class VizLmConfig(Ranged):
 
     @property
     def evaluation(self) -> EvalLmConfig:
-        """The evaluation whose numbers are shown."""
+        """The evaluation whose results are shown."""
         named = self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
         return EvalLmConfig(
             hf_checkpoint=named,

@@ -5,7 +5,7 @@
 The model comes from Hugging Face files (`hf_checkpoint:` a folder, a hub id, a .gguf file). What happens, in order:
 the run is described (files, tokenizer, data, mesh, every parameter's place, the bytes that will be read, the Program
 that will run) and checked; the text is tokenized; the weights are streamed into their final shards; the batches are
-scored. Whatever is wrong with the input is said before a weight is read.
+scored. Whatever is wrong with the input is reported before a weight is read.
 """
 
 import logging
@@ -55,19 +55,19 @@ logger = logging.getLogger(__name__)
 NAME = "eval_lm"
 DEFAULT_ROWS_PER_DEVICE = 8
 FETCH_BEHIND = 2
-"""Batches in flight before a result is fetched, so that the host's work hides behind the devices'."""
+"""Batches in flight before a result is fetched, so that host work overlaps with device work."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalWork:
-    """What `execute` needs beside the Programs.
+    """What `execute` needs besides the Programs.
 
     Attributes:
         config: as the user wrote it.
         pretrained: the model.
-        data: the sets of text; None where they are not here.
+        data: the data sets; None if they are not available here.
         batch_rows: rows of a batch.
-        sequences: the text's rows, where planning has made them.
+        sequences: the text's rows, if planning has made them.
     """
 
     config: EvalLmConfig
@@ -79,15 +79,15 @@ class EvalWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The numbers, and how long what took.
+    """The results and the timings.
 
     Attributes:
-        result: the numbers.
+        result: the results.
         loading: how loading went.
         scoring_seconds: from the first batch to the last result, compilation included.
-        compile_seconds: until the first batch was there.
+        compile_seconds: until the first batch was done.
         scored_tokens: tokens scored.
-        not_finite: which token has no finite log-probability first; None where all do.
+        not_finite: the first token without a finite log-probability; None if there is none.
     """
 
     result: EvalResult
@@ -99,12 +99,12 @@ class Evaluation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Scored tokens a second behind the first batch; with one batch only, that one counts."""
+        """Scored tokens per second after the first batch; a single batch is counted itself."""
         return self.scored_tokens / max(self.scoring_seconds, 1e-9)
 
 
 def describe(config: EvalLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[EvalWork]:
-    """Describes the evaluation for `target`; reads metadata, no weight, and of the text at most a short one.
+    """Describes the evaluation for `target`; reads metadata, no weights, and the text only if it is short.
 
     Args:
         config: what is evaluated.
@@ -164,18 +164,18 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
 
 
 def _length_checks(length: int, model: LmConfig) -> list[Check]:
-    """Rows that are longer than anything the model has learned from."""
+    """Refuses or notes rows that are longer than anything the model was trained on."""
     if length <= model.max_seq_len:
         return []
-    message = f"max_eval_length: {length} tokens a row, and the model's max_seq_len is {model.max_seq_len}"
+    message = f"max_eval_length: {length} tokens per row exceed the model's max_seq_len, {model.max_seq_len}"
     if not model.learned_positions:
-        return [Check(name="rows", status="note", message=f"{message}: it has learned nothing of what lies beyond")]
-    error = ValueError(f"{message}: there are no positions beyond\n  → max_eval_length: {model.max_seq_len}")
+        return [Check(name="rows", status="note", message=f"{message}; it was not trained on longer rows")]
+    error = ValueError(f"{message}; it has no positions beyond\n  → max_eval_length: {model.max_seq_len}")
     return [Check(name="rows", status="error", message=str(error), error=error)]
 
 
 def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
-    """The sets of text, where they are here."""
+    """The data sets, if they are available here."""
     try:
         data = resolve_evaluation(config.data, split="train" if config.eval_on_train else None)
     except AbsentTextError as error:
@@ -187,18 +187,18 @@ def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]
 
 
 def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | None]:
-    """How many batches the text makes, how that is known, and the text's rows if they had to be made for it."""
+    """How many batches the text makes, how that is known, and the text's rows if they had to be made for that."""
     config, limit = work.config, work.config.trainer.max_eval_batches
     if (tokens := config.plan.assume_tokens) is not None:
-        # Rows share one token with the next, so that every token but the first is scored once.
+        # A row shares one token with the next, so that every token but the first is scored once.
         rows = -(-(tokens - 1) // (config.max_eval_length - 1)) if tokens > 1 else 1
         batches = -(-rows // work.batch_rows)
         return batches if limit is None else min(batches, limit), f"{tokens:,} tokens (plan.assume_tokens)", None
     if work.data is None or work.pretrained.found_tokenizer is None:
         what = "the text" if work.data is None else "the tokenizer"
-        return None, f"{what} is not here; give plan.assume_tokens (--assume_tokens N)", None
+        return None, f"{what} is not available here; set plan.assume_tokens (--assume_tokens N)", None
     if not all(is_short(each) for each in work.data.sets):
-        return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; give plan.assume_tokens", None
+        return None, f"the text has more than {COUNTED_CHARACTERS:,} characters; set plan.assume_tokens", None
     sequences = tokenize(work, show=False)
     batches = _batches(work, sequences)
     return len(batches), f"{sequences.token_count:,} tokens of text", sequences
@@ -212,7 +212,7 @@ def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
         per_device, why = trainer.per_device_parallelism, "trainer.per_device_parallelism"
     if per_device == -1:
         per_device, why = DEFAULT_ROWS_PER_DEVICE, "the default"
-    return per_device * ways, f"{per_device} a device ({why}) × {ways} ways that the batch is cut"
+    return per_device * ways, f"{per_device} per device ({why}) × {ways} batch shards"
 
 
 def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> Program:
@@ -236,7 +236,7 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> 
             Input(name="segment_ids", value=ids, placement=mappings.compute),
         ),
         mappings=mappings,
-        # A few kilobytes that every host reads: whole on every device.
+        # A few kilobytes that every host reads: replicated.
         out_placement=AxisMapping(),
         matmul_precision=pretrained.precision.matmul,
         compiler_options=pretrained.compiler_options,
@@ -247,7 +247,7 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     """Tokenizes, loads, scores; nothing runs that is not in `plan`."""
     assert mesh is not None, "an evaluation runs on devices"
     work, show = plan.work, session is not None and session.show
-    # Text first: whatever is wrong with it is said before a weight is read.
+    # Text first: whatever is wrong with it is reported before a weight is read.
     sequences = work.sequences or tokenize(work, show=show)
     require_same_text(sequences)
     batches = _batches(work, sequences)
@@ -305,12 +305,12 @@ def tokenize(work: EvalWork, *, show: bool) -> EvalSequences:
 
 
 def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int:
-    """Prints and writes the numbers, in this order: what cannot be written has been shown."""
+    """Prints the results, then writes them: if writing fails, they have been shown."""
     try:
         if session.show:
             (output,) = outputs(plan, session)
             facts = run_facts(plan, done)
-            print(format_result(done.result, {**facts, "numbers in": output.path}), flush=True)
+            print(format_result(done.result, {**facts, "written to": output.path}), flush=True)
             write_or_show(output.path, result_json(done.result, facts))
     finally:
         session.tracker.log(done.result.metrics(), step=0)
@@ -321,7 +321,7 @@ def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int
 
 
 def outputs(plan: RunPlan[EvalWork], session: Session) -> tuple[Output, ...]:
-    """The file of the numbers."""
+    """The file of the results."""
     config = plan.work.config
     if config.output_path:
         return (Output(key="output_path", path=config.output_path, kind="file"),)
@@ -330,7 +330,7 @@ def outputs(plan: RunPlan[EvalWork], session: Session) -> tuple[Output, ...]:
 
 
 def run_facts(plan: RunPlan[EvalWork], done: Evaluation) -> dict[str, str]:
-    """What to say beside the numbers: model source, devices, times, versions."""
+    """Facts shown with the results: model source, devices, times, versions."""
     report = done.loading
     return {
         "model": plan.work.pretrained.checkpoint.description,
@@ -354,5 +354,5 @@ ENTRY_POINT = EntryPoint(
 
 
 def main(config: EvalLmConfig, *, written: Written | None = None) -> int:
-    """Runs an evaluation on the devices that are here."""
+    """Runs an evaluation on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,4 +1,4 @@
-"""Writes a page that shows some validation text token by token, each as dark as the model was surprised by it.
+"""Writes a page that shows validation text token by token, each shaded by how much it surprised the model.
 
     python -m levanter.main.viz_logprobs --checkpoint_path checkpoints/run --config_path data.yaml --path logprobs.html
 
@@ -47,13 +47,13 @@ class VizWork:
 
 
 def describe(config: VizLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[VizWork]:
-    """Describes the run for `target`; reads metadata, no weight, and of the text at most a short one."""
+    """Describes the run for `target`; reads metadata, no weights, and the text only if it is short."""
     written = Written.in_python(config) if written is None else written
     plan = eval_lm.describe(config.evaluation, target, written=written)
     work = plan.work
     batches = -(-config.num_docs // work.batch_rows)
     (workload,) = plan.workloads
-    reason = f"num_docs: {config.num_docs} rows at most"
+    reason = f"num_docs: at most {config.num_docs} rows"
     found = replace(
         plan,
         entry_point=NAME,
@@ -91,12 +91,12 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
 
 
 def chosen_rows(sequences: EvalSequences, *, count: int, seed: int | None) -> np.ndarray:
-    """Some rows of all sets, in order.
+    """A selection of the rows of all sets, in order.
 
     Args:
         sequences: all rows.
-        count: how many, where there are so many.
-        seed: of the choice; None for the first ones.
+        count: how many, if there are that many.
+        seed: of the selection; None for the first ones.
     """
     there = sequences.row_count
     if seed is None or count >= there:
@@ -107,7 +107,7 @@ def chosen_rows(sequences: EvalSequences, *, count: int, seed: int | None) -> np
 def _scored(
     sequences: EvalSequences, row: int, tokens: np.ndarray, segments: np.ndarray, behind: np.ndarray
 ) -> ScoredText:
-    """A row without its padding; the log-probability of a token stands at the position before it."""
+    """A row without its padding; the log-probability of a token is at the position before it."""
     real = int((segments >= 0).sum())
     (span,) = [span for span in sequences.sets if span.first_row <= row < span.first_row + span.rows]
     logprobs = np.concatenate([[np.nan], behind[: real - 1]]).astype(np.float32)
@@ -128,12 +128,12 @@ def conclude(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) 
                 "model": pretrained.checkpoint.description,
                 "tokenizer": pretrained.tokenizer.name,
                 "precision": str(pretrained.precision),
-                "rows": f"of {work.config.max_eval_length} tokens; a row does not see the one before it",
+                "rows": f"of {work.config.max_eval_length} tokens; rows do not see one another",
                 "jax": jax.__version__,
             },
         )
         scored = np.concatenate([text.scored for text in texts])
-        print(f"{len(scored):,} tokens, {-scored.mean(dtype=np.float64):.4f} nats a token; page in {config.path}")
+        print(f"{len(scored):,} tokens, {-scored.mean(dtype=np.float64):.4f} nats per token; page in {config.path}")
         write_or_keep(config.path, page.encode())
     return OK
 
@@ -156,5 +156,5 @@ ENTRY_POINT = EntryPoint(
 
 
 def main(config: VizLmConfig, *, written: Written | None = None) -> int:
-    """Writes the page with the devices that are here."""
+    """Writes the page, with the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -14,25 +14,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertLmConfig(Ranged):
-    """What `export_lm_to_hf` exports, and where to.
+    """What `export_lm_to_hf` exports, and where.
 
     Attributes:
-        checkpoint_path: a checkpoint of `train_lm`, or the folder of a run, for its newest.
-        output_dir: the folder or URL that is written; it must not exist.
-        overwrite: whether an existing folder is replaced: on a disk, once the new one is whole; behind a URL, file by
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        output_dir: the folder or URL to write; it must not exist.
+        overwrite: whether an existing folder is replaced: on a disk, once the new one is complete; at a URL, file by
             file.
         dtype: of the weights; default as in the checkpoint.
-        max_shard_bytes: of one file of weights.
-        save_tokenizer: whether the tokenizer is laid beside the weights.
-        tokenizer: another one than the checkpoint's training data had.
+        max_shard_bytes: largest size of a file of weights.
+        save_tokenizer: whether the tokenizer is written too.
+        tokenizer: a tokenizer other than that of the checkpoint's training data.
         generation_eos_token_ids: ids that end a generated text; default the tokenizer's own.
-        override_vocab_size: ids that there are, where the model's last ones are not wanted.
+        override_vocab_size: number of ids to export, to drop the model's last ones.
         config_overrides: keys of config.json that replace ours.
-        model: the architecture; the checkpoint says it, and it must agree.
-        trainer: taken for compatibility; no device is used.
+        model: the architecture; must agree with the checkpoint, which has it.
+        trainer: accepted for compatibility; no device is used.
         upload_to_hf: not supported yet.
-        use_cpu: taken for compatibility; no device is used.
-        plan: what planning is told that a run would find out by itself.
+        use_cpu: accepted for compatibility; no device is used.
+        plan: assumptions for planning that a run would find out by itself.
     """
 
     checkpoint_path: PathText
@@ -59,6 +59,6 @@ class ConvertLmConfig(Ranged):
         if self.dtype is not None and self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.tokenizer is not None and not self.save_tokenizer:
-            problems.append("tokenizer: is not written with save_tokenizer: false; leave one of them out")
+            problems.append("tokenizer: not written with save_tokenizer: false; remove one of the two")
         if problems:
             raise ValueError("\n".join(problems))

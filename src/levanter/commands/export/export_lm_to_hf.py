@@ -1,10 +1,10 @@
-"""Writes a checkpoint of ours as a Hugging Face folder: config, weights, tokenizer, generation config.
+"""Exports one of our checkpoints as a Hugging Face folder: config, weights, tokenizer, generation config.
 
     python -m levanter.main.export_lm_to_hf --checkpoint_path checkpoints/run --output_dir exported
 
-No device is needed: each tensor is assembled from the pieces of the checkpoint that hold it and written, one after the
-other, so the host needs memory for the largest of them. The folder appears under its name when it is whole and has been
-read again. `transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints takes it.
+No device is needed: each tensor is assembled from the checkpoint's shards and written, one after another, so the host
+needs memory for the largest of them. The folder appears under its name once it is complete and has been verified.
+`transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints accepts it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,9 +49,9 @@ class ConvertWork:
 
     Attributes:
         config: as the user wrote it.
-        saved: the checkpoint; None where it is not here.
+        saved: the checkpoint; None if it is not available here.
         files: what is written.
-        tokenizer: what is laid beside; None for nothing.
+        tokenizer: the tokenizer to write; None for none.
     """
 
     config: ConvertLmConfig
@@ -72,7 +72,9 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         found, check = find_tokenizer(config.tokenizer, origin=origin, size=model.vocab_size)
         tokenizer = found if isinstance(found, FastTokenizer) else None
         if found is not None and tokenizer is None:
-            check = Check(name="tokenizer", status="note", message="the data had ids, no text: none is written")
+            check = Check(
+                name="tokenizer", status="note", message="none is written: the training data was token ids, not text"
+            )
         checks.append(check)
     rows = model.vocab_size
     if config.override_vocab_size is not None:
@@ -114,16 +116,16 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         activations=nothing,
         load=None,
         computing=(),
-        notes=("no device is used: tensors go from file to file",),
+        notes=("no device is used: tensors are copied from file to file",),
         work=ConvertWork(config=config, saved=saved, files=files, tokenizer=tokenizer),
     )
 
 
 def _known_rows(model: LmConfig, tokenizer: Tokenizer | None, config: ConvertLmConfig, checks: Sequence[Check]) -> int:
-    """How many ids a model has whose checkpoint is not here and whose configuration does not say it.
+    """How many ids a model has whose checkpoint is absent and whose configuration does not say.
 
     Raises:
-        RunRefused: nothing says it; with what could not be read.
+        RunRefused: nothing says; lists what could not be read.
     """
     try:
         return vocabulary(model, tokenizer=tokenizer, names=(config.tokenizer, model.tokenizer))[0]
@@ -143,7 +145,7 @@ def _rows(asked: int, there: int | None, tokenizer: FastTokenizer | None) -> tup
 
 
 def _stored(own: Any, saved: SavedModel | None, stored: np.dtype) -> tuple[Leaf, ...]:
-    """The leaves in the dtypes that the checkpoint has them in."""
+    """The leaves with the checkpoint's dtypes."""
     tensors = {} if saved is None else saved.source.tensors
     return tuple(replace(leaf, dtype=tensors[leaf.path].dtype if leaf.path in tensors else stored) for leaf in own)
 
@@ -161,7 +163,7 @@ def _output(config: ConvertLmConfig) -> list[Check]:
         except ExportPathError as error:
             return [Check(name="output", status="error", message=str(error), error=error)]
         except ValueError as error:
-            # Another machine may have the package that it lacks.
+            # Another machine may have the missing package.
             return [Check(name="output", status="unchecked", message=str(error), error=error)]
     return output_checks("output_dir", config.output_dir)
 
@@ -195,9 +197,9 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
     """Writes the folder.
 
     Raises:
-        UnreadableCheckpointError: files of the checkpoint are missing or damaged; nothing is there that counts as an
-            export.
-        OSError: not writable, or the disk is full; what was there before on a disk stays.
+        UnreadableCheckpointError: files of the checkpoint are missing or damaged; nothing that counts as an export is
+            left.
+        OSError: not writable, or the disk is full; an earlier export on a disk stays.
     """
     del mesh
     work, show = plan.work, session is not None and session.show
@@ -219,14 +221,14 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
 
 
 def outputs(plan: RunPlan[ConvertWork], session: Session) -> tuple[Output, ...]:
-    """The folder, which appears when it is whole."""
+    """The folder, which appears once it is complete."""
     del session
     work = plan.work
     return (Output(key="output_dir", path=work.config.output_dir, kind="new folder", nbytes=work.files.nbytes),)
 
 
 def conclude(plan: RunPlan[ConvertWork], folder: str, session: Session) -> int:
-    """Says where the folder is."""
+    """Prints where the folder is."""
     del plan, session
     print(f"Hugging Face folder: {folder}")
     return OK
@@ -244,5 +246,5 @@ ENTRY_POINT = EntryPoint(
 
 
 def main(config: ConvertLmConfig, *, written: Written | None = None) -> int:
-    """Exports a checkpoint; where several processes are started, the first of them does."""
+    """Exports a checkpoint; of several processes, only the first does."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,7 +1,7 @@
-"""What memorization runs are asked for: the config of `eval_careless_lm`, and each of its books resolved.
+"""The config of memorization runs (`eval_careless_lm`), and each of its books resolved.
 
-The keys are the upstream script's, with its defaults: a window at every tenth character, no BOS, the whole vocabulary.
-`preset:` replaces these defaults by a convention's; what is written down overrides both, for all books or for one.
+The keys are the upstream script's, with its defaults: a window at every tenth character, no BOS, the full vocabulary.
+`preset:` replaces these defaults by a convention's; explicit keys override both, for all books or for one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +34,16 @@ _WINDOWING = {
 
 @dataclass(frozen=True, kw_only=True)
 class BookConfig(Ranged):
-    """One of several books; what is null is as for the whole run.
+    """One of several books; a key that is null is inherited from the run.
 
     Attributes:
         txt_path: the text.
-        book_title: its title; null takes the book's key.
+        book_title: its title; null for the book's key.
         plot_path, histogram_path, pz_data_path: names of output files.
         chunk_size, prompt_tokens, token_mode, cursor_inc_tokens, cursor_inc_chars, slice_length, bos, drop_duplicates:
-            how it is cut into windows.
+            how it is split into windows.
         eval_batch_size: windows of a batch.
-        max_examples: score the first so many windows.
+        max_examples: score only the first so many windows.
     """
 
     txt_path: str
@@ -65,46 +65,46 @@ class BookConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCarelessLmConfig(Ranged):
-    """Which model is asked to continue which books, how, and where the answers go.
+    """Which model is to continue which books, how, and where the results go.
 
     A setting of the windows that is null takes the preset's value; without a preset, upstream's.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
-        initialize_from_hf: another spelling of `hf_checkpoint`.
-        checkpoint_path: a checkpoint of our own training runs, or the folder of a run, for its newest.
-        use_hf_model_config: as upstream, where it changes nothing: the architecture is the checkpoint's. Where it is
-            not null, a `model:` block that says something else is noted, not refused.
-        model: the architecture, where the checkpoint does not say.
+        initialize_from_hf: alias of `hf_checkpoint`.
+        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
+        use_hf_model_config: without effect, as upstream: the architecture is the checkpoint's. If it is not null, a
+            contradicting `model:` block is noted instead of refused.
+        model: the architecture, if the checkpoint does not give it.
         trainer: devices, mesh, precision, trackers.
         tokenizer_name: a tokenizer other than the checkpoint's own.
-        txt_path: the text, where there is one book.
+        txt_path: the text, for a single book.
         book_title: its title.
-        books: several books, each under a key of its own; one load of the model serves them all.
+        books: several books, each under its own key; the model is loaded once for all of them.
         preset: `paper` or `levanter`: how windows are taken and which p_z is reported; null for upstream's defaults.
         chunk_size: tokens of a window (100).
-        prompt_tokens: how many of them are given (50).
+        prompt_tokens: how many of them are the prompt (50).
         token_mode: slide over the book's tokens, not over its characters.
         cursor_inc_tokens: tokens between two windows (token mode).
         cursor_inc_chars: characters between two windows (10).
         slice_length: characters that are tokenized for a window.
-        bos: every window begins with BOS, which is one of its tokens.
-        drop_duplicates: leave out windows whose tokens were there before.
+        bos: every window begins with BOS, which counts as one of its tokens.
+        drop_duplicates: leave out windows whose tokens occurred before.
         scheme: the decoding scheme that is reported first: `full`, `k40`, `greedy`, or one like `k20_t0.8`.
-        schemes: further ones; full, k40 and greedy are always there.
-        max_examples: score the first so many windows.
-        eval_batch_size: windows of a batch, over all devices; null for 32, or the next number that the mesh divides.
-        allow_nondivisible_batch_size: round a batch that was written down up to what the mesh divides, too.
-        output_base_path: the folder of the results; with `books:`, each has a folder in it.
+        schemes: further ones; full, k40 and greedy are always included.
+        max_examples: score only the first so many windows.
+        eval_batch_size: windows of a batch, over all devices; null for 32, or the next multiple of the batch shards.
+        allow_nondivisible_batch_size: round an explicit batch up to a multiple of the batch shards too.
+        output_base_path: the folder of the results; with `books:`, each book has a folder in it.
         plot_path, histogram_path, pz_data_path: names of output files.
-        coverage_threshold: the p_z from which on a suffix counts as reproduced (0.1 %).
-        cover: the characters that such a window covers: its `suffix`, the whole `window`, or as `paper_v1` did it.
-        keep_text: put the text beside the results, so that reports can show passages.
-        if_exists: `resume` an unfinished run (a finished one is left as it is), or `replace` what is there.
-        save_seconds: how much work may be lost when the process is killed.
-        plan: what planning takes for granted.
+        coverage_threshold: smallest p_z at which a suffix counts as reproduced (0.1 %).
+        cover: the characters that such a window covers: its `suffix`, the full `window`, or as in `paper_v1`.
+        keep_text: store the text with the results, so that reports can show passages.
+        if_exists: `resume` an unfinished run (a finished one is left as it is), or `replace` existing results.
+        save_seconds: seconds of work that may be lost if the process is killed.
+        plan: assumptions for planning.
         allow_pickle: accept pickled weights (never needed for safetensors).
-        load_memory_gib: host memory for reading beyond the arrays.
+        load_memory_gib: host memory for reading, beyond the arrays.
     """
 
     hf_checkpoint: PathText | None = None
@@ -148,13 +148,15 @@ class EvalCarelessLmConfig(Ranged):
         super().__post_init__()
         problems = model_problems(self)
         if self.books and self.txt_path is not None:
-            problems.append("txt_path and books: one names one book, the other several; keep one of them")
+            problems.append(
+                "txt_path and books: the former is for a single book, the latter for several; keep one of them"
+            )
         if not self.books and self.txt_path is None:
             problems.append("no book: give txt_path, or several under books")
         problems += _collected(lambda: convention(self.preset))
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         for title in [title for title in self.books if not title.strip()]:
-            problems.append(f"books: {title!r} is no name for a book")
+            problems.append(f"books: {title!r} cannot be the name of a book")
         if not problems:
             resolved = [book_of(self, key, book) for key, book in self.books.items()]
             for book in resolved or [single_book(self)]:
@@ -166,23 +168,23 @@ class EvalCarelessLmConfig(Ranged):
 
     @property
     def reference(self) -> str | None:
-        """The model's reference under either of its keys; None where there is none."""
+        """The model's reference under either key; None if there is none."""
         return self.hf_checkpoint or self.initialize_from_hf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Book:
-    """A book of the run, with everything decided that its config says.
+    """A book of the run, fully resolved.
 
     Attributes:
-        key: its key under `books:`; its title where it is the only one.
+        key: its key under `books:`; its title if it is the only one.
         title: its title.
         path: its text.
         folder: of its results.
-        convention: how it is cut, and what is reported first.
-        batch_size: windows of a batch over all devices; None where the config leaves it open.
-        max_windows: score the first so many.
-        names: output files that are called otherwise than by default: `plot_path` etc.
+        convention: how it is split into windows, and what is reported first.
+        batch_size: windows of a batch over all devices; None if the config leaves it open.
+        max_windows: score only the first so many.
+        names: output files with names other than the default: `plot_path` etc.
     """
 
     key: str
@@ -195,7 +197,7 @@ class Book:
     names: Mapping[str, str]
 
     def problems(self) -> list[str]:
-        """What makes no sense, in the words of the config."""
+        """Its problems, by config key."""
         found = self.convention.windowing.problems()
         if self.batch_size is not None and self.batch_size < 1:
             found.append(f"eval_batch_size: must be at least 1, got {self.batch_size}")
@@ -249,7 +251,7 @@ def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder:
 
 
 def model_problems(config: Any) -> list[str]:
-    """What is wrong with how a config names its model and its devices."""
+    """What is wrong with a config's model and devices."""
     problems = []
     if config.hf_checkpoint and config.initialize_from_hf and config.hf_checkpoint != config.initialize_from_hf:
         problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
@@ -257,7 +259,7 @@ def model_problems(config: Any) -> list[str]:
         problems.append("checkpoint_path and hf_checkpoint name two models; give one")
     elif not config.checkpoint_path and not config.reference and config.model is None:
         problems.append(
-            "no model to ask: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+            "no model: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
             "checkpoint of train_lm)"
         )
     return problems
@@ -270,8 +272,8 @@ def scheme_problems(names: Sequence[str]) -> list[str]:
         found = _collected(lambda name=name: Scheme.parse(name))
         if not found and Scheme.parse(name).suffix_tokens is not None:
             found.append(
-                f"scheme {name}: how long the suffix is, is chunk_size − prompt_tokens; shorter ones follow from the "
-                "results without being asked for"
+                f"scheme {name}: the suffix length is chunk_size − prompt_tokens; shorter ones follow from the "
+                "results and need no key"
             )
         problems += found
     return problems
@@ -288,5 +290,6 @@ def _collected(attempt: Callable[[], object]) -> list[str]:
 def _twice(folders: list[str]) -> list[str]:
     repeated = sorted({folder for folder in folders if folders.count(folder) > 1})
     return [
-        f"books: several would write to {folder}; give them keys that differ in more than signs" for folder in repeated
+        f"books: several would write to {folder}; give them keys that differ in letters or digits"
+        for folder in repeated
     ]

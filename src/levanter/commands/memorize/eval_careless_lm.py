@@ -5,8 +5,8 @@
 A window is a prefix that is given and a suffix that is scored: p_z is the probability that the model, sampling under
 a decoding scheme, continues the prefix with exactly that suffix. One pass gives it for every scheme. What happens, in
 order: the run is described and checked (text, tokenizer, model, mesh, batch, every parameter's place); folders are
-looked at, so that a finished book is left alone and an unfinished one goes on where it was; the weights are streamed
-into their final shards; the windows are scored; tables, pictures and a report are written.
+inspected, so that a finished book is left alone and an unfinished one resumes; the weights are streamed into their
+final shards; the windows are scored; tables, pictures and a report are written.
 """
 
 from levanter.commands.memorize.config import Book, EvalCarelessLmConfig, books_of
@@ -28,7 +28,7 @@ NAME = "eval_careless_lm"
 def describe(
     config: EvalCarelessLmConfig, target: Target, *, written: Written | None = None
 ) -> RunPlan[MemorizationWork]:
-    """Describes the run for `target`; reads metadata and the texts, no weight."""
+    """Describes the run for `target`; reads metadata and the texts, no weights."""
     checks: list[Check] = []
     jobs = []
     for book in books_of(config):
@@ -53,7 +53,7 @@ def _read(book: Book) -> tuple[BookText | None, list[Check]]:
     except TextError as error:
         return None, [Check(name="text", status="error", message=f"{book.title}: {error}", error=error)]
     except (ValueError, OSError) as error:
-        # Absent, or out of reach from here: a run needs it, planning does not.
+        # Absent or unreachable: a run needs it, planning does not.
         if not isinstance(error, MissingFileError) and not is_remote(book.path):
             raise
         missing = MissingFileError(str(error))
@@ -105,7 +105,7 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Job
 
 
 def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> tuple[int | None, str]:
-    """How many windows the book has, as far as that can be said without tokenizing it."""
+    """How many windows the book has, as far as that is known without tokenizing it."""
     windowing, assumed = book.convention.windowing, config.plan.assume_tokens
     if text is not None:
         count = windowing.count_in_text(len(text.text))
@@ -114,7 +114,7 @@ def _count(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> t
         count = windowing.count(assumed)
         reason = f"{count:,} windows in {assumed:,} tokens (plan.assume_tokens)"
     else:
-        return None, "the text is not here; plan.assume_tokens says how many tokens to plan for"
+        return None, "the text is not available here; set plan.assume_tokens to the number of tokens to plan for"
     if book.max_windows is not None and book.max_windows < count:
         return book.max_windows, f"the first {book.max_windows:,} windows (max_examples)"
     return count, reason
@@ -133,5 +133,5 @@ ENTRY_POINT = EntryPoint(
 
 
 def main(config: EvalCarelessLmConfig, *, written: Written | None = None) -> int:
-    """Runs the evaluation on the devices that are here."""
+    """Runs the evaluation on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

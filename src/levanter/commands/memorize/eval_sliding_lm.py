@@ -4,7 +4,7 @@
 
 The same engine as `eval_careless_lm`, over rows that were prepared beforehand (a prompt and what follows it) instead of
 windows that slide over a book. Rows may differ in length; see `levanter.memorization.examples` for their formats. Each
-component of `data:` is a set of its own, with its own folder of results.
+component of `data:` is a separate set, with its own folder of results.
 """
 
 from levanter.commands.memorize.plan import DEFAULT_BATCH, Job, MemorizationWork, Opened, describe_jobs, model_block
@@ -32,13 +32,13 @@ from levanter.run import Check, EntryPoint, RunPlan, Target
 
 NAME = "eval_sliding_lm"
 PLANNED_POSITIONS = 100
-"""What planning takes the rows to be where they are not here; half of it is scored."""
+"""What planning assumes of rows that are not available here; half of it is scored."""
 
 
 def describe(
     config: EvalSlidingLmConfig, target: Target, *, written: Written | None = None
 ) -> RunPlan[MemorizationWork]:
-    """Describes the run for `target`; reads metadata and the rows, no weight."""
+    """Describes the run for `target`; reads metadata and the rows, no weights."""
     written = Written.in_python(config) if written is None else written
     named = config.data.tokenizer if "data.tokenizer" in written else None
     model, _ = model_block(config, written)
@@ -70,7 +70,7 @@ def _job(
 ) -> tuple[Job, Check]:
     examples: Examples | None = None
     digest = None
-    reason = "the rows are not here"
+    reason = "the rows are not available here"
     try:
         paths, format = _files(config, name, component)
         pairs = [pair for path in paths for pair in pairs_of(read_records(path), format)]
@@ -143,5 +143,5 @@ ENTRY_POINT = EntryPoint(
 
 
 def main(config: EvalSlidingLmConfig, *, written: Written | None = None) -> int:
-    """Runs the evaluation on the devices that are here."""
+    """Runs the evaluation on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

@@ -1,7 +1,7 @@
-"""Finished jobs are looked at before they are left alone: results that are gone or changed are made again.
+"""Checks finished jobs: results that are missing or changed are made again.
 
 The scores are in `windows.parquet` and `manifest.json`; without one of them the windows are scored again. Everything
-else follows from those and is written again in a second.
+else is derived from those and rewritten in a second.
 """
 
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from levanter.memorization.results import MANIFEST, WINDOWS, BookResult
 
 
 def held_or_finished(work: MemorizationWork, job: Job, store: PartStore, held: ExitStack) -> tuple[PartStore, bool]:
-    """A job's store, with the lease of its folder where that is to be written, and whether its results are all there.
+    """A job's store, with the lease of its folder if that is to be written, and whether its results are complete.
 
     Args:
         work: of the run.
@@ -37,14 +37,14 @@ def held_or_finished(work: MemorizationWork, job: Job, store: PartStore, held: E
         store.start_over()
         return store, False
     if lost is None:
-        # Whoever held the folder until now may have finished.
+        # Whoever held the lease may have finished the job.
         return store, store.is_done()
     said = "".join(f"\n  {name}: {what}" for name, what in lost.items())
     if lost.keys() & {WINDOWS, MANIFEST}:
-        print(f"{job.title}: results in {job.folder} are gone or changed; its windows are scored again{said}")
+        print(f"{job.title}: results in {job.folder} are missing or changed; its windows are scored again{said}")
         store.start_over()
         return store, False
-    print(f"{job.title}: files in {job.folder} are gone or changed; they are written again from its scores{said}")
+    print(f"{job.title}: files in {job.folder} are missing or changed; they are rewritten from its scores{said}")
     result = replace(BookResult.read(job.folder), text=job.text)
     result.write(job.folder)
     write_results(work, job, result, store)
@@ -52,7 +52,7 @@ def held_or_finished(work: MemorizationWork, job: Job, store: PartStore, held: E
 
 
 def write_results(work: MemorizationWork, job: Job, result: BookResult, store: PartStore) -> dict[str, object]:
-    """Writes everything that is said of a job's results, then the marker; returns the content of `summary.json`."""
+    """Writes a job's reports, then the marker; returns the content of `summary.json`."""
     written: list[str] = []
     summary = write_outputs(
         job.folder,

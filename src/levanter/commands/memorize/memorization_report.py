@@ -3,9 +3,9 @@
     python -m levanter.main.memorization_report RUN... [--output report.html] [--no_text] [--name NAME]...
         [--control RUN]... [--false_positive_rate 0.01] [--threshold 0.001] [--cover suffix] [--scheme k40]
 
-A RUN is the folder of a scored book, or a folder of such folders. Nothing is scored: everything follows from their
+A RUN is the folder of a scored book, or a folder of such folders. Nothing is scored: everything is derived from their
 `windows.parquet`. With `--control`, the threshold is the smallest p_z that at most `--false_positive_rate` of the
-control texts' windows reach; the control texts are ones that the model cannot have seen.
+control texts' windows reach; control texts are ones that the model cannot have seen.
 """
 
 import argparse
@@ -33,20 +33,20 @@ from levanter.run import OK
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """What a command line asks for; see the module.
+    """The parsed command line; see the module.
 
     Attributes:
         runs: folders.
-        output: where the page is written.
-        names: of the runs, in order; empty for names by what tells them apart.
+        output: file for the page.
+        names: of the runs, in order; empty for names by what distinguishes them.
         with_text: whether the texts may be in the page.
         controls: folders of control texts.
         false_positive_rate: of control windows.
-        threshold: τ where there are no controls.
-        cover: which characters a window stands for.
+        threshold: τ without controls.
+        cover: which characters a window covers.
         scheme: None for each run's own.
-        passages: how many a run lists.
-        json: where the numbers are written too.
+        passages: how many to list per run.
+        json: file for the numbers.
     """
 
     runs: tuple[str, ...]
@@ -63,11 +63,11 @@ class ReportRequest:
 
 
 class NoRunError(ValueError):
-    """A path is no scored book; the message says what is there."""
+    """A path is not a scored book; the message says what it holds."""
 
 
 def main(asked: ReportRequest) -> int:
-    """Reads the runs, measures them, writes the page and says in a few lines what is in it."""
+    """Reads the runs, measures them, writes the page and prints a summary of it."""
     books = _books(asked.runs)
     files = {"--output": asked.output, "--json": asked.json}
     probe(Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None)
@@ -102,22 +102,31 @@ def main(asked: ReportRequest) -> int:
 
 
 def parse(argv: Sequence[str]) -> ReportRequest:
-    """The command line; exits with 2 and the usage where it cannot be understood."""
+    """Parses the command line; exits with 2 and the usage if it is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m levanter.main.memorization_report",
-        description="Reports on finished memorization runs: one page, whatever the number of runs.",
+        description="Reports on finished memorization runs, on one page for any number of runs.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a scored book, or of several")
-    parser.add_argument("--output", help=f"the page (default: {REPORT} in the first RUN)")
-    parser.add_argument("--name", action="append", default=[], help="a run's name in the page, one for each run")
-    parser.add_argument("--no_text", action="store_true", help="positions and numbers only, no text of the books")
-    parser.add_argument("--control", action="append", default=[], metavar="RUN", help="run over texts never seen")
-    parser.add_argument("--false_positive_rate", type=float, default=0.01, help="of control windows (default: 0.01)")
-    parser.add_argument("--threshold", type=float, default=DEFAULT_THRESHOLD, help="p_z that counts (default: 0.001)")
-    parser.add_argument("--cover", choices=get_args(Cover), default="suffix", help="characters a window stands for")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of one scored book or of several")
+    parser.add_argument("--output", help=f"file for the page (default: {REPORT} in the first RUN)")
+    parser.add_argument("--name", action="append", default=[], help="name of a run in the page, once per run")
+    parser.add_argument("--no_text", action="store_true", help="show positions and numbers only, no text of the books")
+    parser.add_argument(
+        "--control", action="append", default=[], metavar="RUN", help="run over texts that the model has never seen"
+    )
+    parser.add_argument(
+        "--false_positive_rate",
+        type=float,
+        default=0.01,
+        help="share of control windows that may count (default: 0.01)",
+    )
+    parser.add_argument(
+        "--threshold", type=float, default=DEFAULT_THRESHOLD, help="smallest p_z that counts (default: 0.001)"
+    )
+    parser.add_argument("--cover", choices=get_args(Cover), default="suffix", help="which characters a window covers")
     parser.add_argument("--scheme", help="decoding scheme: full, k40, greedy, … (default: each run's own)")
-    parser.add_argument("--passages", type=int, default=20, help="how many a run lists (default: 20)")
-    parser.add_argument("--json", help="also write every number here")
+    parser.add_argument("--passages", type=int, default=20, help="how many to list per run (default: 20)")
+    parser.add_argument("--json", help="file for all numbers as JSON")
     given = parser.parse_args(list(argv))
     return ReportRequest(
         runs=tuple(given.runs),
@@ -135,7 +144,7 @@ def parse(argv: Sequence[str]) -> ReportRequest:
 
 
 def _books(paths: Sequence[str]) -> list[BookResult]:
-    """The books of all folders; what is wrong with any of them is said together."""
+    """The books of all folders; their problems are reported together."""
     folders, problems = [], []
     for path in paths:
         try:
@@ -160,7 +169,7 @@ def _folders(path: str) -> list[str]:
         shown = ", ".join(inside[:6]) or "nothing"
         raise NoRunError(
             f"{path}: no scored book: neither it nor a folder in it has a {WINDOWS}; it holds {shown}\n"
-            "  → a run that was not finished writes it at its end: start the same command again"
+            "  → a run writes this file when it finishes: if it was interrupted, start the same command again"
         )
     return found
 

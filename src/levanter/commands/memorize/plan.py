@@ -1,7 +1,7 @@
-"""What memorization entry points share before a run: from jobs to a described run.
+"""What memorization entry points share when planning: from jobs to a described run.
 
-A `Job` is one book or one prepared set: where its results go, what shape its batches have, and how its windows are
-had. `describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program for each shape of batch.
+A `Job` is one book or one prepared set: where its results go, the shape of its batches, and how its windows are made.
+`describe_jobs` makes the `RunPlan` of a model and its jobs, with one Program per batch shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ class Opened:
     Attributes:
         source: their tokens.
         spans: `token_spans`, `char_spans`, `suffix_char_spans` of a `BookResult`.
-        facts: what the manifest says of them.
-        aligned: turns scores of the batches' shape into scores of suffixes.
+        facts: what the manifest records about them.
+        aligned: turns scores of the batch shape into scores of suffixes.
     """
 
     source: WindowSource
@@ -52,12 +52,12 @@ class Job:
         folder: of its results.
         preset, scheme: the convention it follows, and what is reported first.
         positions, suffix_tokens, padded: of its windows.
-        batch_size: windows of a batch as the config has it; None where it leaves that open.
-        windows: how many there are, as far as known now; None where nothing says.
+        batch_size: windows of a batch as configured; None if left open.
+        windows: how many there are, as far as known now; None if unknown.
         windows_reason: how that is known.
-        identity: what its numbers depend on beside the model.
-        text: the text; None where there is none, or none to keep.
-        check: raises what is wrong with the windows, where that can be found out quickly; called before weights are
+        identity: what its results depend on besides the model.
+        text: the text; None if there is none, or none to keep.
+        check: raises what is wrong with the windows, if that can be found out quickly; called before weights are
             read.
         open: makes the windows; called once, in a run.
         output_names: names of output files that differ from the defaults.
@@ -83,13 +83,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemorizationWork:
-    """What `execute_jobs` needs beside the Programs.
+    """What `execute_jobs` needs besides the Programs.
 
     Attributes:
         config: of the entry point.
         pretrained: the model.
         jobs: in order, each with its batch shape and the name of its Program.
-        laws: that need a normalizer of their own.
+        laws: those that need a normalizer of their own.
     """
 
     config: Any
@@ -109,15 +109,15 @@ def describe_jobs(
     tokenizer: str | None,
     written: Written,
 ) -> RunPlan[MemorizationWork]:
-    """Describes a run; reads metadata, no weight.
+    """Describes a run; reads metadata, no weights.
 
     Args:
         config: with the fields that all memorization entry points have.
         target: the devices.
         jobs: what is scored.
         entry_point: its name.
-        checks: what was looked at already.
-        schemes: that results must give.
+        checks: those made already.
+        schemes: those that results must include.
         tokenizer: a tokenizer other than the checkpoint's own.
         written: the keys that the user wrote.
     """
@@ -182,18 +182,20 @@ def describe_jobs(
 
 
 def _own_folders(jobs: Sequence[Job]) -> None:
-    """Refuses jobs that would write over each other: names that differ in signs only have one folder."""
+    """Refuses jobs that would overwrite each other: names that differ in punctuation only share a folder."""
     by_folder: dict[str, list[str]] = {}
     for job in jobs:
         by_folder.setdefault(job.folder, []).append(job.key)
     shared = {folder: keys for folder, keys in by_folder.items() if len(keys) > 1}
     if shared:
         listed = "; ".join(f"{', '.join(map(repr, keys))} in {folder}" for folder, keys in shared.items())
-        raise ValueError(f"several would be written to one folder; give them names that differ in letters: {listed}")
+        raise ValueError(
+            f"several would be written to one folder; give them names that differ in letters or digits: {listed}"
+        )
 
 
 def model_block(config: Any, written: Written) -> tuple[ModelBlock | None, list[Check]]:
-    """The `model:` block; where `use_hf_model_config` is written, only what of it the checkpoint does not contradict.
+    """The `model:` block; with `use_hf_model_config`, only what the checkpoint does not contradict.
 
     Upstream never gave the block to the loader, so its configs carry blocks of other models.
     """
@@ -209,8 +211,8 @@ def model_block(config: Any, written: Written) -> tuple[ModelBlock | None, list[
     except CheckpointError as error:
         free = block.keys - set(family_of(type(checkpoint.config)).architecture_fields)
         model = replace(checkpoint.config, **{key: getattr(block.config, key) for key in sorted(free)})
-        message = f"the checkpoint's architecture is taken, as upstream takes it whatever the block says: {error}"
-        # Nothing else of the block contradicts, so all of it may count.
+        message = f"the checkpoint's architecture is used, as upstream does whatever the block says: {error}"
+        # Nothing else in the block contradicts, so all of it may count.
         kept = ModelBlock(config=model, keys=Written.in_python(model).top)
         return kept, [Check(name="model block", status="note", message=message)]
     return block, []
@@ -226,13 +228,13 @@ def _batch(config: Any, job: Job, ways: int) -> tuple[Check, int]:
     said = f"{rows} windows of {job.positions} tokens, {job.suffix_tokens} scored"
     if rows == asked:
         why = "eval_batch_size" if job.batch_size else "the default"
-        return Check(name="batch", status="ok", message=f"{said}: {why}, cut {ways} ways"), rows
+        return Check(name="batch", status="ok", message=f"{said}: {why}, sharded {ways} ways"), rows
     if job.batch_size is None or config.allow_nondivisible_batch_size:
-        why = f"{asked}, rounded up to what {ways} ways divide"
+        why = f"{asked}, rounded up to a multiple of {ways} shards"
         return Check(name="batch", status="ok", message=f"{said}: {why}"), rows
     legal = [n for n in (asked // ways * ways, rows) if n]
     error = ValueError(
-        f"eval_batch_size: {asked} windows cannot be cut {ways} ways, as the mesh cuts a batch\n"
+        f"eval_batch_size: {asked} windows do not divide over the {ways} batch shards of the mesh\n"
         f"  → eval_batch_size: {' or '.join(map(str, legal))}, or allow_nondivisible_batch_size: true"
     )
     return Check(name="batch", status="error", message=str(error), error=error), rows
@@ -241,8 +243,8 @@ def _batch(config: Any, job: Job, ways: int) -> tuple[Check, int]:
 def _length_checks(job: Job, model: LmConfig) -> list[Check]:
     if job.positions <= model.max_seq_len:
         return []
-    message = f"windows of {job.positions} tokens in a model whose max_seq_len is {model.max_seq_len}"
-    error = ValueError(f"{job.title}: {message}\n  → shorter ones (chunk_size)")
+    message = f"windows of {job.positions} tokens exceed the model's max_seq_len, {model.max_seq_len}"
+    error = ValueError(f"{job.title}: {message}\n  → use shorter ones (chunk_size)")
     return [Check(name="window", status="error", message=message, error=error)]
 
 

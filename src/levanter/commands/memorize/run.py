@@ -1,7 +1,7 @@
-"""What memorization entry points share in a run: from a described run to results, one load for all jobs.
+"""What memorization entry points share when running: from a described run to results, one load for all jobs.
 
-Finished jobs are left alone, unfinished ones go on where they were. A job's results are written when all its windows
-are scored; the marker that says so comes last, so a run that is killed at any moment is continued by the same command.
+Finished jobs are left alone, unfinished ones resume. A job's results are written once all its windows are scored, and
+the marker of that last, so a run that is killed at any moment is resumed by the same command.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ _NOT_OF_TRAINER = ("tracker", "id", "log_dir", "jax_compilation_cache_dir")
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """A job that is done.
+    """A finished job.
 
     Attributes:
         title: of the book.
         folder: of its results.
-        windows: how many were scored in this run; 0 where nothing was left to do.
-        summary: its numbers, as in `summary.json`, on process 0; None where it was done before.
+        windows: how many were scored in this run; 0 if nothing was left to do.
+        summary: its numbers, as in `summary.json`, on process 0; None if it was done before.
     """
 
     title: str
@@ -63,12 +63,12 @@ def execute_jobs(
 
 def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held: ExitStack) -> tuple[Done, ...]:
     work, tracker = plan.work, session.tracker
-    # Process 0 keeps the results, whether it talks or not.
+    # Process 0 keeps the results, whether or not it prints.
     show = jax.process_index() == 0
     model_facts = _model_identity(plan)
     stores = [_store(work, job, shape, model_facts) for job, shape, _ in work.jobs]
     done = [Done(title=job.title, folder=job.folder, windows=0) for job, _, _ in work.jobs]
-    # Every process refuses another run's folder; whether this run is finished, process 0 says.
+    # Every process refuses another run's folder; process 0 decides whether this run is finished.
     if show:
         found = [held_or_finished(work, job, store, held) for (job, _, _), store in zip(work.jobs, stores, strict=True)]
         stores = [store for store, _ in found]
@@ -78,7 +78,7 @@ def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held
     for each, store, is_done in zip(done, stores, finished, strict=True):
         if show and is_done:
             store.clean()
-            print(f"{each.title}: nothing to do, its results are in {each.folder}")
+            print(f"{each.title}: nothing to do; its results are in {each.folder}")
     todo = [int(n) for n in np.flatnonzero(~finished)]
     if not todo:
         return tuple(done)
@@ -86,12 +86,12 @@ def _execute(plan: RunPlan[MemorizationWork], mesh: Mesh, session: Session, held
     digest = hashlib.sha256(repr([(job.title, job.identity) for job, _, _ in work.jobs]).encode()).hexdigest()
     advice = "the same files must be on all hosts"
     require_same("what is scored", f"{len(work.jobs)} sets of windows, sha256 {digest[:16]}…", advice=advice)
-    # Every book and every folder come before the weights: what is wrong with them is said now.
+    # Every book and every folder come before the weights: what is wrong with them is reported now.
     for n in todo:
         work.jobs[n][0].check(tokenizer)
         if show:
             stores[n].begin()
-    # One book's windows are made while the weights are read, or while the book before it is scored.
+    # A book's windows are made while the weights are read, or while the previous book is scored.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as opener:
         upcoming = opener.submit(work.jobs[todo[0]][0].open, tokenizer)
         loaded = load_pretrained(work.pretrained, mesh, show=show)
@@ -122,7 +122,7 @@ def _score(
     job, shape, program = work.jobs[n]
     total = len(opened.source)
     store = replace(store, windows=total)
-    # The books before are written out by process 0, while the others are here.
+    # Process 0 still writes the previous book's results when the others arrive here.
     barrier(f"scoring {job.title}")
     name = _metric_prefix(work, job)
     report = _Report(name=name, shape=shape, total=total, tracker=tracker, before=before)
@@ -148,13 +148,13 @@ def _score(
 
 
 def _metric_prefix(work: MemorizationWork, job: Job) -> str:
-    """Nothing for one book; the title, as upstream writes it, where there are several."""
+    """Empty for a single book; with several the title, as upstream writes it."""
     return "" if len(work.jobs) == 1 else f"{job.title.replace(' ', '_')}/"
 
 
 @dataclass(kw_only=True)
 class _Report:
-    """Upstream's progress numbers, to the tracker; steps go on from one book to the next."""
+    """Upstream's progress numbers, to the tracker; steps continue from one book to the next."""
 
     name: str
     shape: BatchShape
@@ -174,7 +174,7 @@ class _Report:
 
 
 def _log_pictures(tracker: Recorder, job: Job) -> None:
-    """Gives the tracker the pictures and the summary, which hold no text; the report, which may, stays where it is."""
+    """Gives the tracker the pictures and the summary, which hold no text, but not the report, which may."""
     names = {**DEFAULT_NAMES, **job.output_names}
     for name in (names["plot_path"], names["histogram_path"], CURVES, SUMMARY):
         path = join(job.folder, name)
@@ -188,7 +188,7 @@ def _store(work: MemorizationWork, job: Job, shape: BatchShape, model_facts: Map
 
 
 def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
-    """What the numbers depend on, of the model and the devices."""
+    """What the results depend on: the model and the devices."""
     pretrained: PretrainedModel = plan.work.pretrained
     spec, mappings = plan.mesh, pretrained.resolved.mappings
     return {
@@ -208,7 +208,7 @@ def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
 def _finish(
     plan: RunPlan[MemorizationWork], job: Job, opened: Opened, scores: Scores, store: PartStore
 ) -> Mapping[str, Any]:
-    """Writes a job's results and everything that is said of them; the marker that says so comes last."""
+    """Writes a job's results and reports, and the marker last."""
     store.check_lease()
     scores = opened.aligned(scores)
     result = BookResult(
@@ -230,7 +230,7 @@ def _finish(
 
 
 def said_of(done: Done) -> str:
-    """The main numbers of a job, and where the rest is."""
+    """A job's main results, and where the rest is."""
     found = done.summary
     assert found is not None
     low, high = found["coverage_interval"]["low"], found["coverage_interval"]["high"]
@@ -249,7 +249,7 @@ def _numbers(prefix: str, value: Any) -> dict[str, float]:
 
 
 def _manifest(plan: RunPlan[MemorizationWork], job: Job, opened: Opened, store: PartStore) -> dict[str, Any]:
-    """What was run, on what; no times and no place, so that equal runs have equal manifests."""
+    """What was run, on what; without times and paths, so that equal runs have equal manifests."""
     config = {key: value for key, value in plain(plan.work.config).items() if key not in _NOT_IN_MANIFEST}
     config["trainer"] = {key: value for key, value in config["trainer"].items() if key not in _NOT_OF_TRAINER}
     return {
@@ -270,7 +270,7 @@ def _manifest(plan: RunPlan[MemorizationWork], job: Job, opened: Opened, store: 
 
 
 def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, ...]:
-    """The folder of each job, and files of it that a config puts elsewhere."""
+    """The folder of each job, and those of its files that a config puts elsewhere."""
     del session
     found = [Output(key="output_base_path", path=job.folder, kind="folder") for job, _, _ in plan.work.jobs]
     for job, _, _ in plan.work.jobs:
@@ -280,7 +280,7 @@ def outputs(plan: RunPlan[MemorizationWork], session: Session) -> tuple[Output, 
 
 
 def conclude(plan: RunPlan[MemorizationWork], done: Sequence[Done], session: Session) -> int:
-    """Prints the main numbers of the jobs that were done in this run."""
+    """Prints the main results of the jobs of this run."""
     del plan, session
     for each in done:
         if each.summary is not None:

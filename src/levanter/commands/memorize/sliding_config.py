@@ -13,16 +13,16 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSlidingLmConfig(Ranged):
-    """Which model is asked to continue which prepared rows.
+    """Which model is to continue which prepared rows.
 
     Attributes:
         hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
             allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
             load_memory_gib: as in `eval_careless_lm`.
-        data: the prepared sets, one a component.
+        data: the prepared sets, one per component.
         split: which files of a component are read: `validation` or `train`.
-        max_batches: score the first so many batches of each set.
-        eval_batch_size: rows of a batch over all devices; null for 32, or what the mesh divides.
+        max_batches: score only the first so many batches of each set.
+        eval_batch_size: rows of a batch over all devices; null for 32, or the next multiple of the batch shards.
         bos: every row begins with BOS.
         output_base_path: the folder of the results; each set has a folder in it.
     """
@@ -56,9 +56,9 @@ class EvalSlidingLmConfig(Ranged):
         problems = model_problems(self)
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         if self.split not in ("validation", "train"):
-            problems.append(f"split: is validation or train, got {self.split!r}")
+            problems.append(f"split: must be validation or train, got {self.split!r}")
         if self.if_exists not in ("resume", "replace"):
-            problems.append(f"if_exists: is resume or replace, got {self.if_exists!r}")
+            problems.append(f"if_exists: must be resume or replace, got {self.if_exists!r}")
         for name in ("max_batches", "eval_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -70,5 +70,5 @@ class EvalSlidingLmConfig(Ranged):
 
     @property
     def reference(self) -> str | None:
-        """The model's reference under either of its keys; None where there is none."""
+        """The model's reference under either key; None if there is none."""
         return self.hf_checkpoint or self.initialize_from_hf

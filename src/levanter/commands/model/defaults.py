@@ -1,7 +1,8 @@
-"""Keys of `model:` that mean another thing here where they are left out: the published model's value, not upstream's.
+"""Keys of `model:` whose default is different here: the published model's value, not upstream's.
 
-Upstream's configs of these families inherit defaults that are another model's (Gemma 2 and 3 have the sizes of Gemma
-2B). Who leaves such a key out is told both values; who writes it, or takes a checkpoint's config, has what is written.
+Upstream's configs of these families inherit the defaults of another model (Gemma 2 and 3 have the sizes of Gemma 2B).
+A config that leaves such a key out gets a line with both values; an explicit key, or a checkpoint's config, is used as
+it is.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -36,11 +37,11 @@ UPSTREAM: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"layer_norm_epsilon": 1e-6},
     "olmo3": {"max_seq_len": 2048, "layer_norm_epsilon": 1e-5, "rope": _ROPE},
 }
-"""`model.type` → key → what upstream took where it was left out."""
+"""`model.type` → key → upstream's default."""
 
 
 def differing(kind: str, said: Collection[str]) -> Iterator[str]:
-    """A line for each key that a `model:` block leaves out and that upstream had another default for.
+    """A line for each key that a `model:` block leaves out and whose default differs from upstream's.
 
     Args:
         kind: the block's `type`.
@@ -53,7 +54,7 @@ def differing(kind: str, said: Collection[str]) -> Iterator[str]:
         if key not in said:
             yield (
                 f"model.{key} is left out: {shown(ours[key])} here ({kind} as published), {shown(theirs)} upstream; "
-                "write it to have either"
+                "set it to choose"
             )
 
 
@@ -64,7 +65,7 @@ def default_notes(model: LmConfig, said: Collection[str]) -> list[Check]:
 
 
 def shown(value: object) -> str:
-    """A value on one line, of a RoPE what upstream has of it too."""
+    """A value on one line; of a RoPE only the keys that upstream has too."""
     if isinstance(value, Mapping):
         value = {key: value[key] for key in ("type", "theta", "factor")}
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)

@@ -1,14 +1,14 @@
-"""What a plan says of layers that differ: each kind and place of them is code of its own for the compiler."""
+"""What a plan reports about unlike layers: each kind and place of them is compiled separately."""
 
 from levanter.models.registry import LmConfig
 from levanter.run import Check
 
 MANY_BODIES = 24
-"""From more compiled layers than this, compiling takes minutes more than it need."""
+"""With more compiled layers than this, compilation takes minutes longer than necessary."""
 
 
 def layer_checks(model: LmConfig) -> tuple[Check, ...]:
-    """How many layers are compiled, each by itself; nothing is said where all are alike and scanned."""
+    """How many layers are compiled separately; empty if all are alike and scanned."""
     if model.bodies == 1:
         return ()
     status = "note" if model.bodies > MANY_BODIES else "ok"

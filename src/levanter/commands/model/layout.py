@@ -1,7 +1,7 @@
 """From an architecture on a resolved mesh to plans: activations, and the loading of weights.
 
-Runs that train and runs that read a pretrained model share this; where parameters go is planned by each for itself,
-since a training run carries more than parameters.
+Runs that train and runs that read a pretrained model share this; each plans the placement of parameters itself, since a
+training run holds more than parameters.
 """
 
 import logging
@@ -36,7 +36,7 @@ from levanter.run import Check, Target
 
 
 def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:
-    """The rows of embedding and head: up to the next multiple of what parameter and compute mapping cut them into."""
+    """The rows of embedding and head, rounded up to a multiple of their shards under parameter and compute mapping."""
     mappings = resolved.mappings
     cuts = [resolved.spec.ways(mapping.mesh_axes("vocab")) for mapping in (mappings.params, mappings.compute)]
     unit = math.lcm(*cuts)
@@ -52,7 +52,7 @@ def planned_activations(
         model: the architecture.
         resolved: mesh and mappings.
         rows: sequences at once, over all devices.
-        positions: tokens in a sequence.
+        positions: tokens per sequence.
         Vocab: rows of the head.
         precision: the dtype policy.
     """
@@ -73,7 +73,7 @@ def planned_loading(
     *,
     memory_bytes: int | None = None,
 ) -> tuple[LoadPlan | None, list[Check]]:
-    """Which bytes of a checkpoint are read by whom; where it is not here, as if it had what the rules expect.
+    """Which bytes of a checkpoint each host reads; an absent one is taken to hold what the rules expect.
 
     Args:
         origin: where the weights come from.
@@ -84,7 +84,7 @@ def planned_loading(
         memory_bytes: host memory for reading; None for the default.
 
     Returns:
-        The plan, or none and a check that says which weights do not match.
+        The plan, or None and a check that lists the weights that do not match.
     """
     leaves = [each.leaf for each in parameters.leaves]
     rules = origin.weight_rules(model, Vocab, leaves)
@@ -105,7 +105,7 @@ SHOWN = 5
 
 
 class NonFiniteWeightsError(ValueError):
-    """Weights are NaN or infinite; says how many, and where the first of them are."""
+    """Weights are NaN or infinite; the message says how many, and where the first of them are."""
 
 
 def load_weights(
@@ -118,16 +118,16 @@ def load_weights(
     memory_bytes: int | None = None,
     allow_nonfinite: bool = False,
 ) -> LoadedArrays:
-    """Streams weights into their final shards, with progress over the whole job.
+    """Streams weights into their final shards, with progress over all of them.
 
     Args:
-        plan: which bytes are read by whom.
+        plan: which bytes each host reads.
         parameters: where they go.
         source: the checkpoint, compared between processes first.
         mesh: the devices.
         show: whether progress is shown.
         memory_bytes: host memory for reading; None for the default.
-        allow_nonfinite: whether weights that are NaN or infinite are only warned of.
+        allow_nonfinite: whether weights that are NaN or infinite only cause a warning.
 
     Raises:
         NonFiniteWeightsError: there are some.
@@ -146,15 +146,15 @@ def load_weights(
         said = _said_of(loaded.report.not_finite)
         if not allow_nonfinite:
             raise NonFiniteWeightsError(
-                f"{said}\n  → the checkpoint is damaged, or its training diverged; take another one, or a wider "
-                "trainer.mp where they are too large, or set trainer.allow_nonfinite: true to go on with them"
+                f"{said}\n  → the checkpoint is damaged, or its training diverged; use another one, or a wider "
+                "trainer.mp if they overflow, or set trainer.allow_nonfinite: true to continue with them"
             )
-        logger.warning("%s; trainer.allow_nonfinite goes on with them", said)
+        logger.warning("%s; continuing with them (trainer.allow_nonfinite)", said)
     return loaded
 
 
 def _said_of(found: Sequence[NotFinite]) -> str:
     count, leaves = sum(each.count for each in found), len({each.path for each in found})
     lines = "".join(f"\n  {each}" for each in found[:SHOWN])
-    more = f"\n  and {len(found) - SHOWN} tensors more" if len(found) > SHOWN else ""
-    return f"{count:,} weights of {leaves} arrays are not finite, the first of them in{lines}{more}"
+    more = f"\n  and {len(found) - SHOWN} more tensors" if len(found) > SHOWN else ""
+    return f"{count:,} weights in {leaves} arrays are not finite, the first of them in{lines}{more}"

@@ -1,8 +1,8 @@
-"""What a configuration asks for and nothing here acts on: an error or a note of its plan, never a silence.
+"""What a configuration asks for and nothing here implements: an error or a note of its plan, never ignored silently.
 
-Two kinds. Keys of options that are still to come stand in the configuration classes, and are refused here where they
-ask for something. Options of upstream's that are not carried are in no class (`levanter.config.legacy.not_carried`
-reads them); what was asked for with one travels in `Written`.
+Two kinds. Keys of planned options exist in the configuration classes, and are refused here if they ask for something.
+Upstream's options that are not carried over are in no class (`levanter.config.legacy.not_carried` reads them); what was
+asked for with one is kept in `Written`.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ REFUSED: Mapping[str, str] = {
     "eval_harness": _HARNESS,
     "labeled_eval": "evaluation by labels is not implemented yet; data.components with tags are evaluated one by one",
 }
-"""Key → why it is refused, where it asks for something (is neither null, false nor `none`)."""
+"""Key → why it is refused if it asks for something (is neither null, false nor `none`)."""
 
 
 def not_carried(config: Any, written: Written) -> list[Check]:
-    """What a configuration asks for and does not get: errors, and notes on what has no effect."""
+    """What a configuration asks for and does not get: errors, and notes on keys without effect."""
     refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
     refused += [row.message for row in written.not_carried if row.refused]
     checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]
@@ -37,7 +37,7 @@ def not_carried(config: Any, written: Written) -> list[Check]:
 
 
 def _value(config: Any, key: str) -> Any:
-    """The value at a dotted key; None where the configuration has no such key."""
+    """The value at a dotted key; None if the configuration has no such key."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     return config

@@ -1,8 +1,8 @@
-"""Where a model comes from, as far as that is known here: a run needs the whole checkpoint, planning only its shape.
+"""Where a model comes from, as far as is known here: a run needs the complete checkpoint, planning only its shapes.
 
-What is known is taken in this order: the checkpoint (config, index, headers); its config.json alone; a complete
-`model:` block. What is absent or out of reach becomes a check of status `unchecked`, with the error that a run raises.
-What is there and broken is an error in both.
+Sources, in this order: the checkpoint (config, index, headers); its config.json alone; a complete `model:` block. What
+is absent or unreachable becomes a check of status `unchecked`, with the error that a run raises. What exists and is
+broken is an error in both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +28,17 @@ from levanter.run import Check
 
 PASSTHROUGH = "passthrough"
 DEFAULT_STORED = "bfloat16"
-"""What weights are assumed to be stored in where nothing says."""
+"""The dtype that weights are assumed to be stored in if nothing says."""
 _STORED = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 _SIZES = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
 
 
 class UnknownArchitectureError(ValueError):
-    """Nothing that can be read here says what the model looks like."""
+    """Nothing that is readable here gives the model's architecture."""
 
 
 class OpenedModel(Protocol):
-    """A checkpoint that was opened, whoever wrote it."""
+    """An open checkpoint, whoever wrote it."""
 
     @property
     def source(self) -> TensorSource:
@@ -60,14 +60,14 @@ class Origin:
     """A model's origin.
 
     Attributes:
-        reference: as the config names it; None where it names none.
-        checkpoint: opened; None where it is not here.
+        reference: as the config names it; None if it names none.
+        checkpoint: the open checkpoint; None if it is not available here.
         architecture: its config, with the user's choices of how to run it.
         description: what it is, in a line.
         stored: the dtype that weights are stored in, or assumed to be.
-        checks: what was looked at.
-        rules: leaves → where they come from, where that is not the model family's table of Hugging Face names.
-        padded: whether the vocabulary's rows are rounded up to what a mesh divides, as in training.
+        checks: those made so far.
+        rules: leaves → where they come from, if that is not the model family's table of Hugging Face names.
+        padded: whether the vocabulary's rows are rounded up to a multiple of their shards, as in training.
     """
 
     reference: str | None
@@ -97,8 +97,8 @@ class ModelBlock:
     """The `model:` block of a configuration.
 
     Attributes:
-        config: what it comes to, defaults included.
-        keys: what was written in it.
+        config: the resolved block, defaults included.
+        keys: the keys written in it.
     """
 
     config: LmConfig
@@ -106,7 +106,7 @@ class ModelBlock:
 
     @classmethod
     def of(cls, config: LmConfig | None, written: Written) -> "ModelBlock | None":
-        """The block of a whole configuration, of which `written` were written; None where it has none."""
+        """The block of a configuration with the explicit keys `written`; None if it has none."""
         return None if config is None else cls(config=config, keys=written.below("model"))
 
 
@@ -118,17 +118,17 @@ def find_origin(
     block_is_whole: bool = False,
     block_yields: bool = False,
 ) -> Origin:
-    """Finds out what can be known of a model here.
+    """Finds out what can be known about a model here.
 
     Args:
         reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file.
         model: the architecture as the config has it; it must agree with the checkpoint.
         allow_pickle: accept pickled weights.
-        block_is_whole: `model` says everything, what it leaves to its defaults included.
-        block_yields: where `model` says something else of the architecture, the checkpoint is right.
+        block_is_whole: whether the defaults of `model` count as explicit.
+        block_yields: whether the checkpoint wins if `model` contradicts its architecture.
 
     Raises:
-        CheckpointError: what is there is broken, or not of one piece.
+        CheckpointError: the checkpoint is broken or incomplete.
         UnknownArchitectureError: neither a config.json nor a complete `model:` block.
     """
     if not reference:
@@ -160,19 +160,19 @@ def find_origin(
 
 
 def yielding(model: ModelBlock, own: LmConfig, *, where: str) -> tuple[LmConfig, list[Check]]:
-    """The checkpoint's architecture whatever the block says of it, with the block's choices of how to run it.
+    """The checkpoint's architecture whatever the block says, with the block's choices of how to run it.
 
     Returns:
-        The config, and a note where the block said something else.
+        The config, and a note if the block contradicted it.
     """
     try:
         return merged(model, own, where=where), []
     except CheckpointError as error:
         free = model.keys - set(family_of(type(own)).architecture_fields)
-        # A block of another family has fields of its own.
+        # A block of another family has other fields.
         shared = {field.name for field in fields(own)}
         config = replace(own, **{key: getattr(model.config, key) for key in sorted(free & shared)})
-        message = f"the checkpoint's architecture is taken, whatever the block says: {error}"
+        message = f"the checkpoint's architecture is used, whatever the block says: {error}"
         return config, [Check(name="model block", status="note", message=message)]
 
 
@@ -182,11 +182,11 @@ def merged(model: ModelBlock | None, own: LmConfig, *, where: str, block_is_whol
     Args:
         model: the block; keys that are not written are taken from the checkpoint.
         own: the checkpoint's.
-        where: how messages call its config.
-        block_is_whole: what is not written in the block counts as well.
+        where: the name of its config in messages.
+        block_is_whole: whether keys that are not written in the block count as well.
 
     Raises:
-        ConfigMismatchError: the block says something else of the architecture than the checkpoint.
+        ConfigMismatchError: the block contradicts the checkpoint's architecture.
     """
     if model is None:
         return own
@@ -200,13 +200,13 @@ def merged(model: ModelBlock | None, own: LmConfig, *, where: str, block_is_whol
 
 
 def _lacking(model: ModelBlock) -> list[str]:
-    """Sizes that the block leaves open. Where a family's own default is 0 the size follows from others (a GPT-2's)."""
+    """Sizes that the block leaves open. If a family's default is 0, the size follows from others (as in GPT-2)."""
     defaults = {field.name: field.default for field in fields(model.config)}
     return [size for size in _SIZES if size not in model.keys and defaults.get(size, 0) != 0]
 
 
 def _holds_weights(reference: str) -> bool:
-    """Whether some weights are there: a checkpoint with a hole is broken, not absent."""
+    """Whether some weights exist: an incomplete checkpoint is broken, not absent."""
     try:
         files = locate_first(reference).repository.files
     except CheckpointError:
@@ -245,22 +245,22 @@ def from_block(
     rules: Callable[..., WeightRules] | None = None,
     padded: bool = False,
 ) -> Origin:
-    """A model of which only the `model:` block is here.
+    """A model of which only the `model:` block is available.
 
     Args:
         reference: as the config names it.
         model: the block.
-        error: why there is no more; what a run raises.
+        error: why there is no checkpoint; what a run raises.
         block_is_whole, rules, padded: see `find_origin` and `Origin`.
 
     Raises:
-        UnknownArchitectureError: the block does not say everything.
+        UnknownArchitectureError: the block is incomplete.
     """
     lacking = [] if model is None or block_is_whole else _lacking(model)
     if model is None or lacking:
         block = "there is no model: block" if model is None else f"model: does not give {', '.join(lacking)}"
         raise UnknownArchitectureError(
-            f"{error}\nwhat the model looks like is not known without it: {block}\n"
+            f"{error}\nthe model's architecture is unknown without it: {block}\n"
             "  → to run it, make the checkpoint available; to plan it, a folder with its config.json or a complete "
             "model: block is enough"
         ) from error
@@ -270,10 +270,10 @@ def from_block(
         reference=reference,
         checkpoint=None,
         architecture=model.config,
-        description=f"{reference or 'no checkpoint'} ({kind}, as the model: block has it, without its weights)",
+        description=f"{reference or 'no checkpoint'} ({kind}, from the model: block, without weights)",
         stored=stored,
         checks=(
-            Check(name="model", status="ok", message=f"{kind}, as the model: block has it"),
+            Check(name="model", status="ok", message=f"{kind}, from the model: block"),
             _absent(error, stored),
         ),
         rules=rules,
@@ -286,7 +286,7 @@ def _absent(error: ValueError, stored: np.dtype) -> Check:
     return Check(
         name="weights",
         status="unchecked",
-        message=f"{reason}; planned as if they had the names and shapes of the architecture, in {stored.name}",
+        message=f"{reason}; planned with the names and shapes of the architecture, in {stored.name}",
         error=error,
     )
 
@@ -304,15 +304,15 @@ def _named(name: str) -> Any:
 
 
 def find_tokenizer(named: str | None, *, origin: Origin | None, size: int | None) -> tuple[Tokenizer | None, Check]:
-    """The tokenizer of a run, where it is here.
+    """The tokenizer of a run, if it is available here.
 
     Args:
         named: the tokenizer; None for the checkpoint's own.
         origin: the checkpoint.
-        size: ids that the model has embeddings for, where that is known.
+        size: ids that the model has embeddings for, if known.
 
     Raises:
-        CheckpointError: it is there and cannot be read, or has more ids than the model has embeddings.
+        CheckpointError: it exists but cannot be read, or has more ids than the model has embeddings.
     """
     reference = named or (None if origin is None else origin.reference)
     try:
@@ -337,11 +337,11 @@ def vocabulary(model: LmConfig, *, tokenizer: Tokenizer | None, names: tuple[str
 
     Args:
         model: the architecture; its own size (config.json's, `model.vocab_size`) comes first.
-        tokenizer: the tokenizer, where it is here.
-        names: of tokenizers and checkpoints that may be well known.
+        tokenizer: the tokenizer, if it is available here.
+        names: of tokenizers and checkpoints whose size may be well known.
 
     Raises:
-        ValueError: nothing says it.
+        ValueError: nothing gives it.
     """
     if model.vocab_size is not None:
         return model.vocab_size, "as configured"
@@ -349,9 +349,9 @@ def vocabulary(model: LmConfig, *, tokenizer: Tokenizer | None, names: tuple[str
         return tokenizer.vocab_size, f"tokenizer {tokenizer.name}"
     for name in filter(None, names):
         if (size := known_vocabulary(name)) is not None:
-            return size, f"as {name} is known to have"
+            return size, f"the known size of {name}"
     tried = ", ".join(dict.fromkeys(filter(None, names))) or "none is named"
     raise ValueError(
-        "the size of the vocabulary is not known: no config.json, no model.vocab_size, no tokenizer that can be read "
-        f"here, and none that is well known ({tried})\n  → give model.vocab_size"
+        "the vocabulary size is unknown: no config.json, no model.vocab_size, no tokenizer that can be read "
+        f"here, and none that is well known ({tried})\n  → set model.vocab_size"
     )

@@ -1,7 +1,7 @@
-"""From "which model, on which mesh" to all that a run needs of it: what entry points that read weights share.
+"""From "which model, on which mesh" to everything a run needs: shared by the entry points that read weights.
 
 `describe_pretrained` finds the model (`origin`), resolves the mesh for its axes, plans every parameter's place and the
-bytes to read, and collects what is wrong and what is not at hand. `load_pretrained` then streams the weights.
+bytes to read, and collects what is wrong and what is unavailable. `load_pretrained` then streams the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +34,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What a config says about the model.
+    """A config's choice of model.
 
     Attributes:
-        reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file; None where none is named.
-        model: the architecture as the config has it; what was written in it must agree with the checkpoint.
+        reference: Hugging Face files: a folder, a hub id, a URL, a .gguf file; None if none is named.
+        model: the architecture as configured; explicit keys must agree with the checkpoint.
         tokenizer: a tokenizer other than the checkpoint's own; None for its own.
         trainer: mesh and precision.
         allow_pickle: accept pickled weights.
@@ -65,19 +65,19 @@ class PretrainedModel:
     """A pretrained model as this run will hold it.
 
     Attributes:
-        choice: what the config asked for.
+        choice: what the config asks for.
         origin: where it comes from, as far as that is known here.
         config: its architecture, with the choices for this platform made.
         precision: the dtype policy; weights are loaded in its compute dtype, since nothing updates them.
-        found_tokenizer: its tokenizer; None where it is not here.
+        found_tokenizer: its tokenizer; None if it is not available here.
         Vocab: rows of its embedding.
         abstract: the module without memory.
         resolved: mesh and mappings.
         sharding: where every parameter goes.
         activations: the named activations under the compute mapping.
-        load_plan: which bytes are read by whom; None where `sharding` has errors.
+        load_plan: which bytes each host reads; None if `sharding` has errors.
         compiler_options: XLA's, for the Programs of this run.
-        checks: what was looked at.
+        checks: those made so far.
         notes: decisions the user did not write.
     """
 
@@ -97,7 +97,7 @@ class PretrainedModel:
     notes: tuple[str, ...]
 
     def searchable(self, *, positions: int, keys: Callable[[int, int], Mapping[str, int]]) -> Searchable:
-        """What a search for a better layout of a run with this model goes by.
+        """What the layout search needs to know about a run with this model.
 
         Args:
             positions: tokens in a sequence.
@@ -118,13 +118,13 @@ class PretrainedModel:
 
     @property
     def checkpoint(self) -> OpenedModel:
-        """The checkpoint, in a run: a plan without it does not pass `RunPlan.check`."""
+        """The checkpoint, during a run: a plan without it does not pass `RunPlan.check`."""
         assert self.origin.checkpoint is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
         return self.origin.checkpoint
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, in a run: a plan without it does not pass `RunPlan.check`."""
+        """The tokenizer, during a run: a plan without it does not pass `RunPlan.check`."""
         assert self.found_tokenizer is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
         return self.found_tokenizer
 
@@ -137,12 +137,12 @@ def describe_pretrained(
     Args:
         choice: which model, mesh and precision.
         target: the devices.
-        batch: the global batch for the number of ways that the mesh cuts it.
-        positions: tokens in a sequence.
+        batch: number of batch shards of the mesh → the global batch.
+        positions: tokens per sequence.
 
     Raises:
-        ValueError: checkpoint or tokenizer are there and broken, nothing says what the model looks like, or the mesh
-            cannot be resolved at all. What is wrong with the sharding is in the plans; what is not here is a check.
+        ValueError: checkpoint or tokenizer are broken, the architecture is unknown, or the mesh cannot be resolved at
+            all. What is wrong with the sharding is in the plans; what is unavailable is a check.
     """
     trainer = choice.trainer
     if choice.saved is not None:
@@ -210,7 +210,7 @@ def describe_pretrained(
 
 
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:
-    """Streams the weights into their final shards on `mesh`, with progress over the whole job."""
+    """Streams the weights into their final shards on `mesh`, with progress over all of them."""
     assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
     return load_weights(
         model.load_plan,

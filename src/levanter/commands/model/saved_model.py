@@ -1,8 +1,8 @@
-"""A model out of a checkpoint of our own: what a training run writes of it, and how any other run reads it.
+"""A model in one of our own checkpoints: what a training run writes about it, and how any other run reads it.
 
-Beside the arrays, a checkpoint says what they are: the architecture, the number of ids, the tokenizer. So
-`checkpoint_path` needs no `model:` block; where one is given, it must not contradict. The parameters are then read like
-those of any other checkpoint, by slices and straight into their shards; optimizer statistics stay where they are.
+Besides the arrays, a checkpoint records what they are: the architecture, the number of ids, the tokenizer. So
+`checkpoint_path` needs no `model:` block; if one is given, it must not contradict. The parameters are then read like
+those of any other checkpoint, by slices and straight into their shards; the optimizer state is not read.
 """
 
 import json
@@ -32,19 +32,19 @@ from levanter.trainer.state import MODEL
 
 PREFIX = f"{MODEL}."
 _ALSO = ("max_seq_len", "scan_layers")
-"""Fields that are no part of the arithmetic, and yet of the leaves or of what the model was trained for."""
+"""Fields that do not affect the arithmetic, but the leaves or what the model was trained for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """What of `metadata.json` describes the model."""
+    """The keys of `metadata.json` that describe the model."""
 
     model: LmConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedModel:
-    """The model of a checkpoint of ours.
+    """The model of one of our checkpoints.
 
     Attributes:
         ref: the checkpoint.
@@ -81,7 +81,7 @@ class SavedModel:
 
 
 def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
-    """What a training run writes beside its arrays, so that the model can be read without the run's configuration.
+    """What a training run writes with its arrays, so that the model can be read without the run's configuration.
 
     Args:
         model: the architecture, with `vocab_size`.
@@ -101,15 +101,15 @@ def open_saved(path: str) -> SavedModel:
 
     Raises:
         MissingCheckpointError: there is none.
-        UnreadableCheckpointError: it is damaged, or says nothing of a model.
+        UnreadableCheckpointError: it is damaged, or does not describe a model.
     """
     ref = checkpoint_at(path)
     if not any(name.startswith(PREFIX) for name in ref.leaves):
-        raise UnreadableCheckpointError(f"{ref.path}: no parameters of a model (leaves {PREFIX}…) are in it")
+        raise UnreadableCheckpointError(f"{ref.path}: contains no model parameters (leaves {PREFIX}…)")
     part = FrozenPart.of(ref)
     if part is not None:
         raise UnreadableCheckpointError(
-            f"{ref.path}: only the part of the model that was trained is in it ({', '.join(part.patterns)}); the "
+            f"{ref.path}: contains only the trained part of the model ({', '.join(part.patterns)}); the "
             f"{len(part.digests)} frozen parameters came from {part.origin}. A Hugging Face export of the run "
             "(hf_save_path) has all of them"
         )
@@ -130,24 +130,26 @@ def _architecture(ref: CheckpointRef) -> LmConfig:
     try:
         found = parse_text(_Saved, json.dumps({"model": dict(block)}), source=f"{ref.path}/metadata.json").model
     except ConfigError as error:
-        raise UnreadableCheckpointError(f"{ref.path}: metadata.json has no model of ours: {error}") from error
+        raise UnreadableCheckpointError(
+            f"{ref.path}: metadata.json does not describe one of our models: {error}"
+        ) from error
     if found.vocab_size is None:
-        raise UnreadableCheckpointError(f"{ref.path}: metadata.json does not say model.vocab_size")
+        raise UnreadableCheckpointError(f"{ref.path}: metadata.json lacks model.vocab_size")
     return found
 
 
 def find_saved(path: str, model: ModelBlock | None, *, key: str = "checkpoint_path") -> Origin:
-    """What can be known here of the model of a checkpoint; see `find_origin`.
+    """What can be known here about the model of a checkpoint; see `find_origin`.
 
     Args:
         path: a checkpoint, or a folder of them.
         model: the `model:` block, which must not contradict.
-        key: what the config calls the path.
+        key: the config key of the path.
 
     Raises:
-        UnreadableCheckpointError: it is there and damaged.
-        UnknownArchitectureError: it is not there, and there is no complete `model:` block.
-        ConfigMismatchError: the block says something else of the architecture.
+        UnreadableCheckpointError: it is damaged.
+        UnknownArchitectureError: it is absent, and there is no complete `model:` block.
+        ConfigMismatchError: the block contradicts its architecture.
     """
     try:
         found = open_saved(path)

@@ -1,7 +1,7 @@
-"""How much the Programs of a run do and how often they run: what modelled times are multiplied by.
+"""How much work the Programs of a run do and how often they run: the factors of modelled times.
 
-FLOPs are those of the mathematics (`levanter.models.flops`), over all devices; a Program that runs once in a job and
-takes no time to speak of has no workload.
+FLOPs are the model's (`levanter.models.flops`), over all devices; a Program that runs once per job and takes negligible
+time has no workload.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from levanter.run import RunPlan, Workload
 from levanter.trainer.batch_plan import BatchStage
 
 COUNTED_CHARACTERS = 1_000_000
-"""A text up to this long is tokenized to plan how often a batch is scored; a longer one only in a run."""
+"""Texts up to this length are tokenized to plan how many batches are scored; longer ones only in a run."""
 
 
 def is_short(each: EvaluationSet) -> bool:
-    """Whether a set's text is local and no longer than what planning tokenizes."""
+    """Whether a set's text is local and short enough for planning to tokenize it."""
     left = COUNTED_CHARACTERS
     for part in each.parts:
         if isinstance(part, FileDocuments) and any(is_remote(path) or file_size(path) > left for path in part.paths):
@@ -38,14 +38,14 @@ def is_short(each: EvaluationSet) -> bool:
 def scoring_workload(
     pretrained: PretrainedModel, *, rows: int, positions: int, runs: int | None, reason: str, program: str = "score"
 ) -> Workload:
-    """What scoring one batch takes.
+    """The work of scoring one batch.
 
     Args:
         pretrained: the model.
         rows: of a batch, over all devices.
         positions: tokens in a row.
-        runs: how many batches the job has, where that is known.
-        reason: how it is known, or what would make it known.
+        runs: how many batches the job has, if known.
+        reason: how that is known, or what would make it known.
         program: the Program's name.
     """
 
@@ -74,15 +74,15 @@ def training_workloads(
     steps: int,
     spared: Callable[[FlopsPerToken], float] = lambda _: 0.0,
 ) -> Iterator[Workload]:
-    """What one step of each Program takes, and how many of them the run does.
+    """The work of one step of each Program, and the number of steps.
 
     Args:
         model: the architecture.
         batches: the stages of the batch size, by first step.
-        vocab: ids that the head tells apart, without the rows that only round it up.
-        positions: tokens in a row.
-        steps: of the whole run.
-        spared: operations a token of the backward pass that are not done, as gradients of frozen weights.
+        vocab: ids of the head, without padding rows.
+        positions: tokens per row.
+        steps: of the complete run.
+        spared: FLOPs per token that the backward pass saves, such as gradients of frozen weights.
     """
     ends = (*(stage.start for stage in batches[1:]), steps)
     done = [max(0, min(end, steps) - stage.start) for stage, end in zip(batches, ends, strict=True)]
@@ -107,16 +107,16 @@ def training_workloads(
 
 
 WATCHED = "_watched"
-"""Behind the name of a train step: the same step, with histograms."""
+"""Suffix of a train step's name: the same step, with histograms."""
 
 
 def program_name(stage: BatchStage) -> str:
-    """What the train step of a stage is called: `train_step`, and with the first step of later stages."""
+    """The name of a stage's train step: `train_step`; for later stages with their first step."""
     return "train_step" if stage.start == 0 else f"train_step_from_{stage.start}"
 
 
 def stage_program(plan: RunPlan, batches: tuple[BatchStage, ...], step: int, *, watched: bool = False) -> Program:
-    """The train step that a step runs; `watched` asks for the one with histograms, where there is one."""
+    """The train step that a step runs; `watched` asks for the one with histograms, if there is one."""
     (*_, stage) = [stage for stage in batches if stage.start <= step]
     own = program_name(next(each for each in distinct(batches) if _size(each) == _size(stage)))
     there = {program.name for program in plan.programs}
@@ -133,5 +133,5 @@ def distinct(batches: tuple[BatchStage, ...]) -> Iterator[BatchStage]:
 
 
 def _size(stage: BatchStage) -> tuple[int, int]:
-    """What makes two stages one Program."""
+    """What two stages must share to be one Program."""
     return stage.plan.placed_rows, stage.plan.accumulation

@@ -1,4 +1,4 @@
-"""The devices at hand as a `Target`, and JAX's own options."""
+"""The available devices as a `Target`, and JAX's own options."""
 
 import jax
 
@@ -11,7 +11,7 @@ from levanter.trainer.config import JAX_CONFIG, TrainerConfig
 
 
 def local_target(found: DeviceSet) -> Target:
-    """The devices that are here, described."""
+    """The available devices, described."""
     return Target(
         name="local",
         platform=found.platform,
@@ -26,12 +26,12 @@ def local_target(found: DeviceSet) -> Target:
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
-    """Sets JAX's options as `trainer.jax_config` and `trainer.jax_compilation_cache_dir` say, and joins the other
+    """Sets JAX's options from `trainer.jax_config` and `trainer.jax_compilation_cache_dir`, and joins the other
     processes of the run; call it first.
 
     Raises:
         ValueError: an option that this JAX does not have (defaults of ours that it lacks are left out).
-        RollCallError: not all processes of the run came in time.
+        RollCallError: not all processes of the run joined in time.
     """
     problems = set_jax_options(trainer)
     if trainer.jax_compilation_cache_dir is not None:
@@ -51,5 +51,5 @@ def set_jax_options(trainer: TrainerConfig) -> list[str]:
         if hasattr(jax.config, name):
             jax.config.update(name, value)
         elif name not in JAX_CONFIG:
-            problems.append(f"trainer.jax_config.{name}: jax {jax.__version__} has no such option")
+            problems.append(f"trainer.jax_config.{name}: JAX {jax.__version__} has no such option")
     return problems

@@ -1,6 +1,6 @@
-"""The door of an entry point: a configuration is read first, and only a run imports what runs.
+"""The door of an entry point: the configuration is read first, and only a run imports what it needs.
 
-`python -m levanter.main.eval_lm --help`, and a document with a mistake, need neither JAX nor a model.
+Neither `python -m levanter.main.eval_lm --help` nor a document with a mistake needs JAX or a model.
 """
 
 import sys
@@ -14,7 +14,7 @@ from levanter.io import setup_logging
 
 
 def enter(name: str, argv: Sequence[str] | None = None) -> int:
-    """Makes a process of a listed entry point: from the words of a command line to the exit code.
+    """Runs a listed entry point as a process, from the command line to the exit code.
 
     Args:
         name: the entry point's.
@@ -26,7 +26,7 @@ def enter(name: str, argv: Sequence[str] | None = None) -> int:
         setup_logging()
         words = list(sys.argv[1:] if argv is None else argv)
         loaded = load_written(listed.config_class(), words, program=f"python -m levanter.main.{name}")
-        # Importing JAX and its kin takes seconds.
+        # Importing JAX and the like takes seconds.
         with interrupts_wait():
             from levanter.commands.shell.perform import perform
 

@@ -23,15 +23,15 @@ from levanter.processes.barrier import current_peers
 
 C = TypeVar("C")
 OUR_PACKAGES = ("levanter", "haliax_ext")
-NOT_READ = "what it printed was not read"
+NOT_READ = "its output was not read"
 
 
 def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv: Sequence[str] | None = None) -> int:
-    """Parses the command line into `config_class`, runs `main`, and turns what happens into an exit code.
+    """Parses the command line into `config_class`, runs `main`, and turns the outcome into an exit code.
 
     Args:
         config_class: the entry point's config.
-        main: takes the config, and the keyword `written` where it has one; may return an exit code.
+        main: takes the config, and the keyword `written` if it has one; may return an exit code.
         argv: the command line without the program's name.
     """
 
@@ -44,10 +44,10 @@ def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv
 
 
 def shell(run: Callable[[], int | None]) -> int:
-    """Calls `run` and turns what happens into an exit code; errors of the user are shown without a traceback.
+    """Calls `run` and turns the outcome into an exit code; user errors are shown without a traceback.
 
-    A process of several ends together with the others where all went well, and tells them where it failed. Where
-    nobody reads what is printed any more (`… | head`), it ends without a word.
+    One of several processes ends together with the others if all went well, and tells them if it failed. If nobody
+    reads its output anymore (`… | head`), it ends silently.
     """
     prepare_streams()
     try:
@@ -89,10 +89,10 @@ def shell(run: Callable[[], int | None]) -> int:
 
 
 def _told_of_interrupts(run: Callable[[], int | None], interrupts: Interrupts) -> int | None:
-    """Calls `run`; what an interrupt led to is an interrupt.
+    """Calls `run`; an error caused by an interrupt is raised as an interrupt.
 
-    A library that swallows one half-way (`except BaseException` around an import) leaves a module without its end, and
-    an error that says nothing to whoever pressed Ctrl-C.
+    A library that swallows one (`except BaseException` around an import) leaves a half-imported module, and an error
+    that means nothing to whoever pressed Ctrl-C.
     """
     try:
         code = run()
@@ -104,7 +104,7 @@ def _told_of_interrupts(run: Callable[[], int | None], interrupts: Interrupts) -
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether `error` tells a user about the input: it was raised by our own code, not by a library under it.
+    """Whether `error` is about the user's input: it was raised by our own code, not by a library below it.
 
     A `ValueError` that JAX raises during a run is a bug of ours and keeps its traceback.
     """
@@ -118,7 +118,7 @@ def is_user_error(error: BaseException) -> bool:
 
 def _is_ours(module: str) -> bool:
     if module == "__main__":
-        # `python -m levanter.main.x`: the module keeps its own name in its spec only.
+        # `python -m levanter.main.x`: only the spec keeps the module's own name.
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         module = spec.name if spec is not None else ""
     return module.split(".")[0] in OUR_PACKAGES
@@ -131,7 +131,7 @@ def _show(error: BaseException) -> None:
 
 
 def _of_the_system(error: OSError) -> OutputError | None:
-    """What a library met on a disk, told as our own writing tells it; None for what is not the user's to mend."""
+    """A library's disk error, worded like our own; None if the user cannot fix it."""
     if error.errno not in (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENOTDIR):
         return None
     name = error.filename2 or error.filename
@@ -140,6 +140,6 @@ def _of_the_system(error: OSError) -> OutputError | None:
     if error.errno not in NO_SPACE:
         return None
     return OutputError(
-        f"what is printed, or a temporary file in {tempfile.gettempdir()}, cannot be written ({error.strerror})\n"
-        "  → make room there, or where standard output is redirected to"
+        f"standard output, or a temporary file in {tempfile.gettempdir()}, cannot be written ({error.strerror})\n"
+        "  → free some space there, or where standard output is redirected to"
     )

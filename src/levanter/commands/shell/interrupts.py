@@ -1,10 +1,10 @@
-"""Ctrl-C that cannot be lost, and that says so where it has to wait.
+"""Ctrl-C that cannot get lost, and that says so if it has to wait.
 
-Python raises `KeyboardInterrupt` wherever the main thread happens to be. Inside of a callback that may not raise (one
-of the garbage collector's, which JAX has, or a destructor) it is dropped with a note, and the program goes on: then it
-is raised once more. While the main thread is inside of a library (a compiler takes minutes) or waits for a checkpoint
-to be written, it is not raised at all before that returns: then a second thread, which the signal reaches at once, says
-what is waited for, and ends the process when Ctrl-C is pressed again. What is half-written then counts for nothing.
+Python raises `KeyboardInterrupt` wherever the main thread happens to be. Inside a callback that may not raise (one of
+the garbage collector's, which JAX installs, or a destructor) it is dropped with a note, and the program continues: then
+it is raised once more. While the main thread is inside a library (a compiler takes minutes) or waits for a checkpoint
+to be written, it is not raised before that returns: then a second thread, which the signal reaches at once, says what
+is being waited for, and ends the process when Ctrl-C is pressed again. Half-written files then count for nothing.
 """
 
 import os
@@ -20,19 +20,19 @@ from typing import Any
 from levanter.commands.shell.termination import ends, polite_ends
 
 AGAIN = 0.05
-"""Seconds until a dropped interrupt is raised anew."""
+"""Seconds until a dropped interrupt is raised again."""
 PATIENCE = 1.0
-"""Seconds that an interrupt may take to end the program before something is said."""
+"""Seconds that an interrupt may take to end the program before a message is printed."""
 INTERRUPTED = 130
 WAITING = (
-    "interrupted: ending as soon as what is under way returns (the compiler, or a checkpoint that is being written); "
-    "Ctrl-C again ends at once"
+    "interrupted: ending as soon as the current operation returns (the compiler, or a checkpoint being written); "
+    "press Ctrl-C again to end at once"
 )
 
 
 @dataclass
 class Interrupts:
-    """What a program knows of its interrupts.
+    """The interrupts that a program has received.
 
     Attributes:
         received: whether there was one.
@@ -45,7 +45,7 @@ _current = Interrupts()
 
 
 def raise_if_interrupted() -> None:
-    """Raises an interrupt that somebody else caught and did not pass on; to be called between two parts of the work.
+    """Raises an interrupt that somebody else caught and swallowed; to be called between two parts of the work.
 
     Libraries do: around imports that may fail, and in callbacks.
 
@@ -58,9 +58,9 @@ def raise_if_interrupted() -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Raises an interrupt behind the block instead of inside of it: around imports, which are not made for it.
+    """Raises an interrupt after the block instead of inside it: for imports, which cannot handle it.
 
-    Some swallow it, and C++ modules that are interrupted while they are made abort the process. Where it takes long,
+    Some swallow it, and C++ modules that are interrupted during initialization abort the process. If it takes long,
     the user is told, and the second Ctrl-C ends the process.
 
     Raises:
@@ -85,10 +85,10 @@ def interrupts_wait() -> Iterator[None]:
 
 @contextmanager
 def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] = os._exit) -> Iterator[Interrupts]:
-    """Raises an interrupt that was dropped once more in the main thread, and ends the process at the second Ctrl-C.
+    """Raises a dropped interrupt once more in the main thread, and ends the process at the second Ctrl-C.
 
     Args:
-        patience: seconds until something is said of an interrupt that waits.
+        patience: seconds until a message about a waiting interrupt.
         end: ends the process with an exit code, without cleaning up.
     """
     own = _Count()
@@ -99,7 +99,7 @@ def interrupts_kept(*, patience: float = PATIENCE, end: Callable[[int], object] 
         if found.exc_type is None or not issubclass(found.exc_type, KeyboardInterrupt):
             before(found)
             return
-        # Not from here: what is raised inside of this hook is dropped as well.
+        # Not from here: what is raised inside this hook is dropped as well.
         main = threading.main_thread().ident
         assert main is not None
 
@@ -157,7 +157,7 @@ class _Count:
 
 @contextmanager
 def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iterator[None]:
-    """Has a thread read the signals of the process, which the system writes into a pipe as they come."""
+    """Has a thread read the signals of the process, which the system writes into a pipe as they arrive."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -190,6 +190,6 @@ def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iter
     finally:
         over.set()
         signal.set_wakeup_fd(before)
-        # The end of the pipe is the end of the thread.
+        # The thread ends with the pipe.
         os.close(writing)
         thread.join()

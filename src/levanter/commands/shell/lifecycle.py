@@ -1,8 +1,9 @@
-"""One process among several: joining the others, ending with them, and ending when one of them is gone.
+"""One process among several: joining the others, ending with them, and ending when one of them is lost.
 
-A process whose peers are gone is usually stuck in a collective, where no exception reaches it. A thread notices, says
-who is gone and where, and ends the process with exit code 5. JAX's own service notices too and aborts the process with
-a C++ stack trace; while the run has several processes, that signal is caught, and the same error is printed instead.
+A process whose peers are lost is usually stuck in a collective, where no exception reaches it. A thread notices,
+reports who is lost and where, and ends the process with exit code 5. JAX's own service notices too and aborts the
+process with a C++ stack trace; while the run has several processes, that signal is caught, and the same error is
+printed instead.
 """
 
 import contextlib
@@ -28,16 +29,16 @@ from levanter.processes.peers import PeerLostError, Peers
 logger = logging.getLogger(__name__)
 
 PARTING_SECONDS = 0.3
-"""So long a process that ends with an error stays, that its last words reach the others."""
+"""Seconds that a failing process stays, so that its last message reaches the others."""
 SUSPECT_SECONDS = 3.0
-"""So long after an unexpected error it may turn out that a peer is gone, which then was its cause."""
+"""Seconds after an unexpected error within which a lost peer counts as its cause."""
 SAME_ERROR_SECONDS = 3.0
 _SIGABRT_ACTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 @dataclass
 class _Kept:
-    """What must live as long as the process."""
+    """Objects that must live as long as the process."""
 
     abort_action: Any = None
     final: int | None = None
@@ -51,8 +52,8 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
     """Joins the other processes of this run, if there are any; call it before anything asks JAX for devices.
 
     Raises:
-        PlaceError: this process's place is not known.
-        RollCallError: not all of them came in time.
+        PlaceError: this process's index is unknown.
+        RollCallError: not all of them joined in time.
     """
     import jax
 
@@ -72,17 +73,17 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
 
 
 def left_to_process_0(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process has nothing to do: work that needs no device is process 0's, however many are started.
+    """Whether this process has nothing to do: work that needs no device is done by process 0, however many are started.
 
     Raises:
-        PlaceError: this process's place is not known.
+        PlaceError: this process's index is unknown.
     """
     place = find_place(config, environment, lambda: on_tpu_pod(platforms()))
     return place is not None and place.process != 0
 
 
 def end_together(code: int) -> int:
-    """Ends a run that is done: waits for the others, so that nobody's service goes away under them.
+    """Ends a finished run: waits for the others, so that no service disappears under them.
 
     Returns:
         The exit code.
@@ -93,7 +94,7 @@ def end_together(code: int) -> int:
     import jax
 
     barrier("the end")
-    # From here on some are faster than others, which is no loss.
+    # From here on, processes may end in any order.
     _kept.final = code
     peers.part()
     jax.distributed.shutdown()
@@ -111,13 +112,13 @@ def end_alone(code: int, said: str) -> int:
 
 
 def is_said_already(said: str) -> bool:
-    """Whether process 0 ended with the same error, which then need not be shown by every process."""
+    """Whether process 0 ended with the same error, which then is not shown by every process."""
     peers = current_peers()
     return peers is not None and peers.process != 0 and peers.said_by(0, SAME_ERROR_SECONDS) == said
 
 
 def end_with_traceback(error: BaseException) -> int:
-    """Ends one process of several after an unexpected error; where a peer is gone, that was its cause."""
+    """Ends one process of several after an unexpected error; if a peer is lost, that was its cause."""
     peers = current_peers()
     assert peers is not None, "a process that is alone raises its errors"
     said = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -130,9 +131,9 @@ def end_with_traceback(error: BaseException) -> int:
 
 
 def end_if_lost(error: BaseException) -> None:
-    """Ends one process of several where an error for the user has its cause in a collective that a peer has left.
+    """Ends one process of several if a user error was caused by a collective that a peer has left.
 
-    A checkpoint cannot be written where the step before it failed; that is then not the user's to mend.
+    A checkpoint cannot be written if the step before it failed; the user cannot fix that.
     """
     peers = current_peers()
     if peers is None:
@@ -148,7 +149,7 @@ def end_if_lost(error: BaseException) -> None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from, and so on."""
+    """An error and its chain of causes."""
     at: BaseException | None = error
     while at is not None:
         yield at
@@ -168,8 +169,8 @@ def _end_with(error: PeerLostError) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends without waiting for anything that waits for peers."""
-    # Somebody may hold a stream's lock for ever.
+    """Exits without waiting for anything that waits for peers."""
+    # Another thread may hold a stream's lock forever.
     flusher = threading.Thread(target=_part, daemon=True)
     flusher.start()
     time.sleep(PARTING_SECONDS)
@@ -178,7 +179,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def _part() -> None:
-    """What is done before the process ends, as far as it can be."""
+    """Best-effort cleanup before the process ends."""
     _flush()
     release_all()
 
@@ -190,14 +191,14 @@ def _flush() -> None:
 
 
 def _catch_aborts(peers: Peers) -> None:
-    """Has an abort that a lost peer caused end like any other report of it; other aborts stay what they are."""
+    """Reports an abort caused by a lost peer like any other loss of a peer; other aborts are left alone."""
 
     def action(number: int) -> None:
         # Called in the thread that aborts, which is one of JAX's service.
         if _kept.final is not None:
             _exit(_kept.final)
         if peers.wait_lost(SUSPECT_SECONDS):
-            # `on_lost` ends the process, or its own error does.
+            # Either `on_lost` ends the process, or its own error does.
             time.sleep(60)
             os._exit(PEER_LOST)
         _libc().signal(number, signal.SIG_DFL)

@@ -1,6 +1,6 @@
-"""Whether a run can write where it is to, and what becomes of its results where it cannot after all.
+"""Whether a run can write its outputs, and what becomes of its results if it cannot after all.
 
-A plan looks at folders without touching them (`output_checks`). A run tries them before it reads a weight
+A plan inspects folders without touching them (`output_checks`). A run tries them before it reads a weight
 (`try_outputs`): an entry point lists its outputs, so none is forgotten.
 """
 
@@ -17,14 +17,14 @@ from levanter.run import Check
 
 
 def output_checks(key: str, path: str | Path) -> list[Check]:
-    """Whether something can be written at a path, as far as that shows without writing.
+    """Whether a path is writable, as far as can be told without writing.
 
     Args:
-        key: what the config calls it.
+        key: its config key.
         path: a file or folder that may not exist yet.
     """
     if is_remote(str(path)):
-        message = f"{key}: {path}: whether it can be written is known where the run is"
+        message = f"{key}: {path}: can only be checked where the run is"
         return [Check(name="output", status="unchecked", message=message)]
     at = Path(local_path(str(path))).absolute()
     try:
@@ -38,28 +38,28 @@ def output_checks(key: str, path: str | Path) -> list[Check]:
         problem = f"{key}: {path}: no permission to write in {there}"
     else:
         return []
-    # Another machine may have it: an error where it runs, not where it is planned.
+    # Another machine may have it: an error when running, not when planning.
     return [Check(name="output", status="unchecked", message=problem, error=ValueError(problem))]
 
 
 def try_outputs(outputs: Iterable[Output], *, process: int) -> None:
-    """Makes the folders of a run's outputs and writes a small file in each, before there is anything to lose.
+    """Creates the folders of a run's outputs and writes a small file in each, before there is anything to lose.
 
     Args:
-        outputs: of the entry point and of its trackers.
-        process: this process's number; what process 0 alone writes is tried there alone.
+        outputs: those of the entry point and of its trackers.
+        process: this process's index; what only process 0 writes is tried only there.
 
     Raises:
-        OutputError: naming each one that cannot be written, with the key that says it.
+        OutputError: lists each output that cannot be written, with its key.
     """
     probe([output for output in outputs if output.everywhere or process == 0])
 
 
 def write_or_show(path: str, text: str) -> None:
-    """Writes a result that is text; where that fails, the text goes to standard output, so that nothing is lost.
+    """Writes a text result; if that fails, prints it to standard output, so that nothing is lost.
 
     Raises:
-        OutputError: it could not be written; the text has been shown by then.
+        OutputError: it could not be written; the text has been printed by then.
     """
     try:
         with atomic_write(path) as file:
@@ -70,10 +70,10 @@ def write_or_show(path: str, text: str) -> None:
 
 
 def write_or_keep(path: str, content: bytes) -> None:
-    """Writes a result that nobody wants on a terminal; where that fails, it is kept in the folder for temporary files.
+    """Writes a result unfit for a terminal; if that fails, it is kept in the folder for temporary files.
 
     Raises:
-        OutputError: it could not be written; the message says where it is kept.
+        OutputError: it could not be written; the message says where it was kept.
     """
     try:
         with atomic_write(path) as file:
@@ -85,4 +85,4 @@ def write_or_keep(path: str, content: bytes) -> None:
                 file.write(content)
         except OutputError:
             raise error from None
-        raise OutputError(f"{error}\n  it is kept in {elsewhere}") from error
+        raise OutputError(f"{error}\n  it was kept in {elsewhere}") from error

@@ -1,6 +1,6 @@
-"""An entry point as a process: configured, described, shown, refused, compared, tracked, executed, concluded.
+"""An entry point as a process: configured, described, shown, checked, compared, tracked, executed, concluded.
 
-`run` is what a door of `levanter.main` calls; `perform` is the same for a configuration that is there already.
+`run` is what a door of `levanter.main` calls; `perform` is the same for an existing configuration.
 """
 
 import os
@@ -36,10 +36,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Performed(Generic[R]):
-    """How a run went.
+    """The outcome of a run.
 
     Attributes:
-        result: what came of it; None in a process that had nothing to do.
+        result: its result; None in a process that had nothing to do.
         exit_code: of the process.
     """
 
@@ -48,7 +48,7 @@ class Performed(Generic[R]):
 
 
 def run(entry: EntryPoint[C, W, R], argv: Sequence[str] | None = None) -> int:
-    """Makes a process of an entry point: from the words of a command line to the exit code.
+    """Runs an entry point as a process, from the command line to the exit code.
 
     Args:
         entry: the entry point.
@@ -64,7 +64,7 @@ def run(entry: EntryPoint[C, W, R], argv: Sequence[str] | None = None) -> int:
 
 
 def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = None) -> Performed[R]:
-    """Runs an entry point on the devices that are here.
+    """Runs an entry point on the available devices.
 
     Args:
         entry: the entry point.
@@ -72,7 +72,7 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
         written: the keys that the user wrote; None for a configuration made in Python.
 
     Raises:
-        RunRefused: the plan has errors; every one of them is in it.
+        RunRefused: the plan has errors; lists all of them.
     """
     trainer: TrainerConfig = config.trainer  # pyright: ignore[reportAttributeAccessIssue]
     if not entry.uses_devices:
@@ -96,7 +96,7 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
         process=jax.process_index(),
     )
     with ExitStack() as stack:
-        # From here on there is work to lose: a terminal that goes away does not end it.
+        # From here on there is work to lose: closing the terminal does not end the run.
         stack.enter_context(printing_may_fail())
         if entry.tracked:
             tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
@@ -118,7 +118,7 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
 
 
 def _on_files(entry: EntryPoint[C, W, R], config: C, trainer: TrainerConfig, written: Written | None) -> Performed[R]:
-    """Runs what needs no device; where several processes are started, the first of them does all of it."""
+    """Runs work that needs no device; of several processes, the first does all of it."""
     if left_to_process_0(trainer.distributed):
         return Performed(result=None, exit_code=OK)
     plan = entry.describe(config, Target(name="local", platform="cpu", kind="host", devices=1), written=written)
@@ -142,7 +142,7 @@ def run_id(trainer: TrainerConfig) -> str:
     """The run's id: the config's, `$RUN_ID`, or eight random characters, the same on all processes.
 
     Raises:
-        ValueError: `$RUN_ID` is no name of a folder.
+        ValueError: `$RUN_ID` is not a valid folder name.
     """
     if trainer.id is None and os.environ.get("RUN_ID") and (problem := name_problem(os.environ["RUN_ID"])):
         raise ValueError(f"$RUN_ID: {problem}")

@@ -1,7 +1,8 @@
 """What must be the same on all processes of a run: its configuration, the text, the checkpoint.
 
-A host with an older file than the others would compute something else together with them, or wait for ever in a
-collective that they do not have. So what decides a run is compared before a weight is read. Alone, nothing is.
+A host with an older file than the others would compute something else together with them, or wait forever in a
+collective that they do not have. So everything that determines a run is compared before a weight is read; a single
+process compares nothing.
 """
 
 import hashlib
@@ -18,24 +19,24 @@ from levanter.processes.barrier import current_peers, require_same, require_same
 
 _LONGEST_VALUE = 60
 _OWN = ("trainer.distributed",)
-"""What each process has for itself."""
+"""Keys that may differ between processes."""
 
 
 def require_same_config(config: object) -> None:
-    """Refuses a run whose processes were given different configurations.
+    """Refuses a run whose processes have different configurations.
 
-    Paths may differ, since a disk may be mounted elsewhere; what is read there is compared when it is read.
+    Paths may differ, since a disk may be mounted elsewhere; their contents are compared when they are read.
 
     Raises:
-        PeersDifferError: on every process; says which keys differ.
+        PeersDifferError: on every process; lists the keys that differ.
     """
     values = {key: text for key, text in _texts("", plain(config)) if not key.startswith(_OWN)}
-    advice = "start every process with the same words, and with the same file on every host"
+    advice = "start every process with the same command, and with the same file on every host"
     require_same_values("the configuration", values, advice=advice)
 
 
 def require_same_text(sequences: EvalSequences) -> None:
-    """Refuses to score a text that is another one on another host.
+    """Refuses to score a text that differs between hosts.
 
     Raises:
         PeersDifferError: on every process; says where.
@@ -49,7 +50,7 @@ def require_same_text(sequences: EvalSequences) -> None:
 
 
 def require_same_weights(source: TensorSource) -> None:
-    """Refuses to load a checkpoint that is another one on another host: each weight is read by one of them.
+    """Refuses to load a checkpoint that differs between hosts: each weight is read by one of them.
 
     Raises:
         PeersDifferError: on every process; says where.
@@ -60,7 +61,7 @@ def require_same_weights(source: TensorSource) -> None:
 
 
 def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """The values of a configuration under dotted keys, without paths; a long one by its digest."""
+    """The values of a configuration under dotted keys, without paths; long ones by their digest."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _texts(f"{key}.{name}" if key else str(name), each)

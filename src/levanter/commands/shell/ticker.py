@@ -1,4 +1,4 @@
-"""What is being done, said on standard error while it is done, so that nothing is silent for long."""
+"""Reports current activity on standard error, so that nothing is silent for long."""
 
 import shutil
 import threading
@@ -13,11 +13,11 @@ LOGGED = 5
 
 @contextmanager
 def ticking(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Says what is being done on `stream`, and while it takes long, for how long; on a terminal in one line.
+    """Prints the current activity on `stream`, and how long it has taken; on a terminal in one line.
 
     Args:
         stream: standard error.
-        every: seconds between two signs of life.
+        every: seconds between two updates.
     """
     began = since = time.monotonic()
     doing = ""
@@ -40,7 +40,7 @@ def ticking(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str], 
                 continue
             text = f"[{now - began:5.1f} s] … {doing} ({now - since:.0f} s)"
             if on_terminal:
-                # One line of the terminal, or the carriage would not return to where it began.
+                # At most one terminal line, or the carriage return would not reach its beginning.
                 write(text[: shutil.get_terminal_size().columns - 1] + "\r")
             elif int((now - since) / every) % LOGGED == 0:
                 write(text + "\n")

@@ -1,14 +1,14 @@
-"""Builds the token stores of a training run ahead of it: of its training sets and of its validation sets.
+"""Builds the token stores of a training run in advance, for its training and validation sets.
 
     python -m levanter.main.cache_dataset --config_path config/train/nano.yaml
 
 Takes a training configuration as it is (or a file with nothing but `data:`), one set or a mixture, and tokenizes what
-its training sets (those that have a weight) and its validation sets need and has not been tokenized yet. Then it says
-what each store holds. A training run finds the stores of both, `eval_lm` the others. A build that is stopped goes on
-where it was, file by file. No accelerator is used. `--verify true` reads every store once more against its checksums.
+its training sets (those with a weight) and its validation sets need and has not been tokenized yet. Then it prints what
+each store holds. A training run finds both kinds of stores, `eval_lm` the latter. An interrupted build resumes where it
+stopped, file by file. No accelerator is used. `--verify true` checks every store against its checksums.
 
-As several processes, the first one builds while the others wait; these then find the stores, or build their own where
-`cache_dir` is a disk of each host's.
+With several processes, the first one builds while the others wait; these then find the stores, or build their own if
+`cache_dir` is on a local disk of each host.
 """
 
 import logging
@@ -55,16 +55,16 @@ class CacheDatasetConfig(TrainLmConfig):
     """A training configuration, of which `data:` and the vocabulary's size are used.
 
     Attributes:
-        verify: whether finished stores are read as a whole, which checks every checksum, and their sources too, which
-            finds those that have another text since.
+        verify: whether finished stores are read completely, which checks every checksum, and their sources too, which
+            finds those whose text has changed since.
     """
 
     verify: bool = False
 
 
 def main(config: CacheDatasetConfig, *, written: Written | None = None) -> int:
-    """Builds what is missing and prints what there is."""
-    del written  # what a training run would refuse does not matter to its rows
+    """Builds what is missing and prints what exists."""
+    del written  # what a training run would refuse does not affect its rows
     join_processes(config.trainer.distributed)
     with process_0_first("preparing data", seconds=DATA_SECONDS):
         _build(config, show=is_process_0())
@@ -89,7 +89,7 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
         say(line)
     without = [one.name for one in sets if one.folder is None]
     if without:
-        say(f"{', '.join(without)}: tokenized when a run begins (data.cache_dir is null, or the text is in memory)")
+        say(f"{', '.join(without)}: tokenized at the start of a run (data.cache_dir is null, or the text is in memory)")
     if not stored:
         return
     say(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids")
@@ -97,7 +97,7 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
     with Progress("tokenizing", total=None, unit="tokens", show=show, lazy=True) as progress:
 
         def tell(step: BuildProgress) -> None:
-            # How many tokens there will be is known at the end; until then it is what the files' bytes suggest.
+            # The number of tokens is known at the end; until then it is estimated from the files' sizes.
             if step.fraction > 0:
                 progress.meter.total = max(step.tokens / step.fraction, step.tokens)
             progress.advance_to(step.tokens)
@@ -122,10 +122,10 @@ def _build(config: CacheDatasetConfig, *, show: bool) -> None:
 
 
 def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
-    """The sets to be tokenized, those of validation named as such, and what is said of them.
+    """The sets to tokenize, validation sets marked as such, and notes on them.
 
     Raises:
-        DataError: there is nothing to train on or to evaluate, or something is wrong with it; all of it.
+        DataError: there is nothing to train on or evaluate, or something is wrong with it; lists every problem.
     """
     trained: TrainingSets | None = None
     problems: list[ValueError] = []
@@ -133,7 +133,7 @@ def _sets(config: LmDataConfig) -> tuple[list[TrainingSet], list[str]]:
     try:
         trained = resolve_training(config)
     except AbsentTextError as error:
-        # A configuration that only evaluates has no training data, which is no mistake.
+        # A configuration that only evaluates rightly has no training data.
         (problems if any(_has_training(each) for each in config.components.values()) else nothing).append(error)
     except DataError as error:
         problems.append(error)
@@ -172,34 +172,34 @@ def store_line(one: TrainingSet, tokens: StoredTokens) -> str:
 
 
 def _verify_sources(one: TrainingSet, tokens: StoredTokens, wanted: StoreIdentity) -> str:
-    """Reads the sources of a store against the digests that it kept; what was found, in a line.
+    """Compares the sources of a store with their recorded digests; the finding, in a line.
 
     Raises:
-        StoreError: listing those that have another text now.
+        StoreError: lists those whose text has changed.
     """
     if one.parts is None:
-        return f"{one.name}: unverified: its sources are not here"
+        return f"{one.name}: unverified: its sources are not available here"
     found = compare_sources(tokens.manifest, wanted, thorough=True)
     if found.problems:
         raise StoreError(stale(tokens.folder, found.problems))
     if found.unverified:
-        return f"{one.name}: unverified: the store kept no digests of {found.unverified:,} of its sources"
-    return f"{one.name}: {len(wanted.sources):,} sources are what the store was made from"
+        return f"{one.name}: unverified: the store has no digests of {found.unverified:,} of its sources"
+    return f"{one.name}: {len(wanted.sources):,} sources match the store"
 
 
 def _verify_files(stores: list[StoredTokens]) -> None:
-    """Reads every file against the digest that was kept of it, which also finds files that were exchanged."""
+    """Compares every file with its recorded digest, which also finds files that were swapped."""
     for each in stores:
         problems, unknown = changed_files(each.folder, each.manifest)
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems[:8])
             raise StoreError(f"{each.folder}: this token store is damaged; delete it to build it again\n{listed}")
         if unknown:
-            logger.info("%s: %d files have no digest; their checksums are read alone", each.folder, unknown)
+            logger.info("%s: %d files have no digest; only their checksums are verified", each.folder, unknown)
 
 
 def _verify(stores: list[StoredTokens], *, show: bool) -> None:
-    """Reads every token; raises a `StoreError` where a checksum is wrong."""
+    """Reads every token; raises a `StoreError` if a checksum is wrong."""
     _verify_files(stores)
     everything = sum(int(each.starts[-1]) for each in stores)
     with Progress("verifying", total=everything, unit="tokens", show=show) as progress:

@@ -1,8 +1,8 @@
-"""What changed in a configuration between a run's checkpoint and the attempt that goes on behind it.
+"""What changed in a configuration between a run's checkpoint and the attempt that resumes from it.
 
-A run that is resumed under another architecture, on other data or with another seed is another run, though every array
-may have its shape. So each field of the configuration is in one of three lists: what must not change, what may change
-and is said, and what means nothing to a run's numbers.
+A run that is resumed with another architecture, other data or another seed is a different run, even if every array has
+the right shape. So each field of the configuration is in one of three lists: what must not change, what may change and
+is reported, and what does not affect a run's results.
 """
 
 import json
@@ -18,7 +18,8 @@ from levanter.models.registry import LmConfig
 
 FIXED = frozenset(
     {
-        # The architecture, beside what the checkpoint says of the model itself, and how parameters were made.
+        # The architecture, besides what the checkpoint records about the model itself, and how parameters were
+        # initialized.
         "model.type",
         "model.initializer_range",
         "initialize_from_hf",
@@ -85,7 +86,7 @@ SAID = frozenset(
         "merged_hf_upload",
     }
 )
-"""What may change, and is said."""
+"""What may change, and is reported."""
 
 SILENT = frozenset(
     {
@@ -110,30 +111,30 @@ SILENT = frozenset(
         "trainer.jax_compilation_cache_dir",
         "trainer.distributed",
         "trainer.require_accelerator",
-        # Compared where what is trained and what is frozen is: with the leaves that the checkpoint has.
+        # Compared with the leaves that the checkpoint has, like what is trained and what is frozen.
         "trainer.trainable",
     }
 )
-"""What means nothing to the numbers of a run, or is compared elsewhere."""
+"""What does not affect the results of a run, or is compared elsewhere."""
 
 PLACES = frozenset({"cache_dir", "flat_cache"})
 """Names within data sets that say where tokens are kept, not which they are."""
 
 ORIGIN = ("initialize_from_hf", "hf_checkpoint", "initialize_model_from_checkpoint_path")
-"""Where parameters came from. What is frozen is compared by its values: the same weights may lie elsewhere by now."""
+"""Where parameters came from. Frozen ones are compared by value: the same weights may be elsewhere by now."""
 
 
 class ChangedRunError(ValueError):
-    """A run was to go on behind a checkpoint of what is another run by its configuration."""
+    """A run was to resume from a checkpoint whose configuration is that of a different run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What differs between a checkpoint's configuration and the one that goes on behind it, each in a line.
+    """What differs between a checkpoint's configuration and that of the resuming run, a line each.
 
     Attributes:
-        fixed: of what must not change.
-        said: of what may.
+        fixed: differences in what must not change.
+        said: differences in what may.
     """
 
     fixed: tuple[str, ...]
@@ -141,33 +142,33 @@ class Changes:
 
 
 def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[str, ...]:
-    """Compares a checkpoint's configuration with the run's; the lines to be said.
+    """Compares a checkpoint's configuration with the run's; returns the lines to report.
 
     Args:
-        ref: the checkpoint that the run goes on behind.
+        ref: the checkpoint that the run resumes from.
         config: of the run.
         model: its architecture, with `vocab_size`.
 
     Raises:
-        ChangedRunError: something changed that must not; all of it is listed.
+        ChangedRunError: something changed that must not; lists all of it.
     """
     if not isinstance(ref.metadata.get("config"), Mapping):
-        return ("its checkpoint does not say its configuration; what changed since is not known",)
+        return ("the checkpoint does not record its configuration, so changes since then are unknown",)
     found = changes(ref, config, model)
     if not found.fixed:
         return found.said
     if config.trainer.resume_with_changes:
         return (*(f"{line} (trainer.resume_with_changes)" for line in found.fixed), *found.said)
     raise ChangedRunError(
-        f"{ref.path}: the run that saved this checkpoint is another one than would go on behind it; "
+        f"{ref.path}: this checkpoint was saved by a different run than the one that would resume from it; "
         f"{len(found.fixed)} difference{'s' if len(found.fixed) > 1 else ''}:\n  "
         + "\n  ".join(found.fixed)
-        + "\n  → change them back, give another trainer.id to begin anew, or set trainer.resume_with_changes: true"
+        + "\n  → change them back, set another trainer.id to start a new run, or set trainer.resume_with_changes: true"
     )
 
 
 def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Changes:
-    """What differs; a key that the checkpoint does not have, because its program did not, is not compared."""
+    """What differs; keys that the checkpoint lacks, because its program did, are not compared."""
     before = cast("dict[str, object]", ref.metadata["config"])
     now = cast("dict[str, object]", json.loads(json.dumps(plain(config), default=str)))
     fixed, said = [], []
@@ -175,7 +176,7 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
     if isinstance(was, Mapping):
         own = json.loads(json.dumps(model_metadata(model, tokenizer=None)["model"], default=str))
         for key, value in cast("Mapping[str, object]", was).items():
-            # Rows of text may get longer or shorter; whatever else is here is arithmetic.
+            # Rows of text may get longer or shorter; everything else here is arithmetic.
             if key in own and own[key] != value:
                 (said if key == "max_seq_len" else fixed).append(_line(f"model.{key}", value, own[key]))
     for key in sorted(FIXED | SAID):
@@ -187,7 +188,7 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
             found = _differences(key, old, new) if key == "data.components" else whole
             (fixed if key in FIXED else said).extend(found)
     named = {line.split(":")[0] for line in (*fixed, *said)}
-    # The fields of another kind of optimizer, or of model, are others.
+    # Another kind of optimizer, or model, has other fields.
     blocks = [block for block in ("model", "optimizer") if f"{block}.type" not in named]
     said += [line for block in blocks for line in _below(block, before, now) if line.split(":")[0] not in named]
     if config.trainer.trainable is not None:
@@ -195,7 +196,7 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
         fixed, said = [line for line in fixed if line not in moved], [*said, *moved]
     other = config.trainer.initialize_from
     if other is not None and ref.path.startswith(other.rstrip("/")):
-        # Another run's on purpose: its model and its statistics are taken, not its data.
+        # Another run's on purpose: its model and its optimizer state are used, not its data.
         taken = [line for line in fixed if line.startswith(("model.", "optimizer."))]
         fixed, said = taken, [*said, *(line for line in fixed if line not in taken)]
     return Changes(fixed=tuple(fixed), said=tuple(said))
@@ -222,7 +223,7 @@ def _at(document: Mapping[str, object], key: str) -> tuple[object, bool]:
 
 
 def _differences(key: str, old: object, new: object) -> list[str]:
-    """A line for each value that differs, by its own key; nothing for where tokens are kept."""
+    """A line for each value that differs, under its own key; locations of token stores are skipped."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [] if old == new else [_line(key, old, new)]
     was, own = cast("dict[str, object]", old), cast("dict[str, object]", new)
@@ -233,7 +234,7 @@ def _differences(key: str, old: object, new: object) -> list[str]:
         if name in was and name in own:
             lines += _differences(f"{key}.{name}", was[name], own[name])
         else:
-            lines.append(f"{key}.{name}: was there when it was saved" if name in was else f"{key}.{name}: is new")
+            lines.append(f"{key}.{name}: present when it was saved, gone now" if name in was else f"{key}.{name}: new")
     return lines
 
 

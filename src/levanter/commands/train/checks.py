@@ -1,7 +1,7 @@
-"""What is looked at before a training run begins: data, token stores, folders, the checkpoint it goes on from.
+"""Checks before a training run begins: data, token stores, folders, the checkpoint it resumes from.
 
-Nothing here reads a document or an array. Whatever is wrong becomes a `Check`, so that all of it is said at once. What
-another machine may have (files, folders, checkpoints) is an error where the run is, and is listed where it is planned.
+Nothing here reads a document or an array. Whatever is wrong becomes a `Check`, so that everything is reported at once.
+What another machine may have (files, folders, checkpoints) is an error when running, and listed when planning.
 """
 
 import os
@@ -26,16 +26,16 @@ from levanter.trainer.state import MODEL, OPTIMIZER, StatePlan
 T = TypeVar("T")
 
 KERNELS = ("splash", "cudnn")
-"""Implementations of attention that can be differentiated once."""
+"""Implementations of attention that can be differentiated only once."""
 
 
 def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size: int) -> list[Check]:
-    """Whether the training data is there, its weights are of sets that there are, and its token stores fit.
+    """Whether the training data exists, its weights name existing sets, and its token stores match.
 
     Args:
-        config: the `data:` block; without a component it is not known here yet.
-        tokenizer: the run's; None where it is not here, and stores are not compared.
-        vocab_size: ids that the model tells apart.
+        config: the `data:` block; without components it is not known here yet.
+        tokenizer: the run's; None if it is unavailable, so that stores are not compared.
+        vocab_size: ids that the model distinguishes.
     """
     if not config.components:
         return []
@@ -53,15 +53,15 @@ def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size
 
 
 def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> list[Check]:
-    """Whether a run may write where it will, and whether the checkpoint that it begins from is of what it trains.
+    """Whether a run may write its folders, and whether the checkpoint that it begins from matches what it trains.
 
-    What is in a run's own folder is known where the run has a name (`trainer.id`, `$RUN_ID`).
+    The contents of a run's own folder are only known if the run has a name (`trainer.id`, `$RUN_ID`).
 
     Args:
         config: the run.
         model: its architecture.
-        plan: where its state lies.
-        frozen: what of the model is not trained.
+        plan: the placement of its state.
+        frozen: the part of the model that is not trained.
     """
     written = config.trainer.checkpointer
     checks = [
@@ -74,7 +74,7 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen
         checks += output_checks("hf_save_path", config.hf_save_path)
     said: list[str] = []
     for error in _checkpoint_problems(config, model, plan, frozen, said):
-        # A checkpoint may be whole elsewhere; another configuration than its own is another one everywhere.
+        # A checkpoint may be complete elsewhere; a configuration that contradicts it does so everywhere.
         status = "error" if isinstance(error, ChangedRunError) else "unchecked"
         checks.append(Check(name="checkpoint", status=status, message=str(error), error=error))
     return [*checks, *(Check(name="resume", status="note", message=line) for line in said)]
@@ -83,7 +83,7 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen
 def _checkpoint_problems(
     config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None, said: list[str]
 ) -> Iterator[ValueError]:
-    """What keeps the run from its checkpoint; what changed since, and may, is added to `said`."""
+    """What keeps the run from its checkpoint; permitted changes are added to `said`."""
     named = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
     resumed = None
@@ -106,7 +106,7 @@ def _checkpoint_problems(
 
 
 def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> None:
-    """Whether a run can go on behind a checkpoint."""
+    """Whether a run can resume from a checkpoint."""
     check_partition(ref, frozen)
     check_leaves(ref, _wanted(model, [each.leaf for each in plan.whole.leaves]))
 
@@ -114,7 +114,7 @@ def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen:
 def _check_parts(
     config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, parts: Sequence[str]
 ) -> CheckpointRef:
-    """Whether some parts of a checkpoint are those of the run."""
+    """Whether some parts of a checkpoint match the run's."""
     ref = checkpoint_at(path)
     prefixes = tuple(f"{part}." for part in parts)
     others = (each.leaf for each in plan.whole.leaves if not each.leaf.path.startswith(f"{MODEL}."))
@@ -134,7 +134,7 @@ def _wanted(model: LmConfig, leaves: Sequence[Leaf]) -> Mapping[str, SavedLeaf]:
 
 
 def attempted(problems: list[ValueError], make: Callable[[], T]) -> T | None:
-    """What `make` gives; where it refuses, None, and why is added to the problems."""
+    """The result of `make`; if it refuses, None, and the reason is added to the problems."""
     try:
         return make()
     except ValueError as error:
@@ -143,7 +143,7 @@ def attempted(problems: list[ValueError], make: Callable[[], T]) -> T | None:
 
 
 def refuse_all(checks: Sequence[Check], problems: Sequence[ValueError]) -> None:
-    """Raises the one problem, or all of them together with what else was found so far; nothing where there is none."""
+    """Raises the one problem, or all of them with the findings so far; does nothing if there are none."""
     if not problems:
         return
     before = [check.error for check in checks if check.error is not None and check.status == "error"]
@@ -153,18 +153,18 @@ def refuse_all(checks: Sequence[Check], problems: Sequence[ValueError]) -> None:
 
 
 def refuse_kernels(optimizer: OptimizerConfig, model: LmConfig) -> None:
-    """Refuses an optimizer that wants curvature of a model whose attention cannot be differentiated twice.
+    """Refuses an optimizer that needs curvature from a model whose attention cannot be differentiated twice.
 
     Args:
         optimizer: the run's.
         model: with the choices for its platform made.
 
     Raises:
-        ValueError: attention is done by a kernel.
+        ValueError: attention runs in a kernel.
     """
     kernel = getattr(model, "attn_backend", None)
     if optimizer.curvature is not None and kernel in KERNELS:
         raise ValueError(
             f"optimizer.type: {OptimizerConfig.get_choice_name(type(optimizer))} differentiates the loss twice, which "
-            f"the attention kernel {kernel} cannot; model.attn_backend: blockwise can"
+            f"the attention kernel {kernel} does not support; set model.attn_backend: blockwise"
         )

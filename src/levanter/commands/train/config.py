@@ -21,12 +21,12 @@ class TrainLmConfig(Ranged):
         trainer: devices, mesh, batch, precision, trackers, checkpoints.
         model: the architecture.
         optimizer: optimizer and learning rate.
-        train_seq_len: tokens in a row; default `model.max_seq_len`.
+        train_seq_len: tokens per row; default `model.max_seq_len`.
         initialize_from_hf: a Hugging Face checkpoint to begin from; true for the model's reference checkpoint.
         use_hf_model_config: whether that checkpoint's architecture replaces `model`.
-        hf_checkpoint: both in one word: a Hugging Face checkpoint to begin from, with its architecture and tokenizer.
-        initialize_from_checkpoint_path: a checkpoint of ours to begin from: parameters and optimizer statistics.
-        initialize_model_from_checkpoint_path: a checkpoint of ours to begin from: parameters only.
+        hf_checkpoint: both in one key: a Hugging Face checkpoint to begin from, with its architecture and tokenizer.
+        initialize_from_checkpoint_path: one of our checkpoints to begin from: parameters and optimizer state.
+        initialize_model_from_checkpoint_path: one of our checkpoints to begin from: parameters only.
         z_loss_weight: weight of the squared log-normalizer in the loss.
         data_seed: seed of the data's order; default `trainer.seed`.
         epoch: passes over the data; 0 for as many as the steps take.
@@ -34,7 +34,7 @@ class TrainLmConfig(Ranged):
             `<hf_save_path>/<run id>/step-<N>`; N counts finished steps (upstream: from 0, one less).
         adapter, peft_save_path, peft_hf_upload, merged_hf_save_path, merged_hf_upload: low-rank adapters.
         eval_harness, eval_harness_steps, labeled_eval: what is evaluated during training.
-        plan: what planning is told that a run would find out by itself.
+        plan: assumptions for planning that a run would find out by itself.
     """
 
     data: LmDataConfig = field(default_factory=LmDataConfig)
@@ -76,11 +76,13 @@ class TrainLmConfig(Ranged):
         }
         given = [name for name, value in begins.items() if value]
         if len(given) > 1:
-            problems.append(f"{' and '.join(given)}: {len(given)} of them begin the run; keep one")
+            problems.append(f"{' and '.join(given)}: a run begins from one of them only; keep one")
         if self.use_hf_model_config and not (self.initialize_from_hf or self.hf_checkpoint):
             problems.append("use_hf_model_config: needs initialize_from_hf, which names the checkpoint")
         if self.initialize_from_hf is True and self.model.reference_checkpoint is None:
-            problems.append("initialize_from_hf: true stands for model.reference_checkpoint, which is null; name one")
+            problems.append(
+                "initialize_from_hf: true means model.reference_checkpoint, which is null; name a checkpoint"
+            )
         if self.train_seq_len is not None and self.train_seq_len < 2:
             problems.append(f"train_seq_len must be at least 2 (a token and the next), got {self.train_seq_len}")
         if problems:
@@ -94,7 +96,7 @@ class TrainLmConfig(Ranged):
 
     @property
     def begun_from_checkpoint(self) -> str | None:
-        """The checkpoint of ours whose parameters the run begins with, at step 0."""
+        """Our own checkpoint whose parameters the run begins with, at step 0."""
         return self.initialize_model_from_checkpoint_path or self.initialize_from_checkpoint_path
 
     @property
@@ -104,5 +106,5 @@ class TrainLmConfig(Ranged):
 
     @property
     def positions(self) -> int:
-        """Tokens in a row."""
+        """Tokens per row."""
         return self.train_seq_len or self.model.max_seq_len

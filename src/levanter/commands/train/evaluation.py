@@ -1,7 +1,8 @@
 """Evaluation during training: the validation sets of a run, scored with the training state between two steps.
 
-A configuration with validation sets has one Program more, `evaluate`; one without has none. The numbers are those of
-`eval_lm`, under the same names: the same rows, the same scoring, the same averages.
+With validation sets a configuration has one more Program, `evaluate`. The results are those of `eval_lm`, under the
+same
+names: the same rows, the same scoring, the same averages.
 """
 
 import logging
@@ -49,10 +50,9 @@ FETCH_BEHIND = 1
 
 
 def find_validation(config: LmDataConfig) -> tuple[EvaluationData | None, list[Check]]:
-    """The validation sets of a run, where it has any.
+    """The validation sets of a run, if it has any.
 
-    Where their text is not here there is an evaluation, though with nothing in it yet: its Program is planned, and a
-    run does not begin.
+    If their text is unavailable, the evaluation is still planned, Program included, but a run does not begin.
     """
     if not config.components:
         return None, []
@@ -89,11 +89,11 @@ def evaluate_program(
     """The Program that scores one batch with the parameters of a training run.
 
     Args:
-        objective: of the run; its log-probabilities are what is evaluated.
+        objective: of the run; its log-probabilities are evaluated.
         model: its parameters, abstract.
-        plan: where they lie.
+        plan: their placement.
         rows: of a batch.
-        positions: tokens in a row.
+        positions: tokens per row.
         precision: the run's.
         resolved: its mesh and mappings.
         compiler_options: see `Program`.
@@ -117,7 +117,7 @@ def evaluate_program(
             Input(name="segment_ids", value=ids, placement=resolved.mappings.compute),
         ),
         mappings=resolved.mappings,
-        # A few kilobytes that every host reads: whole on every device.
+        # A few kilobytes that every host reads: replicated.
         out_placement=AxisMapping(),
         matmul_precision=precision.matmul,
         compiler_options=compiler_options,
@@ -141,18 +141,18 @@ def validation_rows(
 
 @dataclass(kw_only=True)
 class Evaluate:
-    """Evaluates between two steps, and logs what came of it under the last step's number.
+    """Evaluates between two steps, and logs the results under the last step's number.
 
     Attributes:
         program: `evaluate`.
-        frozen: what of the model is not in the state; None for nothing.
+        frozen: the part of the model that is not in the state; None for nothing.
         mesh: the devices.
         sequences: the rows.
         tracker: where the numbers go.
         every: steps between two evaluations.
-        last: the run's last step, which is evaluated in any case.
+        last: the run's last step, which is always evaluated.
         max_batches: batches of each set; None for all.
-        show: whether this process shows anything.
+        show: whether this process prints.
         result: of the last evaluation.
     """
 
@@ -168,7 +168,7 @@ class Evaluate:
     result: EvalResult | None = None
 
     def due(self, taken: int) -> bool:
-        """Whether it is time."""
+        """Whether an evaluation is due."""
         return taken % self.every == 0 or taken == self.last
 
     def __call__(self, taken: int, state: TrainState) -> None:

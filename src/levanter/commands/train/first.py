@@ -1,9 +1,9 @@
-"""The state that a run begins with, where it comes from a checkpoint of ours.
+"""The first state of a run, if it comes from one of our checkpoints.
 
-A run *goes on* behind a checkpoint (its own, `trainer.load_checkpoint_path`, `trainer.initialize_from`): everything is
-restored, the step included, so data and schedule go on where they stopped. A run that *begins* from a checkpoint is at
-step 0, at the beginning of its data and of its schedule. `initialize_from_checkpoint_path` brings the parameters and
-the optimizer's statistics, `initialize_model_from_checkpoint_path` the parameters alone.
+A run *resumes* from a checkpoint (its own, `trainer.load_checkpoint_path`, `trainer.initialize_from`): everything is
+restored, the step included, so data and schedule continue where they stopped. A run that *begins* from a checkpoint is
+at step 0, at the start of its data and of its schedule. `initialize_from_checkpoint_path` restores the parameters and
+the optimizer state, `initialize_model_from_checkpoint_path` only the parameters.
 """
 
 import logging
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 def first_state(
     plan: TrainPlan, mesh: Mesh, resumed: CheckpointRef | None, *, show: bool
 ) -> tuple[TrainState, LmHeadModel | None]:
-    """The state before the run's first step, from its checkpoint, from weights, or made from the seed; what is frozen.
+    """The state before the first step (of a checkpoint, of weights, or initialized from the seed), and the frozen part.
 
-    What is frozen is in no checkpoint of the run: it comes from where it came from at first.
+    The frozen part is in no checkpoint of the run: it is read from its original source.
 
     Raises:
-        CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
     """
     work: TrainWork = plan.work
     config = work.config
@@ -81,10 +81,10 @@ def first_state(
 def checked_frozen(
     plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, resumed: CheckpointRef | None
 ) -> FrozenPart | None:
-    """How the run's checkpoints name what is frozen; None for nothing.
+    """How the run's checkpoints identify the frozen part; None for nothing.
 
     Raises:
-        CheckpointMismatchError: the run goes on behind a checkpoint that was trained beside something else.
+        CheckpointMismatchError: the run resumes from a checkpoint that was trained with another frozen part.
     """
     work: TrainWork = plan.work
     if frozen is None or work.frozen_part is None:
@@ -96,10 +96,10 @@ def checked_frozen(
 
 
 def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
-    """The whole state of a checkpoint, on whatever mesh.
+    """The complete state of a checkpoint, on any mesh.
 
     Raises:
-        CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
     """
     targets = _targets(plan, mesh)
     wanted = {leaf.path: targets[leaf.path] for leaf in leaves(plan.work.state)}
@@ -109,16 +109,16 @@ def restored(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef) -> TrainState:
 def begun_from(
     plan: TrainPlan, mesh: Mesh, fresh: TrainState, frozen: LmHeadModel | None
 ) -> tuple[TrainState, LmHeadModel | None]:
-    """A fresh state, and what is frozen beside it, with what the configuration takes of a checkpoint.
+    """A fresh state and the frozen part, with what the configuration takes from a checkpoint.
 
     Args:
         plan: the run.
         mesh: its devices.
-        fresh: made from the seed.
-        frozen: made from the seed.
+        fresh: initialized from the seed.
+        frozen: initialized from the seed.
 
     Raises:
-        CheckpointMismatchError: a checkpoint of something else; lists the leaves that differ.
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
     """
     work: TrainWork = plan.work
     config, whole = work.config, bind(fresh.model, frozen)
@@ -133,7 +133,7 @@ def begun_from(
             optimizer = _taken(plan, mesh, ref, fresh.optimizer, OPTIMIZER)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
-                f"{error}\n  → initialize_model_from_checkpoint_path takes the parameters alone"
+                f"{error}\n  → use initialize_model_from_checkpoint_path to take only the parameters"
             ) from error
         average = _from_there(plan, mesh, ref, fresh, whole)
         rewound = _rewound(optimizer, fresh.optimizer)
@@ -144,14 +144,14 @@ def begun_from(
 def _from_there(
     plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: TrainState, whole: LmHeadModel
 ) -> ParameterAverage | None:
-    """The average of a run that begins with a checkpoint's parameters: these, in memory of their own."""
+    """The average of a run that begins with a checkpoint's parameters: a copy of these."""
     if fresh.average is None:
         return None
     return replace(fresh.average, parameters=plan.work.partition.split(_taken(plan, mesh, ref, whole, MODEL))[0])
 
 
 def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHeadModel:
-    """What is frozen as the run began with it: made from the seed, or the checkpoint's that the run began from.
+    """The frozen part as the run began with it: initialized from the seed, or from the checkpoint that it began from.
 
     Args:
         plan: the run.
@@ -166,30 +166,30 @@ def frozen_begun_from(plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel) -> LmHea
 
 
 def _only(ref: CheckpointRef, frozen: LmHeadModel) -> dict[str, SavedLeaf]:
-    """The frozen ones of a checkpoint's arrays."""
+    """The frozen arrays of a checkpoint."""
     wanted = {under_model(leaf.path) for leaf in leaves(frozen)}
     return {path: leaf for path, leaf in ref.leaves.items() if path in wanted}
 
 
 def _taken(plan: TrainPlan, mesh: Mesh, ref: CheckpointRef, fresh: Any, part: str) -> Any:
-    """A part of the state, or of the whole model, as a checkpoint has it."""
+    """A part of the state, or of the complete model, as it is in a checkpoint."""
     prefix = f"{part}."
     targets = _targets(plan, mesh)
     wanted = {path: targets[path] for path in (f"{prefix}{leaf.path}" for leaf in leaves(fresh))}
     if plan.work.config.trainer.allow_partial_checkpoint:
         for path in sorted(wanted.keys() - ref.leaves.keys()):
-            logger.warning("%s: %s is not in it and is initialized", ref.path, path)
+            logger.warning("%s: does not contain %s, which is initialized", ref.path, path)
         wanted = {path: target for path, target in wanted.items() if path in ref.leaves}
     others = {path for path in ref.leaves if not path.startswith(prefix)}
     part_of = replace(ref, leaves={path: leaf for path, leaf in ref.leaves.items() if path not in others})
     found = {path.removeprefix(prefix): x for path, x in restore(part_of, wanted).items()}
-    logger.info("%s from the %s", "parameters" if part == MODEL else "optimizer statistics", ref)
+    logger.info("%s from the %s", "parameters" if part == MODEL else "optimizer state", ref)
     own = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
     return with_arrays(fresh, {**own, **found})
 
 
 def _rewound(optimizer: Any, fresh: Any) -> Any:
-    """Optimizer statistics with the schedule at its beginning; the count of Adam's averages stays."""
+    """The optimizer state with its schedule reset; the step count of Adam's averages stays."""
 
     def is_schedule(node: object) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
@@ -198,7 +198,7 @@ def _rewound(optimizer: Any, fresh: Any) -> Any:
 
 
 def _targets(plan: TrainPlan, mesh: Mesh) -> Mapping[str, RestoreTarget]:
-    """Where every array goes that a checkpoint may have: the state, and the frozen rest of the model."""
+    """The placement of every array that a checkpoint may have: the state, and the frozen rest of the model."""
     work: TrainWork = plan.work
     assert work.model.vocab_size is not None
     targets = planned_targets(work.state_plan.resident, mesh, true_sizes={"vocab": work.model.vocab_size})

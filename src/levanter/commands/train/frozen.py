@@ -1,4 +1,4 @@
-"""What a training run freezes: how its plan says it, and how its checkpoints name it."""
+"""What a training run freezes: how its plan reports it, and how its checkpoints identify it."""
 
 import math
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from levanter.trainer.state import StatePlan
 
 
 def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | None) -> FrozenPart | None:
-    """How checkpoints of a run name what it does not train, digests apart; None where it trains everything.
+    """How a run's checkpoints identify what it does not train, without digests; None if it trains everything.
 
     Args:
         trainer: of the run.
-        plan: where its parameters lie.
-        begun_from: the weights that the run begins with; None where they are made.
+        plan: the placement of its parameters.
+        begun_from: the weights that the run begins with; None if they are initialized.
     """
     if not plan.frozen:
         return None
@@ -37,19 +37,19 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
 def spared_flops(
     model: LmConfig, trained: LmHeadModel, frozen: LmHeadModel | None, *, vocab: int
 ) -> Callable[[FlopsPerToken], float]:
-    """Operations a token that a backward pass does not do because weights are frozen.
+    """FLOPs per token that a backward pass saves because weights are frozen.
 
     A frozen matrix has no gradient, which would cost as much as its forward product. Gradients of activations are
-    computed all the same, unless the head alone is trained: nothing below it then needs them.
+    still computed, unless only the head is trained: then nothing below it needs them.
 
     Args:
         model: the architecture.
-        trained: the trained leaves, abstract, in the places of the model; None in those of frozen ones.
-        frozen: likewise the frozen ones; None where everything is trained.
-        vocab: ids that the head tells apart.
+        trained: the model with its trained leaves, abstract; None in place of frozen ones.
+        frozen: likewise the frozen ones; None if everything is trained.
+        vocab: ids that the head distinguishes.
 
     Returns:
-        What gives these operations for a count of the forward pass.
+        A function from the FLOPs of the forward pass to these.
     """
     if frozen is None:
         return lambda _: 0.0
@@ -79,7 +79,7 @@ def spared_flops(
 
 
 def partition_notes(plan: StatePlan) -> list[Check]:
-    """How much of the model is trained, where it is not all of it."""
+    """How much of the model is trained, if not all of it."""
     if not plan.frozen:
         return []
     sizes = {each.leaf.path: math.prod(each.leaf.shape) for each in plan.parameters.leaves}
@@ -87,6 +87,6 @@ def partition_notes(plan: StatePlan) -> list[Check]:
     share = sum(trained.values()) / sum(sizes.values())
     message = (
         f"{len(trained)} of {len(sizes)} arrays are trained, {sum(trained.values()):,} of {sum(sizes.values()):,} "
-        f"numbers ({share:.2%}); the others have no gradient and no statistics, and are in no checkpoint"
+        f"parameters ({share:.2%}); the others have no gradients and no optimizer state, and are in no checkpoint"
     )
     return [Check(name="trainable", status="ok", message=message)]

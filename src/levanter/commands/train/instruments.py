@@ -1,6 +1,6 @@
-"""What measures a training run and watches over it: metrics, watchdog, profile, guard; and what is said of it once.
+"""What measures and supervises a training run: metrics, watchdog, profile, guard; and what is logged once.
 
-They are put together here from the configuration and the plan; `trainer` has each of them alone.
+They are assembled here from the configuration and the plan; `trainer` has the individual parts.
 """
 
 import logging
@@ -34,14 +34,14 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orba
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """What measures and watches a run.
+    """What measures and supervises a run.
 
     Attributes:
         track: logs every step.
-        watch: what is seen inside of steps; None for nothing.
-        watchdog: says where a run hangs.
+        watch: what is observed inside steps; None for nothing.
+        watchdog: reports where a run hangs.
         profile: of some steps; None for none.
-        tracker: where numbers go.
+        tracker: where metrics go.
     """
 
     track: Track
@@ -52,7 +52,7 @@ class Instruments:
 
     @contextmanager
     def running(self, first: int) -> Iterator[None]:
-        """For as long as the loop runs, from step `first` on; logs the summary behind it."""
+        """Active while the loop runs, from step `first` on; logs the summary afterwards."""
         assert self.track.peak is not None
         logger.info("devices: %s", self.track.peak)
         self.tracker.log_summary(self.track.peak.summary)
@@ -68,7 +68,7 @@ class Instruments:
             self.tracker.log_summary(self.track.summary)
 
     def watched(self, step: int) -> bool:
-        """Whether what was watched in a step is fetched."""
+        """Whether the values watched in a step are fetched."""
         return self.watch is not None and self.watch.due(step)
 
 
@@ -81,14 +81,14 @@ def instruments(
     steps: int,
     tokens: int,
 ) -> Instruments:
-    """Puts a run's instruments together.
+    """Assembles a run's instruments.
 
     Args:
         plan: of the run.
         mesh: its devices.
-        session: where numbers go, and the name of the folder of logs.
-        size_of: how much a step does, by its number.
-        steps: of the whole run.
+        session: where metrics go, and the name of the log folder.
+        size_of: the work of a step, by its number.
+        steps: of the complete run.
         tokens: of all steps before the first.
     """
     work: TrainWork = plan.work
@@ -114,18 +114,18 @@ def instruments(
 
 
 def watched_names(watch: Watch, state: Any) -> dict[str, tuple[str, ...]]:
-    """What the numbers that are watched are of, from the state without memory."""
+    """What the watched statistics describe, from the abstract state."""
     return watch.names(grads=state.model, params=state.model, updates=state.model, opt_state=state.optimizer)
 
 
 def peak_of(plan: TrainPlan, mesh: Mesh) -> Peak:
-    """What the devices of a run can do in its compute dtype."""
+    """The peak performance of a run's devices in its compute dtype."""
     kind, precision = plan.target.kind, _matmuls(plan.work.precision)
     return Peak(kind=kind, devices=mesh.devices.size, flops_per_device=peak_flops(kind, precision))
 
 
 def _matmuls(precision: Precision) -> Any:
-    """How `levanter.hardware` calls the products of a precision policy."""
+    """`levanter.hardware`'s name for the products of a precision policy."""
     if np.dtype(precision.compute).itemsize < 4:
         return "bf16"
     return {"default": "bf16", "high": "high", "highest": "f32"}[precision.matmul]
@@ -139,7 +139,7 @@ def _profile(plan: TrainPlan, folder: Path, tracker: Recorder) -> Profile:
 
 
 def guard_of(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
-    """What becomes of the run where its numbers are not finite."""
+    """What happens to the run if its losses or gradients are not finite."""
     trainer = plan.work.config.trainer
     return Guard(
         nan=trainer.crash_on_nan,
@@ -150,8 +150,8 @@ def guard_of(plan: TrainPlan, last_checkpoint: Callable[[], str]) -> Guard:
 
 
 def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
-    """What a run logs of itself once: its resolved configuration, its plan in short, and the versions of what it is
-    made of."""
+    """What a run logs about itself once: its resolved configuration, a summary of its plan, and the versions of its
+    packages."""
     work: TrainWork = plan.work
     parameters = [each.leaf for each in work.state_plan.parameters.leaves]
     return {
@@ -171,7 +171,7 @@ def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's numbers, where they are installed."""
+    """Versions of Python and of the packages that affect a run's results, if they are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The Hugging Face checkpoint that a training run begins from, and what the run takes from it beside the weights."""
+"""The Hugging Face checkpoint that a training run begins from, and what the run takes from it besides weights."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from levanter.config import Written
 
 
 def beginning(config: TrainLmConfig, written: Written) -> Origin | None:
-    """The checkpoint, as far as it can be reached; None where weights are made."""
+    """The checkpoint, as far as it is reachable; None if weights are initialized."""
     if config.reference is None:
         return None
     replaces = config.takes_architecture

@@ -1,6 +1,6 @@
 """The folders of a training run: what it resumes from, and where it may write.
 
-All of it is looked at before text is read or anything is computed.
+All of them are checked before text is read or anything is computed.
 """
 
 import logging
@@ -20,7 +20,7 @@ from levanter.trainer.parts import CheckpointDebugConfig
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 600.0
-"""How long the others wait for process 0, which may look a minute for signs of life of a run before this one."""
+"""How long the others wait for process 0, which may watch a minute for signs of life of an earlier run."""
 
 
 class MissingResumeError(ValueError):
@@ -33,7 +33,7 @@ class Places:
 
     Attributes:
         checkpoints: of its checkpoints.
-        temporary: of those that are deleted again, where they have a folder of their own.
+        temporary: of temporary checkpoints, if they have a folder of their own.
         exports: of its Hugging Face exports; None for none.
     """
 
@@ -43,7 +43,7 @@ class Places:
 
     @classmethod
     def of(cls, config: TrainLmConfig, run_id: str) -> "Places":
-        """The folders that a configuration says."""
+        """The folders of a configuration."""
         written = config.trainer.checkpointer
         own = (run_id,) if written.append_run_id_to_base_path else ()
         return cls(
@@ -54,7 +54,7 @@ class Places:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Where checkpoints are found."""
+        """The folders that are searched for checkpoints."""
         return (self.checkpoints,) if self.temporary is None else (self.checkpoints, self.temporary)
 
     def own(self, ref: CheckpointRef) -> bool:
@@ -70,31 +70,31 @@ class Places:
         return latest(*self.bases)
 
     def export(self, taken: int) -> str:
-        """The folder of the export after so many steps."""
+        """The folder of the export after a number of steps."""
         assert self.exports is not None
         return join(self.exports, f"step-{taken}")
 
     def lacks_export(self, taken: int) -> bool:
-        """Whether there is no export after so many steps."""
+        """Whether there is no export after a number of steps."""
         return not is_whole(self.export(taken))
 
 
 @contextmanager
 def held_places(places: Places, run_id: str) -> Iterator[tuple[Lease, ...]]:
-    """Holds the leases of the folders of checkpoints; process 0 does, the others wait for it.
+    """Holds the leases of the checkpoint folders; process 0 takes them, the others wait for it.
 
-    Exports have leases of their own, for as long as one is written.
+    Exports have leases of their own, held while one is written.
 
     Raises:
         LeaseTakenError: another process writes there.
-        LeaseError: nothing can be written there.
+        LeaseError: the folder is not writable.
     """
     with ExitStack() as stack:
         held: list[Lease] = []
 
         def take() -> str:
             for base in dict.fromkeys(places.bases):
-                advice = "give this run a folder of its own (trainer.id, trainer.checkpointer.base_path)"
+                advice = "give this run its own folder (trainer.id, trainer.checkpointer.base_path)"
                 held.append(stack.enter_context(leased(base, what=f"training run {run_id}", advice=advice)))
             return "held"
 
@@ -103,22 +103,23 @@ def held_places(places: Places, run_id: str) -> Iterator[tuple[Lease, ...]]:
 
 
 def find_resume(config: TrainLmConfig, places: Places) -> CheckpointRef | None:
-    """The checkpoint that the run goes on behind; None where it begins.
+    """The checkpoint that the run resumes from; None if it begins.
 
     Its own comes first, then `trainer.load_checkpoint_path`, then `trainer.initialize_from`. With
-    `trainer.load_checkpoint: false` only the last of them counts.
+    `trainer.load_checkpoint: false` only the last counts.
 
     Raises:
         MissingResumeError: `trainer.load_checkpoint: true`, and there is none.
-        ValueError: a path that is given has none, or a checkpoint is damaged.
+        ValueError: a given path has none, or a checkpoint is damaged.
     """
     trainer = config.trainer
     found = places.newest()
     if trainer.load_checkpoint is False:
         if found is not None:
             logger.warning(
-                "trainer.load_checkpoint is false: the run begins anew, in a folder that has the %s; without it, the "
-                "next start goes on behind the highest step there is",
+                "trainer.load_checkpoint is false: the run starts over, in a folder that has the %s; without this "
+                "key, the "
+                "next start resumes from the highest step in it",
                 found,
             )
     elif found is not None:
@@ -130,20 +131,20 @@ def find_resume(config: TrainLmConfig, places: Places) -> CheckpointRef | None:
     if trainer.load_checkpoint:
         raise MissingResumeError(
             f"trainer.load_checkpoint is true, but there is no complete checkpoint in {' or '.join(places.bases)}; "
-            "give trainer.load_checkpoint_path, or the trainer.id of the run to resume"
+            "set trainer.load_checkpoint_path, or the trainer.id of the run to resume"
         )
     return None
 
 
 def refuse_taken_exports(places: Places, resumed: CheckpointRef | None) -> None:
-    """Looks at where exports will go, before anything is computed.
+    """Checks where exports will go, before anything is computed.
 
-    A run that goes on behind a checkpoint of its own replaces what its earlier attempt exported. Where there is an
-    export, there is a checkpoint (it is saved first); an export that was killed half-way counts for nothing.
+    A run that resumes from a checkpoint of its own replaces what its earlier attempt exported. An export implies a
+    checkpoint (which is saved first); an export that was killed midway counts for nothing.
 
     Raises:
-        ExportPathError: a run that begins would write where something is.
-        ValueError: no installed package knows the URL's scheme.
+        ExportPathError: a new run would write to a folder that exists.
+        ValueError: no installed package handles the URL's scheme.
     """
     if places.exports is None:
         return
@@ -151,8 +152,8 @@ def refuse_taken_exports(places: Places, resumed: CheckpointRef | None) -> None:
     if begins and exports_in(places.exports):
         raise ExportPathError(
             places.exports,
-            "there are exports of another run here",
-            suggestion="give another hf_save_path or trainer.id, or move the folder away",
+            "contains exports of another run",
+            suggestion="set another hf_save_path or trainer.id, or move the folder away",
         )
 
 
@@ -160,7 +161,7 @@ def check_exports_writable(places: Places) -> None:
     """Writes and deletes a small file where exports will go, if that is elsewhere; one process does.
 
     Raises:
-        ValueError: nothing can be written there.
+        ValueError: the folder is not writable.
     """
     if places.exports is None or not is_remote(places.exports):
         return
@@ -172,7 +173,7 @@ def check_exports_writable(places: Places) -> None:
 
 
 def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
-    """Every folder that a run writes: of checkpoints (by all processes), of exports, and of its logs and profiles."""
+    """Every folder that a run writes: for checkpoints (by all processes), exports, logs and profiles."""
     places = Places.of(config, run_id)
     found = [
         Output(key="trainer.log_dir", path=join(str(config.trainer.log_dir), run_id), kind="folder", everywhere=True),
@@ -187,7 +188,7 @@ def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
 
 
 def what_is_left(config: TrainLmConfig, run_id: str) -> str:
-    """What a run that was interrupted can go back to, in a line."""
+    """What an interrupted run can resume from, in a line."""
     places = Places.of(config, run_id)
     try:
         ref = places.newest()
@@ -195,14 +196,14 @@ def what_is_left(config: TrainLmConfig, run_id: str) -> str:
         return f"its checkpoints cannot be listed ({error})"
     if ref is None:
         return f"no checkpoint was saved in {' or '.join(places.bases)}"
-    return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} goes on behind it"
+    return f"the last checkpoint is of step {ref.step} ({ref.path}); trainer.id={run_id} resumes from it"
 
 
 def checkpoint_watch(debug: CheckpointDebugConfig) -> SaveWatch | None:
-    """What saves report about themselves, as `trainer.checkpointer.debug` says.
+    """What saves report about themselves, according to `trainer.checkpointer.debug`.
 
     Raises:
-        ValueError: an interval or a number in it is senseless.
+        ValueError: an interval or a number in it is invalid.
     """
     if not debug.enabled:
         return None

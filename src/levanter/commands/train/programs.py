@@ -27,21 +27,21 @@ from levanter.trainer.watch import Watch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedRun:
-    """What is trained and how, from which all Programs follow.
+    """What is trained and how; determines all Programs.
 
     Attributes:
         config: as the user wrote it, completed by its checkpoint.
         model: the architecture, with the choices for this platform made.
-        build: makes the model from a key.
+        build: initializes the model from a key.
         transformation: the optimizer.
         precision: the dtype policy.
         resolved: mesh and mappings.
-        state: what is carried from step to step, without memory.
-        partition: what of the model is trained.
-        frozen: the rest of it, without memory; None where there is none.
-        state_plan: where it lies.
+        state: the state carried from step to step, abstract.
+        partition: which part of the model is trained.
+        frozen: the rest of it, abstract; None if there is none.
+        state_plan: its placement.
         compiler_options: XLA's.
-        kind: what is minimized, but for what the configuration says of it.
+        kind: the objective, before the configuration's settings are applied.
     """
 
     config: TrainLmConfig
@@ -59,7 +59,7 @@ class TrainedRun:
 
     @property
     def objective(self) -> LmObjective:
-        """What is minimized."""
+        """The objective."""
         return replace(
             self.kind,
             segments=self.config.data.block_cross_document_attention,
@@ -69,7 +69,7 @@ class TrainedRun:
 
 
 def first_programs(run: TrainedRun) -> list[Program]:
-    """The Programs that make the first state and what is frozen: all of it, or what weights that are read lack."""
+    """The Programs that make the first state and the frozen part: all of it, or what loaded weights lack."""
     plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
     if run.config.reference is not None:
         first = [init_optimizer_program(run.state, plan, run.transformation, averaging)]
@@ -83,7 +83,7 @@ def first_programs(run: TrainedRun) -> list[Program]:
 
 
 def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Program]:
-    """One train step for each size of batch; where histograms are watched, a second one of each with them."""
+    """One train step per batch size; if histograms are watched, a second one of each with them."""
     watch = Watch.of(run.config.trainer.watch)
     steps = [_step(run, stage, None if watch is None else watch.cheap) for stage in distinct(batches)]
     if watch is not None and watch.histograms:
@@ -128,7 +128,7 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
 
     Args:
         run: what is trained.
-        largest: the batch whose rows a device takes at once, where the configuration says nothing of evaluation's.
+        largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
     """
     per_device = run.config.trainer.per_device_eval_parallelism
     return evaluate_program(

@@ -1,8 +1,8 @@
 """What `train_lm` does once it is described: data, first state, steps, checkpoints, exports.
 
-Whatever is wrong with the input is said as early as it can be known: folders and checkpoints first, then the text, then
-weights, then steps. A run that finds a checkpoint of its own goes on behind it; since any step's batch and random bits
-follow from the configuration and the step, its losses are those of a run that was never stopped, bit for bit.
+Whatever is wrong with the input is reported as early as possible: folders and checkpoints first, then the text, then
+weights, then steps. A run that finds a checkpoint of its own resumes from it; since the batch and the random bits of
+any step follow from the configuration and the step, its losses are those of an uninterrupted run, bit for bit.
 """
 
 import logging
@@ -56,7 +56,7 @@ from levanter.trainer.trainable import bind
 logger = logging.getLogger(__name__)
 
 DATA_SECONDS = 24 * 3600.0
-"""How long processes wait for the one that tokenizes; they are told within seconds where it is gone."""
+"""How long processes wait for the one that tokenizes; they learn within seconds if it is lost."""
 EXPORT_SECONDS = DATA_SECONDS
 """And for the one that writes an export, perhaps to a bucket."""
 
@@ -68,8 +68,8 @@ class Trained:
     Attributes:
         taken: steps taken, earlier attempts included.
         stop: steps that were to be taken.
-        preempted: whether it was told to stop before.
-        loss: of its last step; None where no step was taken.
+        preempted: whether it was told to stop before that.
+        loss: of its last step; None if no step was taken.
         checkpoint: the last complete checkpoint.
         exported: the Hugging Face export of the final state.
         evaluation: the last evaluation.
@@ -89,7 +89,7 @@ class Trained:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Single values for trackers."""
+        """Summary values for trackers."""
         found = {"train/loss": self.loss, "throughput/tokens_per_second": self.throughput.tokens_per_second}
         if self.evaluation is not None:
             found.update(self.evaluation.metrics())
@@ -117,9 +117,9 @@ class _Prepared:
 
     Attributes:
         places: the run's folders.
-        resumed: the checkpoint it goes on behind; None where it begins.
+        resumed: the checkpoint it resumes from; None if it begins.
         data: its training data.
-        stop: the step behind its last.
+        stop: the step after its last.
     """
 
     places: Places
@@ -141,23 +141,23 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     """Trains; nothing runs that is not in `plan`.
 
     Raises:
-        ValueError: what the user must know: data, checkpoints, export paths, a loss that is not a number.
+        ValueError: problems for the user: data, checkpoints, export paths, a loss that is not a number.
     """
     assert mesh is not None, "training runs on devices"
     session = Session(run_id=plan.work.config.trainer.id or Session().run_id) if session is None else session
     if session.show:
-        print(f"run {session.run_id}: trainer.id={session.run_id} goes on behind its last checkpoint", flush=True)
+        print(f"run {session.run_id}: trainer.id={session.run_id} resumes from its last checkpoint", flush=True)
     places = Places.of(plan.work.config, session.run_id)
-    # Before anybody looks at what is there: another run may be about to write more.
+    # Before anything is inspected: another run may still be writing.
     with held_places(places, session.run_id) as leases:
         return _train(plan, mesh, session, places, leases)
 
 
 def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases: Sequence[Lease]) -> Trained:
-    """Trains in folders that are this run's."""
+    """Trains in folders whose leases this run holds."""
     prepared = _prepare(plan, session, places)
     first, stop = prepared.first, prepared.stop
-    # Whoever is told to end twice still saves before it does.
+    # A run that is told to stop twice still saves first.
     with _checkpointer(plan, places, leases) as checkpointer, stop_signal() as stopping:
         state, frozen = first_state(plan, mesh, prepared.resumed, show=session.show)
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
@@ -180,7 +180,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
             steps=stop,
             tokens=prepared.tokens(first),
         )
-        # First, so that a profile ends before what pauses the run behind its last step.
+        # First, so that a profile ends before the hooks that pause the run after its last step.
         profile = [] if observed.profile is None else [observed.profile]
         pauses: list[Pause] = [*profile, *keep.pauses, *([] if evaluate is None else [evaluate])]
         losses: deque[float] = deque(maxlen=1)
@@ -226,7 +226,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
 
 
 def _prepare(plan: TrainPlan, session: Session, places: Places) -> _Prepared:
-    """Looks at folders and checkpoints, then at the data; what is wrong with them is said before a weight is read."""
+    """Checks folders and checkpoints, then the data; problems are reported before a weight is read."""
     work, config = plan.work, plan.work.config
     resumed = find_resume(config, places)
     require_same(
@@ -243,7 +243,7 @@ def _prepare(plan: TrainPlan, session: Session, places: Places) -> _Prepared:
         "the training data",
         f"{len(data.sets)} sets, sha256 {data.fingerprint[:16]}…",
         advice="the files and the tokenizer must be the same on all hosts, and so must the token stores",
-        # Hosts with disks of their own tokenize behind process 0.
+        # Hosts with local disks tokenize after process 0.
         seconds=DATA_SECONDS,
     )
     stop = last_step(config, data)
@@ -258,7 +258,7 @@ def _prepare(plan: TrainPlan, session: Session, places: Places) -> _Prepared:
 
 
 class _Keep:
-    """What a run keeps of its states: checkpoints, and exports behind them."""
+    """What a run saves of its states: checkpoints, and exports after them."""
 
     def __init__(
         self,
@@ -298,10 +298,10 @@ class _Keep:
         return [self._save] if self._exports is None else [self._save, self._exports]
 
     def make_up_export(self, state: TrainState) -> None:
-        """Exports the state that the run goes on from, where the attempt before should have and did not.
+        """Exports the state that the run resumes from, if the earlier attempt should have and did not.
 
-        It may have been killed behind the checkpoint and before its export was whole. Process 0 writes exports,
-        perhaps onto a disk of its own: it says whether one is missing.
+        It may have been killed after the checkpoint and before its export was complete. Process 0 writes exports,
+        perhaps to a local disk: it decides whether one is missing.
         """
         first = self._prepared.first
         if self._exports is None or not first or not self._exports.due(first):
@@ -310,7 +310,7 @@ class _Keep:
             self._export(first, state)
 
     def the_end(self, ended: Ended) -> str | None:
-        """Saves the last state and exports it; returns where to, None for nowhere."""
+        """Saves the last state and exports it; returns the export's path, None for none."""
         if ended.taken > self._prepared.first or self._prepared.resumed is None:
             self._save.save(ended.taken, ended.state, force=not ended.preempted)
             self._checkpointer.wait()
@@ -319,8 +319,8 @@ class _Keep:
         return self._export(ended.taken, ended.state)
 
     def _save_and_export(self, taken: int, state: TrainState) -> None:
-        # An export takes a while. So that an attempt that is killed in it goes on behind it, and so that where there
-        # are exports there is a checkpoint, the run is saved first.
+        # An export takes a while. The run is saved first, so that an attempt that is killed meanwhile resumes here, and
+        # so that an export always implies a checkpoint.
         self._save.save(taken, state)
         self._checkpointer.wait()
         self._export(taken, state)
@@ -331,7 +331,7 @@ class _Keep:
 
 
 def last_step(config: TrainLmConfig, data: TrainingData) -> int:
-    """How many steps the run takes: those asked for, or as many as the data is enough for."""
+    """How many steps the run takes: as configured, or as many as the data lasts for."""
     limits = [config.trainer.num_train_steps]
     if data.steps is not None:
         limits.append(data.steps)
@@ -383,12 +383,12 @@ def _evaluation(
 
 
 def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
-    """Says so where the run goes on elsewhere in the data than it stopped."""
+    """Warns if the run continues elsewhere in the data than it stopped."""
     there, here = resumed.metadata.get("rows_drawn"), data.schedule.first_draw(resumed.step)
     if there != here:
         logger.warning(
-            "the checkpoint of step %d was saved after %s rows of data; with this batch schedule the run goes on "
-            "behind %d rows",
+            "the checkpoint of step %d was saved after %s rows of data; with this batch schedule the run continues "
+            "after %d rows",
             resumed.step,
             there,
             here,
@@ -413,7 +413,7 @@ def _checkpointer(plan: TrainPlan, places: Places, leases: Sequence[Lease]) -> C
 
 
 def _last(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
-    """What a run that failed can go back to."""
+    """What a failed run can resume from."""
     checkpointer.wait()
     ref = checkpointer.newest or resumed
     return (
@@ -424,7 +424,7 @@ def _last(checkpointer: Checkpointer, resumed: CheckpointRef | None) -> str:
 def _steps(
     plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, watched: Callable[[int], bool]
 ) -> Callable[[int], Step[LmBatch]]:
-    """The compiled step of every step, with what is frozen."""
+    """The compiled step for every step, with the frozen part."""
     jitted: dict[str, Step[LmBatch]] = {}
 
     def made(program: Program) -> Step[LmBatch]:
@@ -441,7 +441,7 @@ def _steps(
 
 
 def _sizes(plan: TrainPlan) -> Callable[[int], StepSize]:
-    """How much each step does."""
+    """The work of each step."""
     flops = {each.program: (each.flops_full, each.flops_causal) for each in plan.workloads}
 
     def size_of(step: int) -> StepSize:
@@ -471,6 +471,6 @@ def _export(work: TrainWork, model: LmHeadModel, folder: str, *, show: bool) -> 
             overwrite=True,
             progress=tell,
         )
-    # Process 0 has still written when the others had nothing left to bring to it.
+    # Process 0 was still writing when the others had nothing left to send.
     barrier("exported", seconds=EXPORT_SECONDS)
     return folder

@@ -2,10 +2,10 @@
 
     python -m levanter.main.train_lm --config_path config/train/llama2_7b_v4-32.yaml
 
-`describe` says what a run will do from the config and the number of devices alone: the batch and how it is divided,
-where every parameter and every optimizer statistic lies, the Programs (`init_state`, or `init_optimizer` behind weights
-that are read; then `train_step`, one for each batch size of a schedule). `levanter.main.plan train_lm` compiles
-these same Programs for a pod that is not there.
+`describe` tells what a run will do from the config and the number of devices alone: the batch and how it is divided,
+the placement of every parameter and of the optimizer state, the Programs (`init_state`, or `init_optimizer` after
+loading weights; then `train_step`, one for each batch size of a schedule). `levanter.main.plan train_lm` compiles these
+same Programs for a pod that you do not have.
 """
 
 import math
@@ -67,8 +67,8 @@ def describe(
         config: what is trained.
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
-        objective: what is minimized, from Python: one of your own that learns from the same batches. Its segments,
-            z-loss and auxiliary weights are the configuration's.
+        objective: a custom objective, from Python, on the same batches. Its segments, z-loss and auxiliary weights come
+            from the configuration.
 
     Raises:
         ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
@@ -81,7 +81,7 @@ def describe(
     Vocab = vocabulary_axis(vocab, resolved)
     model = replace(model, vocab_size=vocab)
     if Vocab.size != vocab:
-        rounded = f"{Vocab.size} rows of embedding and head, a multiple of what the mesh cuts"
+        rounded = f"{Vocab.size} rows of embedding and head, a multiple of their shards"
         checks.append(Check(name="vocabulary", status="note", message=rounded))
     for stage in batches:
         since = f"from step {stage.start}: " if len(batches) > 1 else ""
@@ -150,7 +150,7 @@ def describe(
 def _trained(
     settled: "_Settled", model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
 ) -> TrainedRun:
-    """What is trained and what is frozen, without memory, and where it lies."""
+    """What is trained and what is frozen, abstract, and its placement."""
 
     def build(key: jax.Array) -> LmHeadModel:
         return model.build(Vocab, key=key)
@@ -196,7 +196,7 @@ def _saving(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Settled:
-    """What a run's config comes to before any array is placed."""
+    """A run's resolved config, before any array is placed."""
 
     config: TrainLmConfig
     origin: Origin | None
@@ -212,7 +212,7 @@ class _Settled:
 
 
 def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settled:
-    """Resolves model, vocabulary, data, mesh, batch and optimizer; raises all that cannot be resolved together."""
+    """Resolves model, vocabulary, data, mesh, batch and optimizer; raises all their problems together."""
     origin = beginning(config, written)
     config = completed(config, origin, written)
     trainer = config.trainer
@@ -278,7 +278,7 @@ def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage,
 
 
 def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
-    """How many ids there are, the tokenizer where it is here, and what was looked at to know it."""
+    """How many ids there are, the tokenizer if it is available, and the check that tells how this is known."""
     name = config.data.tokenizer
     if model.vocab_size is None and config.data.vocab_size is not None:
         model = replace(model, vocab_size=config.data.vocab_size)
@@ -288,10 +288,10 @@ def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer 
 
 
 def _searchable(run: TrainedRun, parameters: ShardingPlan, whole: ShardingPlan, Vocab: hax.Axis) -> Searchable | str:
-    """What a search for a better layout goes by."""
+    """What the layout search needs to know."""
     rows, own = run.config.trainer.train_batch_size, {each.leaf.path for each in parameters.leaves}
     if not isinstance(rows, int):
-        return "trainer.train_batch_size is a schedule; search with one of its sizes"
+        return "trainer.train_batch_size is a schedule; search with a single size"
     sizes = {axis.name: axis.size for axis in run.model.axes.values()}
     return Searchable(
         training=True,
@@ -314,14 +314,14 @@ def _searchable(run: TrainedRun, parameters: ShardingPlan, whole: ShardingPlan, 
 
 
 def conclude(plan: TrainPlan, done: Trained, session: Session) -> int:
-    """Says how the run ended; 75 where it was told to stop before its end and saved itself."""
+    """Prints how the run ended; returns 75 if it was told to stop before its end and saved itself."""
     del plan
     session.tracker.log_summary(done.summary)
     if session.show:
         print(done, flush=True)
     if done.preempted:
         return PREEMPTED
-    # With `crash_on_nan: false` a run goes on to its end; that it came to nothing is said there.
+    # With `crash_on_nan: false` a run continues to its end; that it failed is reported there.
     if done.loss is not None and not math.isfinite(done.loss):
         raise NonFiniteResultError(f"the loss of the last step is {done.loss}")
     if done.evaluation is not None and done.evaluation.not_finite:
@@ -342,12 +342,12 @@ ENTRY_POINT = EntryPoint(
 
 
 def train(config: TrainLmConfig) -> Trained:
-    """Trains on the devices that are here; prints the plan before and what came of it behind."""
+    """Trains on the available devices; prints the plan before and the outcome after."""
     done = perform(ENTRY_POINT, config).result
     assert done is not None, "training is done by every process"
     return done
 
 
 def main(config: TrainLmConfig, *, written: Written | None = None) -> int:
-    """Trains; 75 where the run was told to stop before its end and saved itself."""
+    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
     return perform(ENTRY_POINT, config, written=written).exit_code

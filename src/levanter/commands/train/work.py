@@ -1,4 +1,4 @@
-"""What is behind the plan of a training run, beside its Programs."""
+"""What the plan of a training run carries besides its Programs."""
 
 from dataclasses import dataclass
 
@@ -20,22 +20,22 @@ from levanter.trainer.trainable import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainWork:
-    """What is behind a training plan.
+    """What a training plan carries.
 
     Attributes:
         config: as the user wrote it.
         model: the architecture, with the choices for this platform made.
-        Vocab: rows of the embedding, rounded up to what the mesh divides.
+        Vocab: rows of the embedding, rounded up to a multiple of their shards.
         precision: the dtype policy.
         resolved: mesh and mappings.
-        state: what is carried from step to step, without memory.
-        partition: what of the model is trained.
-        frozen: the rest of it, without memory; None where there is none.
-        frozen_part: how checkpoints name it, digests apart.
-        state_plan: where it lies.
+        state: the state carried from step to step, abstract.
+        partition: which part of the model is trained.
+        frozen: the rest of it, abstract; None if there is none.
+        frozen_part: how checkpoints identify it, without digests.
+        state_plan: its placement.
         batches: batch plans by first step.
-        origin: where the first weights come from; None where they are made.
-        tokenizer: text to ids; None where it is not here.
+        origin: where the first weights come from; None if they are initialized.
+        tokenizer: text to ids; None if it is unavailable.
         validation: what is evaluated between steps; None for nothing.
     """
 

@@ -110,7 +110,7 @@ def test_what_is_refused(saved, tmp_path, capsys):
     heads = "num_heads: 4, num_kv_heads: 4"
     block = f"{{type: llama, max_seq_len: 48, hidden_dim: 32, intermediate_dim: 48, num_layers: 2, {heads}}}"
     said = refused("--model", block, "--tokenizer", str(tmp_path / "no"), path=tmp_path / "nowhere")
-    assert "the size of the vocabulary is not known" in said and f"{tmp_path / 'no'}: there is no such" in said
+    assert "the vocabulary size is unknown" in said and f"{tmp_path / 'no'}: there is no such" in said
     (tmp_path / "file").write_text("")
     assert "is a file, not a folder" in refused(out=tmp_path / "file/out")
     # Damaged: the folder does not appear under its name.

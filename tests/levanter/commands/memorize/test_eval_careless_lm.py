@@ -149,7 +149,7 @@ def test_a_finished_run_is_left_alone(tmp_path, inputs, finished, capsys):
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert run(config_file(tmp_path, inputs)) == 0
     shown = capsys.readouterr()
-    assert "A Small Book: nothing to do, its results are in" in shown.out
+    assert "A Small Book: nothing to do; its results are in" in shown.out
     assert "loading weights" not in shown.err
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
@@ -229,8 +229,8 @@ def test_several_books_are_one_load_and_each_is_its_own(tmp_path, inputs, capsys
         ({"preset": "papr"}, ["preset: 'papr' is not one of levanter, paper"]),
         ({"scheme": "top40"}, ["'top40' is not a scheme"]),
         ({"prompt_tokens": 20}, ["prompt_tokens 20 of chunk_size 20"]),
-        ({"eval_batch_size": 6}, ["6 windows cannot be cut 4 ways", "eval_batch_size: 4 or 8"]),
-        ({"chunk_size": 100}, ["windows of 100 tokens in a model whose max_seq_len is 64"]),
+        ({"eval_batch_size": 6}, ["6 windows do not divide over the 4 batch shards", "eval_batch_size: 4 or 8"]),
+        ({"chunk_size": 100}, ["windows of 100 tokens exceed the model's max_seq_len, 64"]),
         ({"txt_path": "/nowhere/book.txt"}, ["/nowhere/book.txt: no such file"]),
         ({"txt_path": None}, ["no book: give txt_path"]),
         ({"hf_checkpoint": "/nowhere/model"}, ["/nowhere/model"]),
@@ -270,7 +270,7 @@ def test_an_upstream_model_block_of_another_model_is_noted(tmp_path, inputs, cap
     block = {"type": "llama", "seq_len": 64, "hidden_dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8}
     changes = {"model": block, "cursor_inc_tokens": 30}
     assert run(config_file(tmp_path / "one", inputs, use_hf_model_config=False, **changes)) == 0
-    assert "the checkpoint's architecture is taken" in capsys.readouterr().out
+    assert "the checkpoint's architecture is used" in capsys.readouterr().out
     assert run(config_file(tmp_path / "two", inputs, **changes)) == 2
     assert "model.hidden_dim" in capsys.readouterr().err
 
@@ -297,7 +297,7 @@ def test_the_old_document_runs_as_it_is(tmp_path, inputs, capsys):
     result = BookResult.read(str(tmp_path / "out"))
     assert result.title == "A Book" and result.preset == "levanter" and (np.diff(result.token_spans[:, 0]) == 5).all()
     assert {"bar_plot.png", "bar_plot.npy", "histogram.png", "pz_data.npz"} <= set(files_of(tmp_path / "out"))
-    assert "the checkpoint's architecture is taken" in capsys.readouterr().out
+    assert "the checkpoint's architecture is used" in capsys.readouterr().out
 
 
 POD = Target(name="v4-256", platform="tpu", kind="TPU v4", devices=128, hosts=32, hbm_bytes=int(30.75 * 2**30))

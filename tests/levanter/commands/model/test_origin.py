@@ -106,8 +106,8 @@ def test_where_the_size_of_the_vocabulary_comes_from(config_only):
     tokenizer, check = find_tokenizer("passthrough", origin=None, size=77)
     assert check.status == "ok"
     assert vocabulary(model, tokenizer=tokenizer, names=("gpt2",))[0] == 77
-    assert vocabulary(model, tokenizer=None, names=(None, "gpt2")) == (50257, "as gpt2 is known to have")
-    with pytest.raises(ValueError, match=r"nobody/nothing\)\n  → give model\.vocab_size"):
+    assert vocabulary(model, tokenizer=None, names=(None, "gpt2")) == (50257, "the known size of gpt2")
+    with pytest.raises(ValueError, match=r"nobody/nothing\)\n  → set model\.vocab_size"):
         vocabulary(model, tokenizer=None, names=("nobody/nothing",))
 
 

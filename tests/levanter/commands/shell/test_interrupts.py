@@ -61,7 +61,7 @@ def test_the_second_interrupt_ends_what_does_not_look_for_the_first():
         assert process.stdout.readline() == "busy\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline() == "\n"
-        assert process.stderr.readline().startswith("interrupted: ending as soon as what is under way returns")
+        assert process.stderr.readline().startswith("interrupted: ending as soon as the current operation returns")
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130

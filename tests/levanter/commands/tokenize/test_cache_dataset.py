@@ -77,7 +77,7 @@ def test_pythons_documentation_needs_a_folder_that_is_written_down(folder, capsy
     document["data"]["components"] = {"docs": document["data"]["components"]["docs"]}
     del document["data"]["cache_dir"]
     assert run(write(folder, document)) == 0
-    assert "docs, docs (validation): tokenized when a run begins" in capsys.readouterr().out
+    assert "docs, docs (validation): tokenized at the start of a run" in capsys.readouterr().out
     for times in (1, 2):
         caplog.clear()
         assert run(write(folder, document), "--data.cache_dir", "tokens") == 0

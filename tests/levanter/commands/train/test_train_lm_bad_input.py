@@ -181,7 +181,7 @@ def test_an_export_that_is_there_behind_a_url(place, capsys):
     url = f"memory://{place.folder.name}/hf"
     fs, root = filesystem(f"{url}/run")
     fs.pipe_file(f"{root}/step-2/config.json", b"{}")
-    assert f"{url}/run: there are exports of another run" in place.refused(capsys, hf_save_path=url)
+    assert f"{url}/run: contains exports of another run" in place.refused(capsys, hf_save_path=url)
     assert "s3:// needs one more package: pip install s3fs" in place.refused(capsys, hf_save_path="s3://bucket/hf")
 
 

@@ -113,7 +113,7 @@ def test_killed_told_to_stop_and_interrupted(tmp_path, cache):
     assert process.returncode == 130, said[-4000:]
     assert resumed_from(said) == at
     at = check_checkpoints(folder)
-    assert f"interrupted: the last checkpoint is of step {at} (" in said and "trainer.id=run goes on behind it" in said
+    assert f"interrupted: the last checkpoint is of step {at} (" in said and "trainer.id=run resumes from it" in said
     assert "Traceback" not in said
 
     said = train(run, cache=cache)

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_told_by_leaf(begun, devices):
     with pytest.raises(CheckpointMismatchError) as caught:
         first_state(plan, plan.mesh.build(devices), None, show=False)
     assert "unexpected  optimizer.1.mu." in str(caught.value)
-    assert "initialize_model_from_checkpoint_path takes the parameters alone" in str(caught.value)
+    assert "use initialize_model_from_checkpoint_path to take only the parameters" in str(caught.value)
 
 
 def test_training_begins_with_the_loss_of_transformers(tmp_path, devices):
