@@ -39,7 +39,7 @@ class LoadProgress:
 
     @property
     def gb_per_s(self) -> float:
-        """This host's rate in 10⁹ bytes a second."""
+        """This host's rate in 10⁹ bytes per second."""
         return self.bytes_done / 1e9 / self.seconds if self.seconds else 0.0
 
     @property
@@ -83,7 +83,7 @@ class LoadReport:
 
     @property
     def gb_per_s(self) -> float:
-        """This host's rate in 10⁹ bytes a second."""
+        """This host's rate in 10⁹ bytes per second."""
         return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
 
     @property

@@ -166,7 +166,8 @@ class Searchable:
         batch_axis: the logical name of the batch axis.
         global_batch: rows of a batch where the run fixes them; None where a layout may choose.
         compute_bytes: bytes of an element in the compute dtype.
-        keys: the keys that set a layout's batch, by dotted name: rows a device takes at once, and over all devices.
+        keys: the keys that set a layout's batch, by dotted name: rows that a device takes at once, and over all
+            devices.
         remat_key: the key that chooses what is kept for the backward pass; None where there is none.
     """
 

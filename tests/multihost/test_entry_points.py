@@ -32,7 +32,7 @@ def test_a_page_of_log_probabilities(tmp_path, inputs):
     for count in (1, 2):
         folder = tmp_path / str(count)
         outputs = run_together(folder, count, inputs.viz_logprobs(folder), devices=8 // count, cache=inputs.cache)
-        assert "nats a token" in outputs[0] and not any("nats a token" in each for each in outputs[1:])
+        assert "nats per token" in outputs[0] and not any("nats per token" in each for each in outputs[1:])
     alone, together = ((tmp_path / name / "page.html").read_text() for name in "12")
     assert re.sub(NUMBER, "", together) == re.sub(NUMBER, "", alone)
     numbers = [[float(each) for each in re.findall(NUMBER, page)] for page in (alone, together)]

@@ -1,4 +1,4 @@
-"""Evaluation: from log-probabilities to the numbers people compare."""
+"""Evaluation: from log-probabilities to the metrics that people compare."""
 
 from levanter.eval.perplexity import Average as Average
 from levanter.eval.perplexity import EvalResult as EvalResult

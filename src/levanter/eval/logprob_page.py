@@ -1,10 +1,10 @@
-"""A page that shows a text token by token, each as dark as the model was surprised by it.
+"""A page that shows a text token by token, each shaded by how much it surprised the model.
 
-The page is one file that asks for nothing else. The *surprise* of a token is −log p given those before it, in nats:
-0 for one the model was sure of, ln(vocabulary) for a blind guess. Behind every token its numbers appear under the
-pointer. What has no number (the first token of a document) is grey.
+The page is one self-contained file. The *surprise* of a token is −log p given those before it, in nats: 0 for one the
+model was sure of, ln(vocabulary) for a blind guess. Hovering over a token shows its numbers. Tokens without a score
+(the first one of a document) are grey.
 
-Tokens may hold parts of a character (byte-level vocabularies): such tokens are shown as the character they make, with
+Tokens may hold parts of a character (byte-level vocabularies): such tokens are shown as the character they form, with
 their surprises added up.
 """
 
@@ -40,18 +40,18 @@ class ScoredText:
 
     @property
     def scored(self) -> np.ndarray:
-        """The log-probabilities that there are."""
+        """The log-probabilities of the scored tokens."""
         return self.logprobs[~np.isnan(self.logprobs)]
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[int, int, str]]:
-    """The text of tokens, as (first token, behind the last, text): usually one token each.
+    """The text of tokens as (first token, end, text): usually one token each.
 
-    Texts of neighbouring pieces, one behind the other, are the text of all tokens.
+    The concatenated texts are the text of all tokens.
 
     Args:
         ids: the tokens.
-        decode: tokens to text; what is no whole character becomes U+FFFD.
+        decode: tokens to text; incomplete characters become U+FFFD.
     """
     context, first = 0, 0
     for at in range(len(ids)):
@@ -108,12 +108,12 @@ def _section(each: ScoredText, decode: Callable[[Sequence[int]], str]) -> str:
     mean = -float(each.scored.mean()) if len(each.scored) else math.nan
     return (
         f"<section class='card'><p class='note'>{_escaped(each.name)}, {_escaped(each.place)}: "
-        f"{len(each.ids):,} tokens, {mean:.3f} nats a token</p><div class='text'>{''.join(spans)}</div></section>"
+        f"{len(each.ids):,} tokens, {mean:.3f} nats per token</p><div class='text'>{''.join(spans)}</div></section>"
     )
 
 
 def shade(logprob: float) -> int:
-    """The step of the scale, 0 for a sure token."""
+    """The step of the scale, 0 for a certain token."""
     return min(STEPS, max(0, int(-logprob / NATS_A_STEP))) if logprob > -math.inf else STEPS
 
 
@@ -127,7 +127,7 @@ def _numbers(texts: Sequence[ScoredText], scored: np.ndarray) -> str:
     sure, lost = float((scored > math.log(0.5)).mean()), float((scored < math.log(0.01)).mean())
     cells = (
         ("tokens scored", f"{len(scored):,}", f"in {len(texts)} pieces"),
-        ("loss", f"{loss:.4f}", "nats a token"),
+        ("loss", f"{loss:.4f}", "nats per token"),
         ("perplexity", f"{math.exp(loss):,.2f}", ""),
         ("sure", f"{100 * sure:.1f} %", "of tokens have p above one half"),
         ("lost", f"{100 * lost:.1f} %", "of tokens have p below 1 %"),

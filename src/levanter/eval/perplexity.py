@@ -1,13 +1,13 @@
 """Perplexity: log-probabilities of tokens → loss, perplexity and bits per byte, per set and per tag.
 
-With n scored tokens that stand for b UTF-8 bytes, and N = −Σ log p in nats over them:
+With n scored tokens that represent b UTF-8 bytes, and N = −Σ log p in nats over them:
 
     loss = N / n        perplexity = exp(loss)        bits per byte = N / (b · ln 2)
 
 A *micro* average treats several sets as one (N, n and b are added); a *macro* average is the mean of the sets' own
-numbers. *Tags* group sets; a tag `a/b` also belongs to `a`. Log-probabilities arrive as float32 in any pieces, from any
-process; sums are float64, each row's on its own and then over rows in order, so that neither the batch size nor the
-number of processes changes a result.
+values. *Tags* group sets; a tag `a/b` also belongs to `a`. Log-probabilities arrive as float32 in any pieces, from any
+process; sums are float64, first per row and then over rows in order, so that neither the batch size nor the number of
+processes changes a result.
 """
 
 import itertools
@@ -28,7 +28,7 @@ class Score:
     Attributes:
         nats: −Σ log p.
         tokens: scored tokens.
-        bytes: the UTF-8 bytes these stand for.
+        bytes: the UTF-8 bytes that these represent.
     """
 
     nats: float
@@ -40,7 +40,7 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
@@ -50,7 +50,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits a byte; not a number where no scored token stands for a byte."""
+        """Bits per byte; NaN if no scored token represents a byte."""
         return self.nats / (self.bytes * math.log(2)) if self.bytes else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class SetScore:
-    """The score of one set, with the rows it was cut into and the documents it has."""
+    """The score of one set, with its numbers of rows and documents."""
 
     name: str
     tags: tuple[str, ...]
@@ -104,7 +104,7 @@ class Average:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """The numbers of an evaluation."""
+    """The result of an evaluation."""
 
     sets: tuple[SetScore, ...]
 
@@ -129,7 +129,7 @@ class EvalResult:
         return tuple(one.name for one in self.sets if not math.isfinite(one.score.nats))
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """The metrics for trackers, named as upstream names them.
+        """The metrics for trackers, with upstream's names.
 
         `loss` and `bpb` are micro averages, `macro_loss` and `macro_bpb` macro averages (not given for a tag of one
         set); a set is a tag of its own name. The micro loss of a tag that only exists as a parent (`a` of `a/b`) is
@@ -158,7 +158,7 @@ class EvalResult:
         return metrics
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers as mappings, lists and numbers (some of which may not be finite)."""
+        """The result as mappings, lists and numbers (some of which may not be finite)."""
         return {
             "overall": self.overall.to_json(),
             "sets": {
@@ -177,7 +177,7 @@ class EvalResult:
 class RowScores:
     """Collects log-probabilities row by row, in any order and in any pieces.
 
-    Each scored position is added once in the whole job: where several devices hold copies of it, one of them adds it.
+    Each scored position is added once in the entire job: if several devices hold copies of it, one of them adds it.
 
     Args:
         row_count: the rows of all sets (`EvalSequences.row_count`).
@@ -192,10 +192,10 @@ class RowScores:
         """Adds the log-probabilities of a batch or of a block of it.
 
         Args:
-            batch: the rows, whole.
-            logprobs: float `[batch, position]`: entry t is log p(token t+1 | tokens 0 … t). What stands where nothing
-                is scored does not matter.
-            index: which block of the batch `logprobs` is; the whole batch where absent.
+            batch: the complete rows.
+            logprobs: float `[batch, position]`: entry t is log p(token t+1 | tokens 0 … t). Values at positions that
+                are not scored do not matter.
+            index: which block of the batch `logprobs` is; by default the full batch.
         """
         block = (slice(None), slice(None)) if index is None else index
         mask, rows = batch.loss_mask[block], batch.rows[block[0]]
@@ -207,12 +207,12 @@ class RowScores:
         self.tokens[rows] += mask.sum(axis=1)
         for n in np.flatnonzero(~np.isfinite(added)):
             at = int(np.flatnonzero(mask[n] & ~np.isfinite(logprobs[n]))[0])
-            # Entry t is of the token behind it.
+            # Entry t is of the token after it.
             found = (at + (block[1].start or 0) + 1, float(logprobs[n, at]))
             self._bad[int(rows[n])] = min(found, self._bad.get(int(rows[n]), found), key=lambda each: each[0])
 
     def first_not_finite(self, sequences: EvalSequences) -> str | None:
-        """Which scored token has no finite log-probability first, in a line; None where all are finite."""
+        """The first scored token without a finite log-probability, in a line; None if all are finite."""
         if not self._bad:
             return None
         row = min(self._bad)
@@ -228,7 +228,7 @@ def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: 
     Args:
         sequences: the rows.
         scores: their log-probabilities, merged over processes.
-        max_rows_per_set: how many rows of each set were to be scored; all where absent.
+        max_rows_per_set: how many rows of each set were to be scored; all by default.
     """
     sets = []
     for span in sequences.sets:
@@ -250,7 +250,7 @@ def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: 
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that is beyond a float."""
+    """exp(loss), infinite if that overflows a float."""
     return math.exp(loss) if loss < 709 or math.isnan(loss) else math.inf
 
 

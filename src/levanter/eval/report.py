@@ -16,7 +16,7 @@ from levanter.tracker.base import as_json
 
 
 def result_table(result: EvalResult) -> Table:
-    """A table with a line for each set, and averages over each tag of several sets and over all sets."""
+    """A table with a row per set, and averages over each tag of several sets and over all sets."""
     table = Table()
     table.add_column("set", overflow="fold")
     for name in ("tokens", "bytes", "loss", "perplexity", "bits/byte"):
@@ -40,8 +40,8 @@ def format_result(result: EvalResult, facts: Mapping[str, str] | None = None, *,
     """The result as plain text.
 
     Args:
-        result: the numbers, in a table.
-        facts: what else to say, one line each below it: model source, load time, tokens a second, …
+        result: the result, shown in a table.
+        facts: further lines below it: model source, load time, tokens per second, …
         width: columns of the terminal.
     """
     out = io.StringIO()
@@ -59,7 +59,7 @@ def format_result(result: EvalResult, facts: Mapping[str, str] | None = None, *,
 
 
 def result_json(result: EvalResult, facts: Mapping[str, Any] | None = None) -> str:
-    """All numbers and facts as strict JSON; numbers that are not finite are strings."""
+    """The result and facts as strict JSON; numbers that are not finite are strings."""
     return json.dumps(as_json({**result.to_json(), "run": facts or {}}), indent=2) + "\n"
 
 

@@ -36,7 +36,7 @@ def main(config: TrainLmConfig) -> int:
         raise ValueError("the demo compares a held-out loss, and nothing was evaluated; use config/train/demo.yaml")
     loss = math.log(2) * done.evaluation.overall.micro.bits_per_byte
     entropy = bigram_entropy(python_docs_text().encode())
-    print(f"held-out loss {loss:.3f} nats a byte; the text's bigram entropy {entropy:.3f} nats a byte")
+    print(f"held-out loss {loss:.3f} nats per byte; the text's bigram entropy {entropy:.3f} nats per byte")
     if loss < entropy:
         return OK
     print("error: the held-out loss is not below it; more steps may help", file=sys.stderr)

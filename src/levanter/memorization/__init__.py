@@ -1,7 +1,7 @@
 """Memorization: how likely a model is to continue a text word for word, measured window by window.
 
 - `score_windows`: windows through a model: log-probability, rank and top-40 mass of every suffix token.
-- `BookResult`: one book's numbers and spans; `log_pz(scheme)` is log p_z under a decoding scheme.
+- `BookResult`: one book's scores and spans; `log_pz(scheme)` is log p_z under a decoding scheme.
 - `required_n`: samples after which a suffix has appeared with probability p.
 - `extraction_curve`: the share of windows that n samples extract with probability p, for every n.
 - `coverage`: the share of a text inside at least one suffix that is likely enough.

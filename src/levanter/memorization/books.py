@@ -1,7 +1,7 @@
-"""Books: texts as they are read, and what makes one run's numbers what they are.
+"""Books: reading texts, and the identity of a run: everything that its results depend on.
 
-A text is UTF-8; a byte order mark at its beginning is dropped and Windows line ends become plain ones, as in a program
-that reads it as text. Characters are counted in that text.
+A text is UTF-8; a leading byte order mark is dropped and Windows line endings become `\\n`, as in a program that opens
+it in text mode. Characters are counted in that text.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class BookText:
     Attributes:
         text: what is scored.
         sha256: of the file's bytes.
-        notes: what was changed on reading it.
+        notes: what was changed when reading it.
     """
 
     text: str = field(repr=False)
@@ -50,17 +50,17 @@ def read_book(path: str) -> BookText:
     except UnicodeDecodeError as error:
         raise TextError(
             f"{path}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}\n"
-            f"  → convert it, for instance: iconv -f WINDOWS-1252 -t UTF-8"
+            f"  → convert it, e.g.: iconv -f WINDOWS-1252 -t UTF-8"
         ) from error
     notes = []
     if text.startswith("\ufeff"):
         text = text[1:]
-        notes.append("the byte order mark at its beginning is dropped")
+        notes.append("dropped a leading byte order mark")
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-        notes.append("line ends are read as \\n")
+        notes.append("converted Windows line endings to \\n")
     if not text.strip():
-        raise TextError(f"{path}: it has no text to score")
+        raise TextError(f"{path}: contains no text to score")
     return BookText(text=text, sha256=hashlib.sha256(content).hexdigest(), notes=tuple(notes))
 
 
@@ -70,9 +70,9 @@ def slug(title: str) -> str:
 
 
 def weights_digest(source: TensorSource) -> str:
-    """SHA-256 that tells checkpoints apart without reading them: names, shapes, dtypes, and the smallest tensors.
+    """SHA-256 that distinguishes checkpoints without reading them in full: names, shapes, dtypes, the smallest tensors.
 
-    The smallest are norms and biases, which every kind of fine-tuning that changes all weights changes.
+    The smallest are norms and biases, which change in any fine-tuning that changes all weights.
     """
     digest = hashlib.sha256()
     for name, info in sorted(source.tensors.items()):
@@ -84,7 +84,7 @@ def weights_digest(source: TensorSource) -> str:
 
 
 def windows_identity(book: BookText, given: Convention, *, max_windows: int | None) -> dict[str, Any]:
-    """The part of a run's identity that is the text and how it is cut."""
+    """The part of a run's identity that covers the text and its windows."""
     identity: dict[str, Any] = {"text.sha256": book.sha256, "text.characters": len(book.text)}
     identity |= flat("windows", asdict(given.windowing))
     return identity | {"windows.max": max_windows, "preset": name_of(given), "scheme": given.scheme.name}

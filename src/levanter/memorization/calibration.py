@@ -1,14 +1,14 @@
-"""Calibration: how low the threshold may be, and how sure a number is.
+"""Calibration: how low the threshold may be, and how certain a result is.
 
 *Threshold from controls.* Texts that the model cannot have seen (published after its training, or written for the
-purpose) are scored like the book. Any window of theirs with p_z ≥ τ is a false positive: it was guessed, not
-remembered. `calibrate` gives the smallest τ whose share of false positives among control windows does not exceed a
+purpose) are scored like the book. Any of their windows with p_z ≥ τ is a false positive: guessed, not
+memorized. `calibrate` gives the smallest τ whose share of false positives among control windows does not exceed a
 chosen rate. With N control windows the rate can only be resolved to 1/N.
 
-*Intervals.* Windows overlap, and neighbouring passages are remembered together, so neither windows nor characters are
-independent draws; an interval that treats them so is far too narrow. The *circular block bootstrap* (Politis & Romano
-1992) resamples contiguous blocks, drawn with replacement from the sequence closed to a ring, and so keeps what
-neighbours have in common. Blocks are several windows long. Everything is seeded: the same numbers give the same
+*Intervals.* Windows overlap, and neighbouring passages are memorized together, so neither windows nor characters are
+independent draws; an interval that treats them as such is far too narrow. The *circular block bootstrap* (Politis &
+Romano 1992) resamples contiguous blocks, drawn with replacement from the sequence closed to a ring, and so preserves
+the dependence between neighbours. Blocks are several windows long. Everything is seeded: the same numbers give the same
 interval.
 """
 
@@ -63,7 +63,7 @@ class Calibration:
 
     @property
     def threshold(self) -> float:
-        """τ; 0 where it is too small for a float: then every p_z > 0 counts."""
+        """τ; 0 if it is too small for a float: then every p_z > 0 counts."""
         return math.exp(self.log_threshold)
 
 
@@ -88,8 +88,8 @@ def block_bootstrap(
 ) -> Interval:
     """A percentile interval of the mean of a sequence whose neighbours depend on each other.
 
-    Each resample is the mean of ⌈length / block⌉ blocks; the last one is cut, so that all resamples have the length
-    of the sequence.
+    Each resample is the mean of ⌈length / block⌉ blocks; the last one is truncated, so that all resamples have the
+    length of the sequence.
 
     Args:
         values: `[length]`, in order.
@@ -106,13 +106,13 @@ def block_bootstrap(
     _check(length, block=block, resamples=resamples, confidence=confidence)
     blocks = -(-length // block)
     last = length - (blocks - 1) * block
-    # The ring, cut open once: sums of any block are differences of the running sum.
+    # The ring, unrolled: the sum of any block is a difference of the running sum.
     running = np.concatenate([[0.0], np.cumsum(np.concatenate([values, values[:block]]))])
     starts = np.random.default_rng(seed).integers(0, length, size=(resamples, blocks))
     sums = (running[starts[:, :-1] + block] - running[starts[:, :-1]]).sum(axis=1)
     sums += running[starts[:, -1] + last] - running[starts[:, -1]]
     low, high = np.quantile(sums / length, [(1 - confidence) / 2, (1 + confidence) / 2])
-    # Differences of running sums are off by rounding; a mean cannot leave the range of what it is of.
+    # Differences of running sums have rounding errors; a mean cannot leave the range of its values.
     bounds = (float(values.min()), float(values.max()))
     return Interval(
         low=float(np.clip(low, *bounds)),
@@ -158,7 +158,7 @@ def calibrate(
     for n in range(resamples):
         at = (random.integers(0, values.size, size=blocks)[:, None] + offsets).reshape(-1)[: values.size]
         drawn[n] = _upper_quantile(values[at % values.size], false_positive_rate)
-    # A quantile of resamples must be one of them: interpolating between τ = 0 and another means nothing.
+    # A quantile of resamples must be one of them: interpolating between τ = 0 and another is meaningless.
     low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], method="nearest")
     return Calibration(
         log_threshold=log_threshold,
@@ -170,8 +170,8 @@ def calibrate(
 
 
 def _upper_quantile(values: np.ndarray, rate: float) -> float:
-    """The smallest float that at most a `rate` of the values reach."""
-    # So many may reach it (rounding of rate × N must not lose one); the next largest is the one that may not.
+    """The smallest float that at most a fraction `rate` of the values reach."""
+    # This many may reach it (rounding of rate × N must not lose one); the next largest may not.
     allowed = min(math.floor(rate * values.size * (1 + 1e-12) + 1e-12), values.size - 1)
     at = values.size - 1 - allowed
     return float(np.nextafter(np.partition(values, at)[at], np.inf))

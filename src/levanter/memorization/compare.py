@@ -1,8 +1,8 @@
-"""Comparisons: several runs side by side, and a warning where side by side means nothing.
+"""Comparisons: several runs side by side, and a warning if they are not comparable.
 
-Runs over the same text share its characters, so their strips line up and one can ask which characters one run covers
-and another does not. Runs over other texts share no more than a table. p_z under another preset, scheme, suffix length
-or threshold is another quantity: `cautions` says what differs.
+Runs over the same text share its characters, so their strips line up, and one can see which characters one run covers
+and another does not. Runs over different texts only share a table. p_z under another preset, scheme, suffix length or
+threshold is a different quantity: `cautions` reports what differs.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def overlap(first: Measurement, second: Measurement) -> Overlap:
     if text_key(first) != text_key(second):
         raise ValueError(
             f"{first.book.title} and {second.book.title}: two texts ({first.characters:,} and {second.characters:,} "
-            "characters); only runs over one text can be compared character by character"
+            "characters); only runs over the same text can be compared character by character"
         )
     one, two = first.covered, second.covered
     return Overlap(
@@ -53,7 +53,7 @@ def by_text(runs: Sequence[Measurement]) -> list[list[Measurement]]:
 
 
 def text_key(run: Measurement) -> str:
-    """What tells texts apart: the file's hash in the manifest, else the text's; else title and length."""
+    """What identifies a text: the file's hash in the manifest, else the text's; else title and length."""
     identity = run.book.manifest.get("identity", {})
     known = identity.get("text.sha256") if isinstance(identity, Mapping) else None
     if isinstance(known, str):
@@ -64,12 +64,12 @@ def text_key(run: Measurement) -> str:
 
 
 def model_name(run: Measurement) -> str:
-    """The model, as the manifest names it; empty where it does not."""
+    """The model's name in the manifest; empty if it has none."""
     return str(run.book.manifest.get("model") or "")
 
 
 def labels(runs: Sequence[Measurement]) -> list[str]:
-    """A name for each run that tells it from the others: title or model, with whatever else differs."""
+    """A distinguishing name for each run: title or model, with whatever else differs."""
     parts: dict[str, list[str]] = {
         "model": [model_name(run) for run in runs],
         "title": [run.book.title for run in runs],
@@ -78,14 +78,14 @@ def labels(runs: Sequence[Measurement]) -> list[str]:
     }
     differing = [name for name, values in parts.items() if len(set(values)) > 1] or ["title"]
     found = [" · ".join(value for name in differing if (value := parts[name][n])) or "run" for n in range(len(runs))]
-    # Runs that nothing tells apart are numbered.
+    # Runs that nothing distinguishes are numbered.
     return [
         f"{label} ({found[: n + 1].count(label)})" if found.count(label) > 1 else label for n, label in enumerate(found)
     ]
 
 
 def cautions(runs: Sequence[Measurement]) -> list[str]:
-    """What keeps the numbers of these runs from being compared, one full sentence each."""
+    """Why the results of these runs are not comparable, one full sentence each."""
     aspects = {
         "presets": [run.book.preset for run in runs],
         "decoding schemes": [run.scheme.name for run in runs],

@@ -1,11 +1,11 @@
-"""Coverage: the share of a book's characters that lie in a window the model reproduces.
+"""Coverage: the share of a book's characters that are in a window the model reproduces.
 
-A window *reaches* a threshold τ where p_z ≥ τ. The characters that its suffix spans are then covered; coverage is the
+A window *reaches* a threshold τ if p_z ≥ τ. The characters that its suffix spans are then covered; coverage is the
 covered characters over all characters of the book (Cooper et al., arXiv 2505.12546, with τ = 0.1 %). Spans are
 half-open character ranges and come from the tokenizer's offsets, so a character of several bytes that a token boundary
 splits belongs to the windows on both sides.
 
-Three ways to say which characters a window stands for (`Cover`):
+Three definitions of the characters that a window covers (`Cover`):
 
 - `suffix`: those of the suffix, which is what the model produced. The definition above.
 - `window`: prefix and suffix. What upstream's curves paint.
@@ -27,7 +27,7 @@ DEFAULT_THRESHOLD = 0.001
 
 
 def cover_spans(book: BookResult, cover: Cover = "suffix") -> np.ndarray:
-    """The character ranges that a book's windows stand for: int64 `[N, 2]`, half-open; possibly empty ranges.
+    """The character ranges that a book's windows cover: int64 `[N, 2]`, half-open; possibly empty.
 
     Raises:
         ValueError: an unknown `cover`.
@@ -43,7 +43,7 @@ def cover_spans(book: BookResult, cover: Cover = "suffix") -> np.ndarray:
 
 
 def characters(book: BookResult) -> int:
-    """How many characters the book has: of its text, of what the manifest says, or up to the last window's end."""
+    """How many characters the book has: from its text, the manifest, or the last window's end."""
     if book.text is not None:
         return len(book.text)
     identity = book.manifest.get("identity", {})
@@ -58,12 +58,12 @@ def log_of(threshold: float) -> float:
         ValueError: τ is outside (0, 1].
     """
     if not 0 < threshold <= 1:
-        raise ValueError(f"threshold is a probability in (0, 1], got {threshold} (0.1 % is 0.001)")
+        raise ValueError(f"threshold must be a probability in (0, 1], got {threshold} (0.1 % is 0.001)")
     return float(np.log(threshold))
 
 
 def covered(spans: np.ndarray, characters: int) -> np.ndarray:
-    """Which characters lie in at least one span: bool `[characters]`.
+    """Which characters are in at least one span: bool `[characters]`.
 
     Args:
         spans: int `[M, 2]`, half-open ranges within the text.
@@ -73,7 +73,7 @@ def covered(spans: np.ndarray, characters: int) -> np.ndarray:
         ValueError: a span that is not within the text.
     """
     spans = checked_spans(spans, characters)
-    # +1 where a span begins, −1 where it ends: the running sum is how many spans a character is in.
+    # +1 where a span begins, −1 where it ends: the running sum is the number of spans over a character.
     steps = np.bincount(spans[:, 0], minlength=characters + 1) - np.bincount(spans[:, 1], minlength=characters + 1)
     return np.cumsum(steps)[:characters] > 0
 
@@ -88,14 +88,14 @@ def coverage(log_pz: ArrayLike, spans: np.ndarray, characters: int, *, threshold
         threshold: τ, a probability.
 
     Raises:
-        ValueError: an empty text, a span that is not within it, another number of log p_z than of spans, a threshold
-            that is no probability.
+        ValueError: an empty text, a span that is not within it, different numbers of log p_z and spans, a threshold
+            that is not a probability.
     """
     if characters < 1:
         raise ValueError("the text is empty: a share of an empty text is undefined")
     spans, log_pz = checked_spans(spans, characters), np.asarray(log_pz)
     if log_pz.shape != (len(spans),):
-        raise ValueError(f"expected one log p_z for each span:  {len(spans)} spans, log p_z of shape {log_pz.shape}")
+        raise ValueError(f"expected one log p_z per span: {len(spans)} spans, log p_z of shape {log_pz.shape}")
     return float(covered(spans[log_pz >= log_of(threshold)], characters).mean())
 
 
@@ -108,7 +108,8 @@ def checked_spans(spans: np.ndarray, characters: int) -> np.ndarray:
     if wrong.any():
         at = int(np.argmax(wrong))
         raise ValueError(
-            f"span {at} is [{spans[at, 0]}, {spans[at, 1]}), which is no range within a text of {characters} characters"
+            f"span {at} is [{spans[at, 0]}, {spans[at, 1]}), which is not a range within a text of {characters} "
+            f"characters"
             f" ({int(wrong.sum())} such spans)"
         )
     return spans

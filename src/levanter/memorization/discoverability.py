@@ -94,7 +94,7 @@ def required_n(log_pz: ArrayLike, p: ArrayLike) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExtractionCurve:
-    """The share of windows that are (n, p)-discoverable, for every n and p asked for.
+    """The share of windows that are (n, p)-discoverable, for every requested n and p.
 
     Attributes:
         n: float64 `[n]`, sample counts.
@@ -146,10 +146,10 @@ def survival(ordered: np.ndarray, log_threshold: ArrayLike) -> np.ndarray:
 
 
 def max_extraction_rate(log_pz: ArrayLike, *, top_k: int | None) -> float | None:
-    """The share of windows that any number of samples reveals at all (n → ∞): those with p_z > 0.
+    """The share of windows that some number of samples reveals (n → ∞): those with p_z > 0.
 
     Returns:
-        None for the whole vocabulary (`top_k=None`), under which every suffix has p_z > 0 and the limit says nothing.
+        None for the full vocabulary (`top_k=None`), under which every suffix has p_z > 0 and the limit is meaningless.
 
     Raises:
         ValueError: no windows.

@@ -1,15 +1,15 @@
 """Examples: a prepared set of prompts and continuations, scored like windows of a book.
 
-Where a study has prepared its windows (rows of a prompt and what follows it in the text), they need not all have the
-same length. They are aligned at their ends: each is padded at the left up to the longest, tokens do not see the padding
-and count their positions from the first real token, so a row's scores are those it would have alone.
+Windows that a study has prepared (rows of a prompt and its continuation) need not all have the same length. They are
+aligned at their ends: each is padded on the left up to the longest, tokens do not see the padding and count their
+positions from the first real token, so a row's scores are those it would have alone.
 
-A row whose suffix is shorter than the longest has log-probability 0, rank 0 beyond its end: such a place is certain and
-changes no p_z.
+A row whose suffix is shorter than the longest has log-probability 0 and rank 0 beyond its end: such positions are
+certain and change no p_z.
 
 A row is a record of one of three formats: `chat` with `single_turn: true` (the user's message is the prompt, the
-assistant's what follows it), `supervised` (its input and its target), `prebuilt` (`input_ids`, of which the first
-`sources_len` are the prompt). Texts are tokenized each for itself, without special tokens and without a chat template.
+assistant's the continuation), `supervised` (its input and its target), `prebuilt` (`input_ids`, of which the first
+`sources_len` are the prompt). Texts are tokenized separately, without special tokens and without a chat template.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ class Examples:
         ids: int32, the tokens of all rows, one after the other.
         ends: int64 `[N]`, where each row ends in `ids`.
         lengths: int64 `[N]`, tokens of each.
-        prompts: int64 `[N]`, how many of them are given.
-        pad_id: fills the left.
+        prompts: int64 `[N]`, how many of them are the prompt.
+        pad_id: the padding on the left.
     """
 
     ids: np.ndarray = field(repr=False)
@@ -58,13 +58,13 @@ class Examples:
         """From pairs (tokens, how many of them are the prompt).
 
         Raises:
-            ValueError: listing the rows that have no prompt, or nothing after it.
+            ValueError: lists the rows without a prompt or a continuation.
         """
         bad = [n for n, (tokens, prompt) in enumerate(rows) if not 0 < prompt < len(tokens)]
         if bad or not rows:
             shown = ", ".join(f"row {n}: {len(rows[n][0])} tokens, prompt {rows[n][1]}" for n in bad[:5])
             raise ValueError(
-                f"every row needs a prompt and something after it; {len(bad)} of {len(rows)} lack one"
+                f"every row needs a prompt and a continuation; {len(bad)} of {len(rows)} lack one"
                 + (f" ({shown}{', …' if len(bad) > 5 else ''})" if bad else "")
             )
         lengths = np.array([len(tokens) for tokens, _ in rows], np.int64)
@@ -81,7 +81,7 @@ class Examples:
     @property
     def positions(self) -> int:
         """Tokens of the longest row, after alignment."""
-        # The token before the longest suffix must have a place, whatever row it is in.
+        # The token before the longest suffix must have a position, whichever row it is in.
         return int(max(self.lengths.max(), self.suffix_tokens + 1))
 
     @property
@@ -105,7 +105,7 @@ class Examples:
         return (self.positions - self.lengths[rows]).astype(np.int32)
 
     def aligned(self, scores: Scores) -> Scores:
-        """Scores whose column j is the j-th token of each row's suffix; places beyond its end are certain."""
+        """Scores whose column j is the j-th token of each row's suffix; positions beyond its end are certain."""
         k = self.suffix_tokens
         lengths = (self.lengths - self.prompts)[:, None]
         column = np.arange(k)[None, :]
@@ -118,7 +118,7 @@ class Examples:
         return Scores.of_arrays({name: move(array) for name, array in scores.arrays.items()})
 
     def spans(self) -> dict[str, Any]:
-        """Spans of tokens in the rows laid end to end; a prepared set has no text, so none of characters."""
+        """Token spans in the concatenated rows; a prepared set has no text, so there are no character spans."""
         starts = self.ends - self.lengths
         unknown = np.full((len(self), 2), -1, np.int64)
         return {
@@ -132,10 +132,12 @@ def pairs_of(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase) ->
     """The prompt and the continuation of each record: texts, or lists of ids.
 
     Raises:
-        DataError: the format has no prompts, or a record is not what it says (with the record's place).
+        DataError: the format has no prompts, or a record does not match it (with the record's place).
     """
     if isinstance(format, ChatLmDatasetFormat) and not format.single_turn:
-        raise DataError("format: chat needs single_turn: true here, so that one message is the prompt and one the rest")
+        raise DataError(
+            "format: chat needs single_turn: true here, so that one message is the prompt and one the continuation"
+        )
     if not isinstance(format, (ChatLmDatasetFormat, SupervisedLmDatasetFormat, PrebuiltLmDatasetFormat)):
         raise DataError(
             f"format: {format_name(format)} has no prompts; a prepared set is chat (single_turn: true), supervised or "
@@ -145,7 +147,7 @@ def pairs_of(records: Iterable[tuple[Any, str]], format: LmDatasetFormatBase) ->
 
 
 def tokenized(pairs: Sequence[tuple[Any, Any]], tokenizer: Tokenizer, *, bos: bool) -> list[tuple[np.ndarray, int]]:
-    """Each pair as ids with the number of those that are the prompt.
+    """Each pair as ids, with the length of the prompt.
 
     Raises:
         ValueError: BOS is asked for, and the tokenizer has none.

@@ -2,10 +2,10 @@
 
 `character_heat` is log max p_z over the spans that hold a character, −inf where none does. `shade` turns it into ink
 between 0 (white) and 1 (dark): on a logarithmic scale everything below the threshold τ is white, τ itself is the
-lightest ink and p_z = 1 the darkest; on a linear one ink is p_z itself. By the token, ink is the mean log p of a suffix
-token, from `FLOOR` to 0, whatever the threshold: what is far from memorized differs there too.
+lightest ink and p_z = 1 the darkest; on a linear one ink is p_z itself. On the `token` scale, ink is the mean log p of
+a suffix token, from `FLOOR` to 0, whatever the threshold: it also distinguishes text that is far from memorized.
 
-The maximum over many overlapping ranges is taken as sparse tables do it, only backwards: a span of length L is the
+The maximum over many overlapping ranges is computed like a sparse table, only backwards: a span of length L is the
 union of two (overlapping) spans whose length is the largest power of two ≤ L. All spans are entered into the table of
 their power of two; then each table, from the largest down, hands its maxima to the two halves in the next one. That is
 O(N + C log L) in whole-array operations for N spans over C characters.
@@ -22,7 +22,7 @@ Scale = Literal["log", "linear", "token"]
 LIGHTEST = 0.1
 """The ink at the threshold: enough to be seen beside white."""
 FLOOR = -8.0
-"""log p a token that is white where ink is that; a guess among 3,000 tokens."""
+"""The log p per token that is white on the `token` scale; a guess among 3,000 tokens."""
 
 
 def character_heat(log_pz: ArrayLike, spans: np.ndarray, characters: int) -> np.ndarray:
@@ -68,7 +68,7 @@ def shade(heat: ArrayLike, *, log_threshold: float, scale: Scale = "log", tokens
         heat: log p_z; −inf is white.
         log_threshold: log τ.
         scale: `log` is 0 below τ, and from there rises with log p_z from `LIGHTEST` to 1; `linear` is p_z; `token` is
-            log p a token.
+            log p per token.
         tokens: of a suffix, for `token`.
 
     Raises:
@@ -88,10 +88,10 @@ def shade(heat: ArrayLike, *, log_threshold: float, scale: Scale = "log", tokens
 
 
 def columns(ink: np.ndarray, width: int) -> np.ndarray:
-    """The mean ink of each of `width` equal parts of the text: what a picture so many pixels wide shows.
+    """The mean ink of each of `width` equal parts of the text: what a picture of that many pixels shows.
 
-    Parts may begin within a character; it then counts for both with its shares. A text shorter than `width` gives
-    columns that repeat.
+    A part may begin within a character, which then counts for both parts in proportion. A text shorter than `width`
+    gives columns that repeat.
     """
     assert width > 0
     if ink.size == 0:

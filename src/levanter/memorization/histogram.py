@@ -1,4 +1,4 @@
-"""Histograms of p_z: counts of windows in equal steps of log10 p_z, with both ends that a logarithm cuts off.
+"""Histograms of p_z: counts of windows in equal steps of log10 p_z, and of those that a logarithm cannot show.
 
 Most windows of a book are far from memorized, so both axes are logarithmic: p_z, and the number of windows. Windows
 below the lowest edge are counted together, and those with p_z = 0 (a token outside the top K) on their own.

@@ -1,8 +1,8 @@
-"""Measurements: everything that is said of one book under one decoding scheme and one threshold.
+"""Measurements: everything reported about one book under one decoding scheme and one threshold.
 
-A `BookResult` holds what the model gave; a `Measurement` holds what follows: log p_z, covered characters, heat, the
-(n, p) surface, intervals, passages. Pictures, the report, `summary.json` and comparisons are all made from it, so they
-cannot disagree.
+A `BookResult` holds the model's scores; a `Measurement` holds what follows from them: log p_z, covered characters,
+heat, the (n, p) surface, intervals, passages. Pictures, the report, `summary.json` and comparisons are all made from
+it, so they cannot disagree.
 """
 
 import math
@@ -27,14 +27,14 @@ class Measurement:
     """One book, one scheme, one threshold. Made by `measure`.
 
     Attributes:
-        book: what the model gave.
+        book: the model's scores.
         scheme: how tokens would be drawn.
         log_threshold: log τ.
-        cover: which characters a window stands for.
+        cover: which characters a window covers.
         characters: of the book; of a prepared set without a text, its rows.
         unit: what is counted along the book: `characters` or `rows`.
         log_pz: float64 `[N]`.
-        spans: int64 `[N, 2]`, the characters that each window stands for.
+        spans: int64 `[N, 2]`, the characters that each window covers.
         heat: float64 `[characters]`, log max p_z.
         calibration: where τ comes from, if it was not chosen.
     """
@@ -67,7 +67,7 @@ class Measurement:
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """Which characters some window stands for: bool `[characters]`. Of the others nothing is known."""
+        """Which characters are in some window: bool `[characters]`. Nothing is known about the others."""
         return covered(self.spans, self.characters)
 
     @property
@@ -130,7 +130,7 @@ class Measurement:
         )
 
     def below(self, count: int = 20) -> tuple[Passage, ...]:
-        """The likeliest passages of those below the threshold, where p_z is above 0."""
+        """The likeliest passages below the threshold, with p_z above 0."""
         rows = self.unit == "rows"
         suffixes = self.spans if rows else self.book.suffix_char_spans
         under = np.flatnonzero(~self.reached & (self.log_pz > -np.inf))
@@ -142,7 +142,7 @@ class Measurement:
             log_threshold=-np.inf,
             count=count,
         )
-        # Where a window next to it reaches the threshold, the passage is listed already.
+        # If a window next to it reaches the threshold, the passage is listed already.
         return tuple(
             replace(each, window=int(under[each.window]), run=each.suffix)
             for each in found
@@ -155,7 +155,7 @@ class Measurement:
         return dict(published(self.book.title))
 
     def summary(self) -> dict[str, Any]:
-        """The numbers as JSON values; no text of the book, no times."""
+        """The measurement as JSON values; no text of the book, no times."""
         return {
             "title": self.book.title,
             "preset": self.book.preset,
@@ -213,7 +213,7 @@ class Measurement:
         }
 
     def _under(self, scheme: Scheme) -> dict[str, Any]:
-        """The main numbers at the same threshold under another scheme."""
+        """The main results at the same threshold under another scheme."""
         log_pz = self.book.log_pz(scheme)
         reached = log_pz >= self.log_threshold
         return {
@@ -235,27 +235,27 @@ def measure(
     """Measures a book.
 
     Args:
-        book: its windows, scored. Rows of a prepared set have no place in a text; coverage is then of rows.
+        book: its windows, scored. Rows of a prepared set have no position in a text; coverage is then of rows.
         scheme: default the one that its preset reports first.
-        threshold: τ, a probability; ignored where `calibration` is given.
-        cover: which characters a window stands for.
+        threshold: τ, a probability; ignored if `calibration` is given.
+        cover: which characters a window covers.
         calibration: τ from control texts.
 
     Raises:
-        ValueError: no windows; an unknown `cover`, a threshold that is no probability, a scheme that the results do
-            not give or that looks at a part of the suffix only (its spans are of the whole suffix).
+        ValueError: no windows; an unknown `cover`, a threshold that is not a probability, a scheme that the results do
+            not include or that covers only part of the suffix (spans are known for full suffixes only).
     """
     scheme = book.scheme if scheme is None else scheme
-    # A prepared set has no text to place its rows in: it is measured row by row.
+    # A prepared set has no underlying text: it is measured row by row.
     rows = len(book) > 0 and bool((book.char_spans < 0).all())
     total = len(book) if rows else characters(book)
     problems = []
     if len(book) == 0 or total == 0:
-        problems.append(f"{book.title}: no windows were scored, so there is nothing to measure")
+        problems.append(f"{book.title}: no windows were scored; there is nothing to measure")
     if scheme.suffix_tokens not in (None, book.suffix_tokens):
         problems.append(
-            f"scheme {scheme.name} looks at {scheme.suffix_tokens} of {book.suffix_tokens} suffix tokens, but spans "
-            "are known for whole suffixes only\n  → score the book with that suffix length"
+            f"scheme {scheme.name} uses {scheme.suffix_tokens} of {book.suffix_tokens} suffix tokens, but spans "
+            "are known for full suffixes only\n  → score the book with that suffix length"
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -277,12 +277,12 @@ def measure(
 
 
 def whole_suffix(book: BookResult) -> tuple[Scheme, ...]:
-    """The schemes of a book's results that look at whole suffixes."""
+    """The schemes of a book's results that use full suffixes."""
     return tuple(scheme for scheme in book.schemes if scheme.suffix_tokens in (None, book.suffix_tokens))
 
 
 def windows_block(book: BookResult) -> int:
-    """Windows of a bootstrap block: several times as many as overlap one window; 1 where rows are apart."""
+    """Windows of a bootstrap block: several times as many as overlap one window; 1 for separate rows."""
     spans = book.char_spans
     if len(book) == 0 or spans[0, 0] < 0:
         return 1
@@ -311,7 +311,7 @@ def _calibration_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def _distribution(log_pz: np.ndarray) -> dict[str, Any]:
-    """Quantiles of log p_z; null for −inf, which JSON has not."""
+    """Quantiles of log p_z; null for −inf, which JSON lacks."""
     quantiles = np.quantile(log_pz, [0.0, 0.25, 0.5, 0.75, 1.0], method="nearest")
     names = ("min", "lower_quartile", "median", "upper_quartile", "max")
     return {

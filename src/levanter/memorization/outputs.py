@@ -1,7 +1,7 @@
-"""Outputs: the files that a scored book leaves behind for people and for other programs.
+"""Outputs: the files that a scored book produces, for people and for other programs.
 
     summary.json     every number, no text
-    report.html      the report, one file that needs no other
+    report.html      the report, one self-contained file
     heatmap.png      the book as a strip          heatmap.npy   the same as numbers (upstream's curve)
     histogram.png    windows by p_z               np_curves.png    (n, p) curves
     pz_data.npz      p_z of every window in upstream's layout
@@ -10,7 +10,7 @@ Each file is written atomically, on any storage; the same measurement gives the 
 `manifest.json`, from which all of them follow, are written with the results (`BookResult.write`).
 
 *Upstream's layout* (`pz_data.npz`): `pz_values` float64 `[N]`; `span_ranges` int64 `[N, 2]`, first and last token
-(token mode) or character (text mode) of each whole window, both inclusive; `max_pz` float32, per token or character the
+(token mode) or character (text mode) of each full window, both inclusive; `max_pz` float32, per token or character the
 largest p_z of the windows over it, prefix included, 0 where there is none; `config_info` int64, the numbers
 (tokens of a window, tokens of its prefix, stride, length of the book).
 """
@@ -52,18 +52,18 @@ def write_outputs(
     with_text: bool = True,
     on_file: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures a book and writes everything that is said of it.
+    """Measures a book and writes everything reported about it.
 
     Args:
         folder: a local folder or a URL.
         book: its windows, scored.
         threshold: τ.
-        cover: which characters a window stands for.
+        cover: which characters a window covers.
         scheme: default the one that the book's preset reports first.
         calibration: τ from control texts, instead of `threshold`.
         names: other names for some files, see `DEFAULT_NAMES`; absolute ones and URLs leave the folder.
         with_text: whether `report.html` may hold the text.
-        on_file: told the name of every file that is written.
+        on_file: called with the name of every file that is written.
 
     Returns:
         The content of `summary.json`.
@@ -81,7 +81,7 @@ def write_outputs(
         named["pz_data_path"]: upstream_npz(measured),
         CURVES: curves_png(measured),
         REPORT: report_html([measured], with_text=with_text).encode("utf-8"),
-        # Last: where it is, the others are.
+        # Last: if it exists, so do the others.
         SUMMARY: as_json_bytes(summary),
     }
     for name, content in files.items():
@@ -92,7 +92,7 @@ def write_outputs(
 
 
 def npy_name(plot: str) -> str:
-    """The array beside a picture: its name with `.npy`."""
+    """The array of a picture: its name with `.npy`."""
     stem, dot, suffix = plot.rpartition(".")
     return f"{stem if dot and '/' not in suffix else plot}.npy"
 
@@ -115,7 +115,7 @@ def upstream_npz(measured: Measurement) -> bytes:
 
 
 def _upstream_curve(measured: Measurement) -> tuple[np.ndarray, np.ndarray, int]:
-    """Largest p_z over whole windows, the windows' ranges, and the stride: in tokens where windows have them."""
+    """Largest p_z over full windows, the windows' ranges, and the stride: in tokens if windows have token spans."""
     book = measured.book
     in_tokens = bool((book.token_spans >= 0).all())
     spans = book.token_spans if in_tokens else book.char_spans

@@ -1,11 +1,11 @@
-"""Parts: what of a book is scored already, kept so that a run that was killed goes on where it was.
+"""Parts: the windows of a book that are scored already, kept so that a killed run resumes where it stopped.
 
-A *part* is a run of windows with their scores, one Parquet file that appears whole or not at all. Parts lie beside the
-book's results in `parts/`, with `run.json`: the *identity* of the run, every fact that its numbers depend on (text,
-tokenizer, model, windows, precision, mesh, batch). A run with another identity may not add to them.
+A *part* is a run of windows with their scores, one Parquet file that appears complete or not at all. Parts are stored
+in `parts/` beside the book's results, with `run.json`: the *identity* of the run, every fact that its results depend on
+(text, tokenizer, model, windows, precision, mesh, batch). A run with another identity may not add to them.
 
-A part names its identity and a checksum of its numbers; one that does not hold what it says is scored again. When the
-book's results are written, `.success` holds the identity and size and digest of each result; the parts are removed.
+A part records its identity and a checksum of its numbers; one that does not match them is scored again. When the book's
+results are written, `.success` records the identity and the size and digest of each result, and the parts are removed.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ PartsIdentity = Mapping[str, Any]
 
 
 class OtherRunError(ValueError):
-    """The folder holds results of a run whose numbers mean something else."""
+    """The folder holds results of a different run."""
 
 
 class UnwritableFolderError(OSError, ValueError):
@@ -46,10 +46,10 @@ class PartStore:
 
     Attributes:
         folder: the book's folder.
-        identity: what the numbers depend on: dotted keys, JSON values.
+        identity: what the results depend on: dotted keys, JSON values.
         windows: how many the book has.
         suffix_tokens: k.
-        lease: of the folder, in the process that writes; None where nobody else can be there.
+        lease: of the folder, in the process that writes; None if nobody else can write there.
     """
 
     folder: str
@@ -59,10 +59,10 @@ class PartStore:
     lease: Lease | None = field(default=None, repr=False)
 
     def is_done(self) -> bool:
-        """Whether this very run has finished here.
+        """Whether this same run has finished here.
 
         Raises:
-            OtherRunError: another run has finished here, or has begun; it says what differs.
+            OtherRunError: another run has finished or begun here; lists what differs.
         """
         path = join(self.folder, DONE)
         if exists(path):
@@ -74,10 +74,10 @@ class PartStore:
         return False
 
     def begin(self) -> None:
-        """Notes the identity, and removes what killed writers left behind.
+        """Records the identity, and removes what killed writers left behind.
 
         Raises:
-            UnwritableFolderError: nothing can be written there.
+            UnwritableFolderError: the folder is not writable.
         """
         self.check_lease()
         try:
@@ -99,7 +99,7 @@ class PartStore:
             pq.write_table(table, file, compression="zstd")
 
     def read(self) -> list[Scores]:
-        """The parts that are there, from window 0 on, up to the first that is missing or damaged."""
+        """The existing parts, from window 0 on, up to the first that is missing or damaged."""
         names = {}
         for name in _names(join(self.folder, PARTS)):
             if match := _PART.fullmatch(name):
@@ -116,10 +116,10 @@ class PartStore:
         return found
 
     def finish(self, results: Sequence[str] = ()) -> None:
-        """Says that the results are written, and removes the parts.
+        """Marks the results as written, and removes the parts.
 
         Args:
-            results: the names of their files, which are read once more for the record.
+            results: the names of their files, which are read once more for their digests.
         """
         self.check_lease()
         record = {name: _found(join(self.folder, name)) for name in results}
@@ -128,11 +128,11 @@ class PartStore:
         self.clean()
 
     def lost(self) -> dict[str, str]:
-        """Results of a finished run that are not there as they were written: name → what is wrong, in words."""
+        """Results of a finished run that are missing or changed: name → what is wrong, in words."""
         value = _read_json(join(self.folder, DONE))
         record = value.get(RESULTS) if isinstance(value, Mapping) else None
         if not isinstance(record, Mapping):
-            logger.warning("%s: finished by an earlier version, which kept no digests; unverified", self.folder)
+            logger.warning("%s: finished by an earlier version, which recorded no digests; unverified", self.folder)
             record = {name: None for name in (WINDOWS, MANIFEST)}
         wrong = {name: _difference(join(self.folder, name), told) for name, told in record.items()}
         return {name: what for name, what in wrong.items() if what is not None}
@@ -143,12 +143,12 @@ class PartStore:
         _remove(join(self.folder, PARTS))
 
     def start_over(self) -> None:
-        """Forgets what any run did here; results that are there are overwritten at the end."""
+        """Discards what any run did here; existing results are overwritten at the end."""
         self.clean()
         _remove(join(self.folder, DONE))
 
     def check_lease(self) -> None:
-        """Returns if the folder is still this process's to write.
+        """Returns if this process still holds the folder's lease.
 
         Raises:
             LeaseLostError: another process has taken it over.
@@ -179,7 +179,7 @@ class PartStore:
             raise OtherRunError(
                 f"{self.folder} {what} a different run, which this one cannot continue:\n"
                 + "\n".join(lines)
-                + "\ngive another output_base_path, or set if_exists: replace"
+                + "\nset another output_base_path, or if_exists: replace"
             )
 
 
@@ -206,7 +206,7 @@ def _difference(path: str, told: object) -> str | None:
     size = file_size(path)
     if size != told.get("bytes"):
         return f"{size:,} bytes, {told.get('bytes')} were written"
-    return None if _found(path) == told else "has other content than was written"
+    return None if _found(path) == told else "its content has changed since it was written"
 
 
 def _digest(identity: PartsIdentity) -> str:
@@ -233,7 +233,7 @@ def _names(folder: str) -> list[str]:
     fs, name = filesystem(folder)
     if not fs.isdir(name):
         return []
-    # Object stores remember listings; another process may have written since.
+    # Listings of object stores are cached; another process may have written since.
     fs.invalidate_cache()
     return sorted(base_name(entry) for entry in fs.ls(name, detail=False))
 

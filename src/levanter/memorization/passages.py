@@ -1,6 +1,6 @@
-"""Top passages: the suffixes that a model reproduces most surely, each with the prefix that it was given.
+"""Top passages: the suffixes that a model reproduces most reliably, each with its prefix.
 
-Windows start every few tokens, so one remembered sentence shows up in dozens of them. A *passage* is the likeliest
+Windows start every few tokens, so one memorized sentence shows up in dozens of them. A *passage* is the likeliest
 window of its neighbourhood: windows are taken from the likeliest down, and one whose suffix overlaps the suffix of a
 passage already taken is merged into that passage. The *run* of a passage is the stretch of text around it in which
 every character is covered.
@@ -16,12 +16,12 @@ from levanter.memorization.coverage import covered
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """One remembered suffix.
+    """One memorized suffix.
 
     Attributes:
         window: index of the window.
         log_pz: its log p_z.
-        prefix: characters that were given, start and stop.
+        prefix: characters of the prompt, start and stop.
         suffix: characters that were scored, start and stop.
         merged: windows at or above the threshold whose suffix overlaps this one, itself included. A window between two
             passages counts for the likelier one.
@@ -52,7 +52,7 @@ def top_passages(
         char_spans: int `[N, 2]`, characters of each whole window.
         suffix_spans: int `[N, 2]`, characters of each suffix.
         characters: the text's length.
-        log_threshold: log τ; windows below it are no passages.
+        log_threshold: log τ; windows below it are not passages.
         count: how many at most.
 
     Raises:

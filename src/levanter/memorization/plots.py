@@ -1,6 +1,6 @@
 """Pictures of a measurement as PNG: heat map, histogram of p_z, (n, p) curves.
 
-Drawn off screen, without the state that plotting libraries like to share, and without dates or versions in the file:
+Drawn off screen, without the global state of plotting libraries, and without dates or versions in the file:
 the same measurement gives the same bytes under the same version of the plotting library.
 """
 
@@ -29,7 +29,7 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
     figure = Figure(figsize=(16, 2.6), dpi=100)
     axes = figure.subplots()
     if scale == "log" and not measured.reached.any():
-        # Ink by the threshold would be white all over.
+        # Ink relative to the threshold would be white throughout.
         scale = "token"
     tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
     shaded = shade(measured.heat, log_threshold=measured.log_threshold, scale=scale, tokens=tokens)
@@ -51,7 +51,7 @@ def heatmap_png(measured: Measurement, *, scale: Scale = "log") -> bytes:
     axes.set_title(
         f"{measured.book.title}: {measured.coverage:.2%} of {measured.characters:,} {measured.unit} covered "
         f"(p_z ≥ {measured.threshold:.3g}, scheme {measured.scheme.name}, preset {measured.book.preset})"
-        + ("; ink is log p a token" if scale == "token" else "")
+        + ("; ink is log p per token" if scale == "token" else "")
         + ("" if measured.scored.all() else f"; hatched: not scored ({1 - measured.scored.mean():.2%})"),
         loc="left",
         fontsize=11,
@@ -67,7 +67,7 @@ def histogram_png(measured: Measurement) -> bytes:
     figure = Figure(figsize=(8, 4.6), dpi=100)
     axes = figure.subplots()
     at = measured.log_threshold / math.log(10)
-    # Two bars at the left for what a logarithm cuts off: p_z = 0, and p_z below the lowest edge.
+    # Two bars on the left for what a logarithm cannot show: p_z = 0, and p_z below the lowest edge.
     edges = np.concatenate([found.edges[0] - np.array([1.5, 0.75]), found.edges])
     counts = np.concatenate([[found.zero, found.below], found.counts])
     names = {edges[0] + 0.3: "0", edges[1] + 0.3: f"$<10^{{{found.edges[0]:g}}}$"}
@@ -84,7 +84,7 @@ def histogram_png(measured: Measurement) -> bytes:
         log=bool(counts.any()),
     )
     if counts.any():
-        # Room below 1, so that a single window is a bar one can see, and above the bars for the words.
+        # Room below 1, so that a single window is a visible bar, and above the bars for the text.
         axes.set_ylim(0.7, 8.0 * counts.max())
     if edges[0] <= at <= edges[-1]:
         axes.axvline(at, color=_FAINT, linestyle="--", linewidth=1)
@@ -134,9 +134,9 @@ def _png(figure: Figure) -> bytes:
     FigureCanvasAgg(figure)
     out = io.BytesIO()
     with warnings.catch_warnings():
-        # A title in a script that the font does not have is drawn with boxes; the files beside it have it in full.
+        # A title in a script that the font lacks is drawn as boxes; the other files have it in full.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.tight_layout()
-        # No name and version of the library, no date.
+        # No library name or version, no date.
         figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()

@@ -1,9 +1,9 @@
-"""Published coverages, to stand beside one's own.
+"""Published coverages, to compare with one's own.
 
 Share of a book's characters, in %, inside at least one 50-token suffix with p_z ≥ 0.1 %: prefix 50 tokens (BOS and 49
 of the text), a window every 10 characters, top-k 40, T = 1, which is the preset `paper`. From the results that
 accompany Cooper et al., arXiv 2505.12546 (books-memorization.github.io, coverage data of 200 books and 14 models, read
-in 2026-07). A run under another preset, suffix length, threshold or edition of a text is not comparable to a digit.
+in 2026-07). A run under another preset, suffix length, threshold or edition of a text is not exactly comparable.
 No value for a 405B model is published.
 """
 
@@ -69,7 +69,7 @@ _ALSO_CALLED = {
 
 
 def published_book(title: str) -> str | None:
-    """The book of the table that a title names, whatever its case, punctuation and articles; None for any other."""
+    """The book of the table that a title names, ignoring case, punctuation and articles; None if there is none."""
     known = {_plain(book): book for book in PUBLISHED} | {_plain(name): book for name, book in _ALSO_CALLED.items()}
     return known.get(_plain(title))
 
@@ -91,12 +91,12 @@ def published(title: str, model: str | None = None) -> Mapping[str, float]:
 
 
 def _is_within(part: list[str], whole: list[str]) -> bool:
-    """Whether `part` stands in `whole` without a gap."""
+    """Whether `part` is a contiguous part of `whole`."""
     return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
 
 
 def _plain(text: str) -> str:
-    """Lower case, words and numbers apart by one space, without apostrophes and a leading article."""
+    """Lower case, words and numbers separated by one space, without apostrophes and a leading article."""
     text = re.sub(r"['’]", "", text.lower())
     text = re.sub(r"(?<=[a-z])(?=\d)", " ", text)
     return re.sub(r"^(the|a|an) ", "", " ".join(re.findall(r"[a-z]+|\d+(?:\.\d+)?[a-z]*", text)))

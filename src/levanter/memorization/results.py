@@ -1,19 +1,19 @@
-"""Results: what one pass over a book's windows leaves behind, and every p_z that follows from it.
+"""Results: what one pass over a book's windows stores, and every p_z that follows from it.
 
-For each suffix token the pass stores three numbers: its log-probability under the whole vocabulary, its rank in the
-vocabulary (0 is the most likely; ties go to the lower id), and the log of the probability that the 40 most likely
-tokens have together. A `Scheme` is a decoding scheme: softmax at a temperature, restricted to the `top_k` most likely
+For each suffix token the pass stores three numbers: its log-probability under the full vocabulary, its rank in the
+vocabulary (0 is the most likely; ties go to the lower id), and the log of the total probability of the 40 most likely
+tokens. A `Scheme` is a decoding scheme: softmax at a temperature, restricted to the `top_k` most likely
 tokens. With t over the suffix,
 
     log p_z = Σ_t log q(z_t | z_<t)      log q = log p − log Σ_top40 p   where the rank is below 40, else −∞   (K = 40)
                                          log q = log p                                                    (K = ∞)
                                          log q = 0                       where the rank is 0, else −∞      (K = 1)
 
-so all three, and every shorter suffix, come from the one pass. A scheme with another temperature or K has its own
-normalizer, stored where the run was asked for it: log q = (log p) / T − log Σ_topK exp((log p') / T).
+so all three, and every shorter suffix, follow from this one pass. A scheme with another temperature or K has its own
+normalizer, stored if the run was configured for it: log q = (log p) / T − log Σ_topK exp((log p') / T).
 
 A `BookResult` is one book's arrays with the spans that its windows cover. On disk it is a folder: `windows.parquet`,
-`manifest.json`, and `text.txt` where the text may be kept. The same numbers give the same bytes.
+`manifest.json`, and `text.txt` if the text may be kept. The same results give the same bytes.
 """
 
 import json
@@ -39,12 +39,12 @@ _NORMALIZER = "normalizer_"
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """A decoding scheme, and how much of the suffix it is asked about.
+    """A decoding scheme, and how much of the suffix it covers.
 
     Attributes:
-        top_k: tokens that may be sampled; None for the whole vocabulary, 1 for greedy decoding.
+        top_k: tokens that may be sampled; None for the full vocabulary, 1 for greedy decoding.
         temperature: divides the logits.
-        suffix_tokens: the first so many tokens of the suffix; None for all.
+        suffix_tokens: use only the first so many tokens of the suffix; None for all.
     """
 
     top_k: int | None = None
@@ -54,7 +54,7 @@ class Scheme:
     def __post_init__(self):
         problems = []
         if self.top_k is not None and self.top_k < 1:
-            problems.append(f"top_k must be at least 1, or null for the whole vocabulary; got {self.top_k}")
+            problems.append(f"top_k must be at least 1, or null for the full vocabulary; got {self.top_k}")
         if not 0 < self.temperature < np.inf:
             problems.append(f"temperature must be positive and finite, got {self.temperature} (greedy is top_k: 1)")
         if self.suffix_tokens is not None and self.suffix_tokens < 1:
@@ -75,12 +75,12 @@ class Scheme:
 
     @property
     def law(self) -> "Scheme":
-        """The next-token law alone, without the suffix length."""
+        """Only the next-token law, without the suffix length."""
         return Scheme(top_k=self.top_k, temperature=self.temperature)
 
     @property
     def stored(self) -> bool:
-        """Whether every run's results give it, without a normalizer of its own."""
+        """Whether every run's results include it, without a normalizer of its own."""
         return self.top_k == 1 or (self.temperature == 1.0 and self.top_k in (None, STORED_TOP))
 
     @classmethod
@@ -103,12 +103,12 @@ class Scheme:
 
 FULL, TOP_40, GREEDY = Scheme(), Scheme(top_k=STORED_TOP), Scheme(top_k=1)
 STORED_SCHEMES = (FULL, TOP_40, GREEDY)
-"""The schemes that every run's results give."""
+"""The schemes that every run's results include."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What the pass stores of some windows, `[n, k]` each; see `BookResult` for the meaning.
+    """What the pass stores for some windows, `[n, k]` each; see `BookResult` for the meaning.
 
     Attributes:
         logprobs: float32.
@@ -127,13 +127,13 @@ class Scores:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Every array by the name of its column."""
+        """Every array by column name."""
         extra = {_NORMALIZER + name: array for name, array in self.normalizers.items()}
         return {**{name: getattr(self, name) for name in _PER_TOKEN}, **extra}
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Scores":
-        """The scores whose `arrays` these are."""
+        """The scores with these `arrays`."""
         extra = {n.removeprefix(_NORMALIZER): a for n, a in arrays.items() if n.startswith(_NORMALIZER)}
         return cls(**{name: arrays[name] for name in _PER_TOKEN}, normalizers=extra)
 
@@ -153,17 +153,17 @@ class BookResult:
         preset: which convention the windows follow (`levanter`, `paper`, `custom`).
         scheme: the scheme that the preset reports first.
         manifest: what was run, on what (no times): JSON values.
-        text: the book; None where it is not to be kept.
-        prefix_tokens: tokens of a window that are given (BOS included where there is one).
+        text: the book; None if it is not to be kept.
+        prefix_tokens: tokens of a window's prompt (BOS included if there is one).
         suffix_tokens: tokens that are scored, k.
-        token_spans: int64 `[N, 2]`, tokens of the window in the book's ids (token mode); in text mode, where every
-            window is tokenized for itself, −1.
-        char_spans: int64 `[N, 2]`, characters of the whole window in the text (start, stop).
-        suffix_char_spans: int64 `[N, 2]`, characters of the suffix alone.
-        logprobs: float32 `[N, k]`, log p of each suffix token under the whole vocabulary at T = 1.
+        token_spans: int64 `[N, 2]`, tokens of the window in the book's ids (token mode); −1 in text mode, in which
+            every window is tokenized separately.
+        char_spans: int64 `[N, 2]`, characters of the full window in the text (start, stop).
+        suffix_char_spans: int64 `[N, 2]`, characters of the suffix only.
+        logprobs: float32 `[N, k]`, log p of each suffix token under the full vocabulary at T = 1.
         ranks: int32 `[N, k]`, vocabulary entries that are more likely than the token (of equal ones, those with a
             lower id).
-        top_lse: float32 `[N, k]`, log of the probability of the 40 most likely tokens together, ≤ 0.
+        top_lse: float32 `[N, k]`, log of the total probability of the 40 most likely tokens, ≤ 0.
         normalizers: float32 `[N, k]` for each requested scheme that `Scheme.stored` does not cover, by the name of its
             law: log Σ over its top K of exp(log p / T).
     """
@@ -200,13 +200,13 @@ class BookResult:
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes that these results give (at any suffix length up to k): the preset's own first."""
+        """The schemes of these results (at any suffix length up to k): the preset's own first."""
         requested = tuple(Scheme.parse(name) for name in self.normalizers)
         return tuple(dict.fromkeys((self.scheme, *STORED_SCHEMES, *requested)))
 
     @property
     def scores(self) -> Scores:
-        """The numbers of every suffix token."""
+        """The scores of every suffix token."""
         return Scores(
             logprobs=self.logprobs, ranks=self.ranks, top_lse=self.top_lse, normalizers=dict(self.normalizers)
         )
@@ -215,12 +215,12 @@ class BookResult:
         """Float64 `[N]`: the log-probability of each window's suffix under `scheme`, −inf outside its top K.
 
         Raises:
-            ValueError: a suffix longer than the one that was scored, or a scheme that the run was not asked for.
+            ValueError: a suffix longer than the one that was scored, or a scheme that the run was not configured for.
         """
         length = self.suffix_tokens if scheme.suffix_tokens is None else scheme.suffix_tokens
         if length > self.suffix_tokens:
             raise ValueError(
-                f"scheme {scheme.name}: {length} suffix tokens asked for, {self.suffix_tokens} were scored"
+                f"scheme {scheme.name}: {length} suffix tokens requested, {self.suffix_tokens} were scored"
             )
         part = slice(0, length)
         law = scheme.law
@@ -275,7 +275,7 @@ class BookResult:
         with open_read(join(folder, MANIFEST)) as file:
             manifest = json.loads(file.read())
         with open_read(join(folder, WINDOWS)) as file:
-            # Read whole: Parquet seeks, and remote files may not.
+            # Read in full: Parquet seeks, and remote files may not.
             table = pq.read_table(pa.BufferReader(file.read()))
         meta = json.loads((table.schema.metadata or {}).get(b"levanter", b"null"))
         if meta is None:
@@ -324,7 +324,7 @@ class BookResult:
 
 
 def score_columns(scores: Scores) -> "dict[str, pa.Array]":
-    """Parquet columns of scores: one list of k numbers a window."""
+    """Parquet columns of scores: one list of k numbers per window."""
     import pyarrow as pa
 
     k = scores.logprobs.shape[1]
@@ -339,7 +339,7 @@ def scores_of(table: "pa.Table", k: int) -> Scores:
 
 
 def as_json_bytes(value: object) -> bytes:
-    """JSON as every file of a run is written: sorted keys, so that equal values give equal bytes."""
+    """JSON in the format of a run's files: sorted keys, so that equal values give equal bytes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
 
 

@@ -1,8 +1,8 @@
-"""The runner: windows through a model, batch after batch, with the host's work behind the devices'.
+"""The runner: windows through a model, batch after batch, with host work overlapping device work.
 
 One Program scores one batch. Batches are dispatched in order and their scores fetched a few batches later, so that
-the devices never wait for the host; a thread stores them as parts. The last batch is filled up with copies of its last
-row, and the rows that fill it are dropped before anything else sees them.
+the devices never wait for the host; a thread stores them as parts. The last batch is padded with copies of its last
+row, and the padding rows are dropped before anything else sees them.
 """
 
 import json
@@ -33,7 +33,7 @@ from levanter.run import NonFiniteResultError
 FETCH_BEHIND = 4
 """Batches in flight before the first result is fetched."""
 AGREED_SECONDS = 3600.0
-"""How long processes wait for process 0 to check existing results; if it is lost they learn that within seconds."""
+"""How long processes wait for process 0 to check existing results; if it is lost, they learn that within seconds."""
 WINDOWS_A_PART = 8192
 """Windows after which a part is written even if little time has passed."""
 
@@ -48,7 +48,7 @@ class WindowSource(Protocol):
         ...
 
     def left_padding(self, rows: np.ndarray) -> np.ndarray | None:
-        """How many positions at the left of each hold no token; None where there are never any."""
+        """How many positions on the left of each hold no token; None if there are never any."""
         ...
 
 
@@ -60,7 +60,7 @@ class BatchShape:
         rows: windows of a global batch.
         positions: tokens of a window.
         suffix: tokens at its end that are scored.
-        padded: some windows are shorter and padded at the left.
+        padded: some windows are shorter and padded on the left.
     """
 
     rows: int
@@ -69,7 +69,7 @@ class BatchShape:
     padded: bool = False
 
     def batches(self, windows: int) -> int:
-        """How many executions score so many windows."""
+        """How many executions it takes to score a number of windows."""
         return -(-windows // self.rows)
 
 
@@ -89,7 +89,7 @@ def score_program(
     name: str = "score",
     **options: Any,
 ) -> Program:
-    """The Program that scores one batch: model, tokens and the suffixes → `SuffixScores`, whole on every device.
+    """The Program that scores one batch: model, tokens and the suffixes → `SuffixScores`, replicated.
 
     Args:
         model: abstract, its weights in the compute dtype.
@@ -97,7 +97,7 @@ def score_program(
         mappings: in scope.
         placement: where the parameters are; default `mappings`.
         batch_axis: the name of the batch's axis.
-        laws: the laws whose normalizers are wanted, beside that of the 40 most likely.
+        laws: the laws whose normalizers are computed, besides that of the 40 most likely.
         name: the Program's.
         options: further fields of `Program`.
     """
@@ -125,7 +125,7 @@ def score_program(
     ]
     if shape.padded:
         inputs.append(Input(name="padding", value=declared(Batch), placement=mappings.compute))
-    # A few hundred kilobytes that the host reads: whole on every device.
+    # A few hundred kilobytes that the host reads: replicated.
     return Program(
         name=name, function=score, inputs=tuple(inputs), mappings=mappings, out_placement=AxisMapping(), **options
     )
@@ -142,16 +142,16 @@ def score_batches(
     first: int = 0,
     fetch_behind: int = FETCH_BEHIND,
 ) -> Iterator[Scores]:
-    """Scores of the windows from `first` on, one batch at a time, in order, without the rows that fill the last.
+    """Scores of the windows from `first` on, one batch at a time, in order, without padding rows.
 
     Args:
-        program: of `score_program`, for this shape and these laws.
-        model: the weights, as the Program has them.
+        program: from `score_program`, for this shape and these laws.
+        model: the weights, sharded as the Program expects.
         mesh: of devices.
         source: the windows.
         shape: of the batch.
-        laws: as the Program was made for.
-        first: where to begin, a multiple of the batch, so that every batch holds what it would hold in a whole run.
+        laws: those of the Program.
+        first: where to begin, a multiple of the batch, so that every batch is the same as in an uninterrupted run.
         fetch_behind: batches in flight before the first result is fetched.
     """
     if first == len(source):
@@ -163,7 +163,7 @@ def score_batches(
 
 
 def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, list[np.ndarray]]:
-    """How many of a batch's rows are windows of their own, and what the Program takes beside the model."""
+    """How many of a batch's rows are not padding, and the Program's inputs besides the model."""
     rows = np.minimum(np.arange(begin, begin + shape.rows), len(source) - 1)
     tokens = source.take(rows)
     inputs = [tokens, tokens[:, -shape.suffix :]]
@@ -174,7 +174,7 @@ def _batch(source: WindowSource, begin: int, shape: BatchShape) -> tuple[int, li
 
 
 def _scores(real: int, found: SuffixScores, laws: Sequence[Scheme]) -> Scores:
-    """The first rows of what a batch gave, on the host."""
+    """The first rows of a batch's scores, on the host."""
 
     def host(named: hax.NamedArray) -> np.ndarray:
         return np.asarray(named.array)[:real]
@@ -195,13 +195,13 @@ def score_and_store(
     save_seconds: float,
     on_windows: Callable[[int], None] = lambda _: None,
 ) -> Scores | None:
-    """Scores what of a book is not scored yet, and keeps it as parts.
+    """Scores the remaining windows of a book, and stores them as parts.
 
     Args:
         batches: the scores from a window on, batch by batch.
         store: the book's parts. Only process 0 reads and writes them; the others compute along.
-        save_seconds: how long scores may be lost when the process is killed.
-        on_windows: called with how many windows are scored so far, those of earlier runs included.
+        save_seconds: seconds of work that may be lost if the process is killed.
+        on_windows: called with the number of windows scored so far, those of earlier runs included.
 
     Returns:
         The scores of all windows; None in all processes but the first.
@@ -238,10 +238,10 @@ def score_and_store(
 
 
 def _refuse_nan(scores: Scores, first: int) -> None:
-    """Refuses scores that are no logarithms of probabilities; parts of windows before them are kept.
+    """Refuses scores that are not logarithms of probabilities; parts of earlier windows are kept.
 
     Raises:
-        NonFiniteResultError: says which token of which window is the first.
+        NonFiniteResultError: names the first such token and its window.
     """
     bad = np.argwhere(np.isnan(scores.logprobs) | (scores.logprobs == np.inf))
     if len(bad):
@@ -254,9 +254,9 @@ def _refuse_nan(scores: Scores, first: int) -> None:
 
 
 def agreed(value: ArrayLike) -> np.ndarray:
-    """What process 0 has, in every process; all of them call it. Folders change, so one process looks at them."""
+    """Process 0's parts, in every process; all of them call it. Folders change, so only one process reads them."""
     texts = json.dumps(np.asarray(value).tolist())
-    return np.asarray(json.loads(meeting().follow("what is there already", lambda: texts, seconds=AGREED_SECONDS)))
+    return np.asarray(json.loads(meeting().follow("existing results", lambda: texts, seconds=AGREED_SECONDS)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -288,18 +288,18 @@ def score_windows(
     schemes: Sequence[Scheme] = (),
     matmul_precision: str | None = "highest",
 ) -> Scores:
-    """Scores windows with a model that is at hand: p_z under any scheme follows (`BookResult.log_pz`).
+    """Scores windows with a given model; p_z under any scheme follows (`BookResult.log_pz`).
 
     log p_z = Σ_t log q(z_t | z_<t) over the suffix, one teacher-forced pass (Hayes et al., arXiv:2410.19482).
 
     Args:
-        model: on the devices of `mesh`, as `mappings` place it.
+        model: on the devices of `mesh`, sharded by `mappings`.
         windows: token ids, int `[N, positions]`.
-        prefix_tokens: how many tokens of each are given; the others are scored.
+        prefix_tokens: how many tokens of each are the prompt; the others are scored.
         mesh: of devices.
-        mappings: named axes to mesh axes; default: everything whole on every device.
-        batch_size: windows at a time; the mesh axes of `batch` divide it.
-        schemes: decoding schemes beside full, K = 40 and greedy, which are always there.
+        mappings: named axes to mesh axes; default: everything replicated.
+        batch_size: windows at a time; a multiple of the batch shards.
+        schemes: decoding schemes besides full, K = 40 and greedy, which are always included.
         matmul_precision: JAX's; None leaves it to the dtype.
 
     Raises:
@@ -307,7 +307,8 @@ def score_windows(
     """
     if windows.ndim != 2 or not 0 < prefix_tokens < windows.shape[1]:
         raise ValueError(
-            f"windows are [N, positions] with a prefix and a suffix; got shape {windows.shape}, prefix {prefix_tokens}"
+            f"windows must be [N, positions] with a prefix and a suffix; got shape {windows.shape}, prefix "
+            f"{prefix_tokens}"
         )
     laws = laws_of(schemes)
     shape = BatchShape(rows=batch_size, positions=windows.shape[1], suffix=windows.shape[1] - prefix_tokens)

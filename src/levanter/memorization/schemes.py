@@ -1,9 +1,9 @@
 """Conventions: which windows a study takes and which p_z it reports. They are not comparable with one another.
 
-`levanter`: no BOS, the whole vocabulary, every fifth token. `paper`: the extraction studies (Cooper et al.,
+`levanter`: no BOS, the full vocabulary, every fifth token. `paper`: the extraction studies (Cooper et al.,
 arXiv:2505.12546), in which BOS is the first of the 100 tokens, tokens are sampled from the 40 most likely at
-temperature 1, a window begins at every tenth character of the book, and windows that repeat are left out.
-Where no preset is named, the defaults of the upstream script hold: every tenth character, no BOS, the whole vocabulary.
+temperature 1, a window begins at every tenth character of the book, and repeated windows are left out.
+Without a preset, the defaults of the upstream script hold: every tenth character, no BOS, the full vocabulary.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """How a book is cut into windows, and which p_z of them is reported first."""
+    """How a book is split into windows, and which p_z is reported first."""
 
     windowing: Windowing = field(default_factory=Windowing)
     scheme: Scheme = FULL
@@ -47,7 +47,7 @@ def convention(preset: str | None, *, scheme: Scheme | None = None, **windowing:
 
 
 def name_of(given: Convention) -> str:
-    """The preset that `given` is, or `custom`: settings that the mode does not use are not compared."""
+    """The preset that matches `given`, or `custom`; settings that the mode does not use are not compared."""
     return next((name for name, preset in PRESETS.items() if _relevant(preset) == _relevant(given)), CUSTOM)
 
 

@@ -1,17 +1,17 @@
 """Windows: the stretches of a book that a model is asked to continue.
 
-A *window* is `window_tokens` tokens: a *prefix* that is given and a *suffix* that is scored. There are two ways to
-slide over a book.
+A *window* is `window_tokens` tokens: a *prefix*, the prompt, and a *suffix* that is scored. There are two ways to slide
+over a book.
 
-*Token mode* tokenizes the whole book once and takes every `stride_tokens`-th run of tokens, so a window begins where a
+*Token mode* tokenizes the entire book once and takes every `stride_tokens`-th run of tokens, so a window begins where a
 token of the book does: N = ⌊(T − n) / s⌋ + 1 windows of n tokens out of T.
 
 *Text mode* moves a cursor by `stride_chars` characters; at each stop the next `slice_chars` characters are tokenized
-for themselves, and the first tokens are the window if there are enough of them. A window may begin inside of a word.
+separately, and the first tokens are the window if there are enough of them. A window may begin inside a word.
 
-With `bos` the first token of every window is BOS, so one token less of the book is in the prefix.
+With `bos` the first token of every window is BOS, so the prefix has one less token of the book.
 
-The tokens of all windows are slices of one int32 array; nothing is held per window but where it begins.
+The tokens of all windows are slices of one int32 array; per window, only its start is stored.
 """
 
 import itertools
@@ -24,17 +24,17 @@ import numpy as np
 from levanter.data import Tokenizer
 
 CHARACTERS_A_TOKEN = 4.25
-"""Of English prose under a vocabulary of 128k entries; only for estimates where a text is not at hand."""
+"""Of English prose under a vocabulary of 128k entries; only for estimates if a text is unavailable."""
 _SLICES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windowing:
-    """How a book is cut into windows.
+    """How a book is split into windows.
 
     Attributes:
         window_tokens: tokens of a window, BOS included.
-        prefix_tokens: how many of them are given, BOS included; the others are scored.
+        prefix_tokens: how many of them are the prompt, BOS included; the others are scored.
         token_mode: slide over tokens, not over characters.
         stride_tokens: tokens between two windows (token mode).
         stride_chars: characters between two windows (text mode).
@@ -63,11 +63,12 @@ class Windowing:
         return self.window_tokens - int(self.bos)
 
     def problems(self) -> list[str]:
-        """What makes no sense, in the words of the config."""
+        """Its problems, by config key."""
         found = []
         if not 0 < self.prefix_tokens < self.window_tokens:
             found.append(
-                f"prompt_tokens: a window has a prefix and a suffix, so prompt_tokens is between 1 and chunk_size − 1; "
+                f"prompt_tokens: a window has a prefix and a suffix, so prompt_tokens must be between 1 and "
+                f"chunk_size − 1; "
                 f"got prompt_tokens {self.prefix_tokens} of chunk_size {self.window_tokens}"
             )
         for name, value in (
@@ -80,13 +81,13 @@ class Windowing:
         return found
 
     def count(self, tokens: int) -> int:
-        """How many windows a book of so many tokens has: exact in token mode, an estimate in text mode."""
+        """How many windows a book of `tokens` tokens has: exact in token mode, an estimate in text mode."""
         if self.token_mode:
             return max(0, (tokens - self.text_tokens) // self.stride_tokens + 1)
         return self.count_in_text(int(tokens * CHARACTERS_A_TOKEN))
 
     def count_in_text(self, characters: int) -> int:
-        """An estimate of how many windows a book of so many characters has."""
+        """An estimate of how many windows a book of `characters` characters has."""
         if self.token_mode:
             return self.count(int(characters / CHARACTERS_A_TOKEN))
         last = characters - self.text_tokens * CHARACTERS_A_TOKEN
@@ -98,10 +99,10 @@ class Windows:
     """N windows of one book, in order.
 
     Attributes:
-        windowing: how they were cut.
+        windowing: how they were made.
         ids: int32, the tokens that windows are slices of.
         starts: int64 `[N]`, where each begins in `ids`.
-        bos_id: the token that each begins with, where `windowing.bos`.
+        bos_id: the token that each begins with, if `windowing.bos`.
         token_spans: int64 `[N, 2]`, the window's tokens among the book's; −1 in text mode.
         char_spans: int64 `[N, 2]`, the window's characters in the book (start, stop).
         suffix_char_spans: int64 `[N, 2]`, the suffix's.
@@ -154,17 +155,17 @@ def build_windows(
     max_windows: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Windows:
-    """Cuts a book into windows.
+    """Splits a book into windows.
 
     Args:
         text: the book.
-        tokenizer: whose ids the model takes.
+        tokenizer: the model's.
         windowing: how.
-        max_windows: take the first so many.
+        max_windows: take only the first so many.
         on_progress: called with the number of characters done.
 
     Raises:
-        ValueError: there is no BOS in the tokenizer but one is asked for, or the book has no window.
+        ValueError: BOS is requested but the tokenizer has none, or the book has no window.
     """
     if windowing.bos and tokenizer.bos_id is None:
         raise ValueError(f"bos: the tokenizer {tokenizer.name} has no BOS token; set bos: false")
@@ -242,7 +243,7 @@ def _in_text(
 
 
 def _slices(text: str, tokenizer: Tokenizer, windowing: Windowing) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Each cursor with the ids and spans of its slice. Tokenizers leave Python while they work, so threads help."""
+    """Each cursor with the ids and spans of its slice. Tokenizers release the GIL, so threads help."""
     cursors = iter(range(0, len(text), windowing.stride_chars))
 
     def encode(cursor: int) -> tuple[int, np.ndarray, np.ndarray]:

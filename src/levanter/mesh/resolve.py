@@ -47,7 +47,7 @@ class ResolvedMesh:
 
     @property
     def batch_ways(self) -> int:
-        """Into how many pieces the batch is cut."""
+        """How many shards the batch has."""
         return self.spec.ways(self.mappings.compute.mesh_axes(self.batch_axis))
 
     @property

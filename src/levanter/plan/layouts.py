@@ -122,7 +122,7 @@ class Subject:
         return next((plan.leaf.axes[0][0] for plan in self.plan.activations.leaves), None)
 
     def ways(self, layout: Layout) -> int:
-        """Into how many pieces a batch is cut."""
+        """How many shards a batch has."""
         return 1 if self.batch_axis is None else layout.mesh.ways(layout.mappings.compute.mesh_axes(self.batch_axis))
 
     @property

@@ -1,4 +1,4 @@
-"""Trackers: where a run's numbers go (see `base`)."""
+"""Trackers: where a run's metrics go (see `base`)."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
 """`BackgroundTracker`: hands every call to a thread, so that a slow service never delays a step.
 
-Calls keep their order. When the queue is full, the caller waits (and says so once): numbers are not dropped. A service
-that fails, or that takes no call for as long as the end of a run would wait for it, is given up with a message:
-tracking ends, the run goes on.
+Calls keep their order. When the queue is full, the caller waits (and logs it once): no metrics are dropped. A service
+that fails, or that accepts no call for as long as the end of a run would wait for it, is given up with a message:
+tracking ends, the run continues.
 """
 
 import atexit
@@ -38,12 +38,12 @@ class BackgroundTracker(Tracker):
         # A daemon: a service that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{self.name}", daemon=True)
         self._thread.start()
-        # A script that ends right behind its last number: what waits is handed over first. Hooks run in the reverse
+        # If a script ends right after its last metric, the queue is drained first. Hooks run in the reverse
         # order of their registration, so this one comes before the service's own, which was registered before.
         atexit.register(self.finish)
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
-        # Values are made plain here: device arrays may be donated before the thread reads them.
+        # Values are copied to the host here: device arrays may be donated before the thread reads them.
         plain = as_plain(hparams)
         self._put(lambda: self.tracker.log_hyperparameters(plain))
 
@@ -68,10 +68,12 @@ class BackgroundTracker(Tracker):
         try:
             self._calls.put(None, timeout=max(0.0, deadline - time.monotonic()))
         except queue.Full:
-            return  # `_put` has said that the service was given up
+            return  # `_put` has logged that the service was given up
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            logger.warning("tracker %s: not finished after %g s; calls are lost", self.name, self._finish_timeout)
+            logger.warning(
+                "tracker %s: not finished after %g s; queued calls are lost", self.name, self._finish_timeout
+            )
 
     def _put(self, call: Callable[[], None]) -> None:
         if self._broken or self._finished:

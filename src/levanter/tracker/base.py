@@ -1,4 +1,4 @@
-"""`Tracker`: where a run's numbers go.
+"""`Tracker`: where a run's metrics go.
 
 A *tracker* receives hyperparameters once, metrics by step, a summary of single values, and files (artifacts). A
 `TrackerConfig` is its YAML block (`tracker: {type: wandb, …}`, or a list of such blocks) and starts it. Only one
@@ -22,7 +22,7 @@ Metrics = Mapping[str, Any]
 
 
 class Tracker(abc.ABC):
-    """Receives what a run has to say. Every method may be called until `finish`, which ends the tracker."""
+    """Receives what a run reports. Every method may be called until `finish`, which ends the tracker."""
 
     name: str
 
@@ -36,7 +36,7 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def log_summary(self, metrics: Metrics) -> None:
-        """Records single values of the whole run."""
+        """Records single values for the entire run."""
 
     @abc.abstractmethod
     def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
@@ -55,11 +55,11 @@ class Tracker(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerConfig(Ranged, draccus.ChoiceRegistry, abc.ABC):
-    """The base of all tracker blocks (`wandb` where no type is given, as upstream)."""
+    """The base of all tracker blocks (`wandb` by default, as upstream)."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """What a tracker without `type` is: Weights & Biases."""
+        """The default `type`: Weights & Biases."""
         return "wandb"
 
     @abc.abstractmethod
@@ -67,13 +67,13 @@ class TrackerConfig(Ranged, draccus.ChoiceRegistry, abc.ABC):
         """Starts the tracker of this process for the run `run_id`."""
 
     def outputs(self, run_id: str | None) -> tuple[Output, ...]:
-        """The places that the tracker will write, which are tried before it starts."""
+        """The paths that the tracker will write, which are tried before it starts."""
         del run_id
         return ()
 
 
 class NoopTracker(Tracker):
-    """Forgets everything."""
+    """Discards everything."""
 
     name = "noop"
 

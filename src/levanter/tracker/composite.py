@@ -9,7 +9,7 @@ from levanter.tracker.base import Metrics, Tracker
 class CompositeTracker(Tracker):
     """Passes every call on to each of its trackers, in order.
 
-    An error of one does not keep a call from the others; all errors are raised together afterwards.
+    An error in one does not keep a call from reaching the others; all errors are raised together afterwards.
     """
 
     name = "composite"

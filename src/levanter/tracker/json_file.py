@@ -1,11 +1,11 @@
-"""JSON lines in a folder: one record appended for every call, and a JSON file of the last values at the end.
+"""JSON lines in a folder: one record appended per call, and a JSON file of the last values at the end.
 
 `metrics.jsonl` is append-only and each line reaches the disk as one write, so a run that is killed leaves every line
-it logged. A half line that an earlier crash left is cut off when the file is opened again. Object stores cannot append:
-there the file is kept in memory and rewritten whole, at most every `REMOTE_INTERVAL` seconds and at the end.
+it logged. A partial line from an earlier crash is truncated when the file is reopened. Object stores cannot append:
+there the file is kept in memory and rewritten in full, at most every `REMOTE_INTERVAL` seconds and at the end.
 
 Records: `{"time": …, "step": 3, "metrics": {…}}`, or with `hparams`, `summary` or `artifact` instead of `metrics`.
-Numbers that JSON has no word for are the strings "NaN", "Infinity" and "-Infinity".
+Numbers that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity".
 """
 
 import json
@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "eval_results.json"
 REMOTE_INTERVAL = 60.0
 MOST_WAITING = 256 << 20
-"""Bytes of lines that wait for room on a disk, before the run ends after all."""
+"""Bytes of lines that may wait for space on a full disk before the run fails."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class JsonFileTracker(Tracker):
 
 
 class _LocalLines:
-    """A file of lines that only grows; those that the disk does not take wait, and the run goes on."""
+    """An append-only file of lines; those that a full disk rejects wait, and the run continues."""
 
     def __init__(self, path: str):
         self._path = local_path(path)
@@ -96,7 +96,7 @@ class _LocalLines:
             if len(self._waiting) > MOST_WAITING:
                 raise output_error(self._path, error) from error
             if not self._told:
-                logger.warning("%s; the run goes on, and its numbers wait in memory", output_error(self._path, error))
+                logger.warning("%s; the run continues, and its metrics wait in memory", output_error(self._path, error))
             self._told = True
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class _LocalLines:
             os.close(self._descriptor)
 
     def _write(self) -> None:
-        # One call to write(2): lines of an O_APPEND file do not tear in a crash of the process.
+        # One call to write(2): lines of an O_APPEND file do not tear if the process crashes.
         while self._waiting:
             del self._waiting[: os.write(self._descriptor, self._waiting)]
 
@@ -127,7 +127,7 @@ class _LocalLines:
 
 
 class _RemoteLines:
-    """The same for a store that knows whole objects only."""
+    """The same for a store that only has complete objects."""
 
     def __init__(self, path: str):
         self._path = path
@@ -144,9 +144,9 @@ class _RemoteLines:
             try:
                 self._write()
             except OSError as error:
-                # Stores fail for a while; everything is in memory, and is written with the next lines.
+                # Stores fail temporarily; everything is in memory, and is written with the next lines.
                 self._written = time.monotonic()
-                logger.warning("%s; the run goes on, and its numbers wait in memory", error)
+                logger.warning("%s; the run continues, and its metrics wait in memory", error)
 
     def close(self) -> None:
         self._write()

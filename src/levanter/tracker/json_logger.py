@@ -42,7 +42,7 @@ class JsonLoggerTracker(Tracker):
 @TrackerConfig.register_subclass("json_logger")
 @dataclass(frozen=True, kw_only=True)
 class JsonLoggerConfig(TrackerConfig):
-    """Which logger, and at which level (`20` is INFO)."""
+    """The logger, and the level (`20` is INFO)."""
 
     logger_name: str = "levanter.json_logger"
     level: Count = logging.INFO

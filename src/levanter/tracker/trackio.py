@@ -47,7 +47,7 @@ class TrackioTracker(Tracker):
         self.run.log(as_plain(metrics), step=step)
 
     def log_summary(self, metrics: Metrics) -> None:
-        # There is no summary there: the values appear as the last step's, under a prefix.
+        # trackio has no summary: the values appear as those of the last step, under a prefix.
         self.run.log({f"summary/{name}": value for name, value in as_plain(metrics).items()})
 
     def log_artifact(self, path: str, *, name: str | None = None, type: str | None = None) -> None:
@@ -80,7 +80,7 @@ class TrackioConfig(TrackerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # trackio makes a file of it.
+        # trackio uses it as a file name.
         if (problem := name_problem(self.project)) is not None:
             raise ValueError(f"project: {problem}")
 

@@ -1,7 +1,7 @@
-"""Weights & Biases, without ever asking a question.
+"""Weights & Biases, without prompts.
 
-`wandb` asks for a login on a terminal and fails where there is none. Here a run without an API key is recorded offline,
-and one line says where it lies and how to upload it. A run keeps its id when it is resumed, so its curves go on.
+`wandb` prompts for a login on a terminal and fails without one. Here a run without an API key is recorded offline, and
+one line says where it is and how to upload it. A run keeps its id when it is resumed, so its curves continue.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class WandbTracker(Tracker):
         self._xla_dump_folder = xla_dump_folder
         self._warned_about_steps = False
         self._finished = False
-        # What has been logged, kept here because the run's own summary lags behind until it has ended.
+        # Logged values, kept here because the run's own summary lags behind until it has ended.
         self._config: dict[str, Any] = {}
         self._summary: dict[str, Any] = as_plain(dict(run.summary))
 
@@ -131,7 +131,7 @@ class WandbConfig(TrackerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # wandb makes a folder of it.
+        # wandb uses it as a folder name.
         if self.id is not None and (problem := name_problem(self.id)) is not None:
             raise ValueError(f"id: {problem}")
 
@@ -182,7 +182,7 @@ class WandbConfig(TrackerConfig):
         return (Output(key="tracker.replicate_path", path=self.replicate_path, kind="folder"),)
 
     def _mode(self) -> Literal["online", "offline", "disabled"]:
-        """The mode to run in: what is asked for, but never online without a key, which would ask on the terminal."""
+        """The mode: as configured, but never online without a key, which would prompt on the terminal."""
         asked = self.mode or os.environ.get("WANDB_MODE") or None
         if asked in ("offline", "disabled"):
             return asked
@@ -222,7 +222,7 @@ def git_commit(folder: str) -> str | None:
 
 
 def _artifact_name(name: str) -> str:
-    """A name the service takes: its characters only, and long names cut with a hash so that they stay distinct."""
+    """A name the service takes: its characters only, and long names shortened with a hash to stay distinct."""
     clean = re.sub(r"[^A-Za-z0-9_.\-]", "-", name)
     if len(clean) <= ARTIFACT_NAME_LIMIT:
         return clean

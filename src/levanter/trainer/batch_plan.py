@@ -1,7 +1,7 @@
 """`BatchPlan`: how a global batch becomes what a device holds at once, resolved before a device is touched.
 
-    dp    = devices / (model × group × context)      the ways in which the batch is cut
-    accum = global batch / (rows a device takes at once × dp)
+    dp    = devices / (model × group × context)      the shards of the batch
+    accum = global batch / (rows that a device takes at once × dp)
 
 Rows are sequences. A *microbatch* is what all devices take at once: `rows × dp`. Gradients of `accum` microbatches are
 added up before the parameters move. Pure arithmetic; every number comes with its reason, and what is not whole is
@@ -26,8 +26,8 @@ class BatchPlan:
     Attributes:
         rows: sequences of a step that count.
         padding: rows of zero weight added so that the devices divide the batch.
-        ways: into how many pieces the batch is cut.
-        per_device: rows a device takes at once.
+        ways: how many shards the batch has.
+        per_device: rows that a device takes at once.
         accumulation: microbatches whose gradients are added up.
         positions: tokens in a row.
         reasons: a line for each number.
@@ -58,8 +58,9 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} rows × {self.positions} tokens = {self.tokens:,} tokens a step: {self.per_device} rows a "
-            f"device × {self.ways} ways × {self.accumulation} accumulated" + ("".join(f"; {r}" for r in self.reasons))
+            f"{self.rows} rows × {self.positions} tokens = {self.tokens:,} tokens per step: {self.per_device} rows "
+            f"per device × {self.ways} batch shards × {self.accumulation} accumulated"
+            + ("".join(f"; {r}" for r in self.reasons))
         )
 
 
@@ -78,7 +79,7 @@ def plan_batch(
 
     Args:
         batch: rows of a step; -1 for `per_device × ways`.
-        per_device: rows a device takes at once; -1 for all of its share.
+        per_device: rows that a device takes at once; -1 for all of its share.
         ways: into how many pieces the mesh cuts the batch.
         positions: tokens in a row.
         pad: a reason to pad a batch that does not divide; without one it is refused.
@@ -88,14 +89,14 @@ def plan_batch(
         BatchError: not whole.
     """
     on = f" on mesh {mesh}" if mesh else ""
-    reasons = [f"the batch is cut {ways} ways{on}"]
+    reasons = [f"the batch is sharded {ways} ways{on}"]
     if batch == -1:
         if per_device == -1:
             raise BatchError(
                 "trainer.train_batch_size and trainer.per_device_parallelism are both -1; give one of them"
             )
         batch = per_device * ways
-        reasons.append(f"train_batch_size -1: {per_device} rows a device × {ways} ways")
+        reasons.append(f"train_batch_size -1: {per_device} rows per device × {ways} batch shards")
     placed = batch
     if pad:
         unit = ways if per_device == -1 else ways * per_device
@@ -110,7 +111,9 @@ def plan_batch(
     micro = per_device * ways
     if placed % micro:
         share = f"; or per_device_parallelism {_listed(divisors(placed // ways))}" if placed % ways == 0 else ""
-        raise BatchError(_uneven(batch, micro, f"rows a microbatch ({per_device} a device × {ways} ways)", on) + share)
+        raise BatchError(
+            _uneven(batch, micro, f"rows per microbatch ({per_device} per device × {ways} batch shards)", on) + share
+        )
     accumulation = placed // micro
     if accumulation > 1:
         reasons.append(f"{placed} / ({per_device} × {ways}) = {accumulation} microbatches")

@@ -21,7 +21,7 @@ from levanter.trainer.state import TrainState
 
 @dataclass(kw_only=True)
 class ShowProgress:
-    """Moves the bar: tokens, tokens a second, time left; step and loss beside it.
+    """Moves the bar: tokens, tokens per second, time left; step and loss beside it.
 
     Attributes:
         progress: counts the tokens that are left to train on.

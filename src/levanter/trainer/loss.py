@@ -60,7 +60,7 @@ class LmBatch(eqx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LmObjective(Objective[LmHeadModel, LmBatch]):
-    """Predicting the next token: the weighted mean of −log p, in nats a token.
+    """Predicting the next token: the weighted mean of −log p, in nats per token.
 
     Attributes:
         weights: whether positions of a batch have weights.

@@ -12,7 +12,7 @@ class StepReport:
 
     Attributes:
         step: its number, from 0.
-        loss: the objective's first term; nats a token, where language is modeled.
+        loss: the objective's first term; nats per token, where language is modeled.
         weight: the objective's normalizer; the sum of the loss weights, where language is modeled.
         grad_norm: of the whole gradient, before it is clipped.
         update_norm: of what was added to the parameters.

@@ -47,7 +47,7 @@ class StepMetrics(eqx.Module):
     """What a step reports; float32 scalars, but for what is watched.
 
     Attributes:
-        loss: the objective's first term: nats a token, where language is modeled.
+        loss: the objective's first term: nats per token, where language is modeled.
         weight: the objective's normalizer: the sum of the weights of tokens, where language is modeled.
         grad_norm: global norm of the gradient, before it is clipped.
         update_norm: global norm of what was added to the parameters.

@@ -27,7 +27,7 @@ def test_bigram_entropy_by_counting():
 
 
 def test_the_documentation_has_the_entropy_that_is_published():
-    # 2.45 nats a byte; a little more or less with the version of Python.
+    # 2.45 nats per byte; a little more or less with the version of Python.
     assert bigram_entropy(python_docs_text().encode()) == pytest.approx(2.45, abs=0.05)
 
 

@@ -99,7 +99,7 @@ def test_a_book_of_half_a_million_characters():
     ("call", "message"),
     [
         (lambda: coverage([0.0], np.array([[0, 5]]), 4), r"span 0 is \[0, 5\), .* 4 characters"),
-        (lambda: coverage([0.0], np.array([[3, 2]]), 4), "no range within a text"),
+        (lambda: coverage([0.0], np.array([[3, 2]]), 4), "not a range within a text"),
         (lambda: coverage([0.0], np.array([0, 2]), 4), r"expected shape \[N, 2\]"),
         (lambda: coverage([0.0, 0.0], np.array([[0, 2]]), 4), "1 spans"),
         (lambda: coverage([], np.zeros((0, 2), int), 0), "the text is empty"),

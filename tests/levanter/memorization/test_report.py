@@ -124,7 +124,7 @@ def test_it_says_which_convention_was_used_and_what_was_published():
     for said in ("Preset paper, scheme k40", "the 40 likeliest tokens", "56.87 %", "Same settings", "org/Llama-3.1-8B"):
         assert said in page
     other = report_html([measure(book_of_bytes(text, title="Pride and Prejudice"))])
-    assert "Not comparable to a digit: preset levanter and scheme full here" in other
+    assert "Not exactly comparable: preset levanter and scheme full here" in other
     both = report_html([measure(book), measure(book_of_bytes(text, title="Pride and Prejudice", model="org/other"))])
     assert "different presets (paper, levanter)" in both and "56.87 %" in both
 

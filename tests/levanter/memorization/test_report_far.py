@@ -26,7 +26,7 @@ def cut_short(windows: int):
 
 
 def far(log_pz: float = -36.0):
-    """A book whose windows all have one p_z: 2.3e-16, 12 nats a token."""
+    """A book whose windows all have one p_z: 2.3e-16, 12 nats per token."""
     return book_of_bytes(TEXT, np.full(147, log_pz))
 
 
@@ -71,7 +71,7 @@ def test_what_is_far_below_every_threshold_is_a_bar_and_not_nothing():
 
 
 def test_ink_reaches_down_to_log_p_a_token():
-    """By hand: τ is −2.30 nats a token, −4 is 29.8 % of the way from there to −8, −12 is beyond it."""
+    """By hand: τ is −2.30 nats per token, −4 is 29.8 % of the way from there to −8, −12 is beyond it."""
     assert set(levels(measure(far(-12.0)))[4:298].tolist()) == {101 + 29}
     assert set(levels(measure(far(-36.0)))[4:298].tolist()) == {0}
     page = report_html([measure(far(-12.0))])
@@ -80,7 +80,9 @@ def test_ink_reaches_down_to_log_p_a_token():
     assert data["runs"][0]["tokens"] == 3
     # Half the way to the floor is half the ink: i5 of ten.
     assert 'class="i5"' in strip_svg(measure(far(-12.0)), "a")
-    assert "selected" not in report_html([measure(book_of_bytes(TEXT, np.zeros(147)))]).split("log p a token")[0][-60:]
+    assert (
+        "selected" not in report_html([measure(book_of_bytes(TEXT, np.zeros(147)))]).split("log p per token")[0][-60:]
+    )
 
 
 def test_passages_below_do_not_repeat_those_above():

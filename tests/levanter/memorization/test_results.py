@@ -89,7 +89,7 @@ def test_rounding_makes_no_probability_above_one():
 def test_what_was_not_stored_is_refused_with_the_way_to_get_it():
     with pytest.raises(ValueError, match=r"k20: .*has k40, full, greedy, k7_t0.6\).*schemes: \[k20\]"):
         book().log_pz(Scheme(top_k=20))
-    with pytest.raises(ValueError, match="5 suffix tokens asked for, 4 were scored"):
+    with pytest.raises(ValueError, match="5 suffix tokens requested, 4 were scored"):
         book().log_pz(Scheme(suffix_tokens=5))
 
 

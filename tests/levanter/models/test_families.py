@@ -63,7 +63,7 @@ def test_parameters_equal_those_of_transformers(name):
 
 
 def operations_by_hand(document, *, context: int) -> tuple[float, float]:
-    """Forward operations a token in products with weights, and in attention under a causal mask."""
+    """Forward operations per token in products with weights, and in attention under a causal mask."""
     hidden, heads, kv = (document[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     head, layers = document.get("head_dim", hidden // heads), document["num_hidden_layers"]
     weights = 2 * hidden * document["vocab_size"]

@@ -161,7 +161,7 @@ def test_a_chunk_is_what_a_device_has_room_for(batch, vocab, data, model, positi
 
 def test_the_chunk_that_is_planned_is_the_chunk_that_is_scored(devices, monkeypatch):
     """Under mapping and mesh in scope the program cuts as `planned_chunk` says without them."""
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 2 * (VOCAB // 2) * 5)  # 5 positions of 2 rows a device
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 2 * (VOCAB // 2) * 5)  # 5 positions of 2 rows per device
     config, spec = tiny_config(num_kv_heads=8), MeshSpec.of(data=4, model=2)
     mappings = mappings_for(config, spec)
     size = planned_chunk(config, batch=("batch", 8), vocab=VOCAB, mapping=mappings.compute, mesh=spec)

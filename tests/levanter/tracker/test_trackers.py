@@ -310,7 +310,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
         for step in range(3):
             tracker.log({"loss": step}, step=step)
     assert [record.message.count("No space left on device") for record in caplog.records] == [1]
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
     room[0] = 10_000
     tracker.log({"loss": 3}, step=3)
     tracker.finish()

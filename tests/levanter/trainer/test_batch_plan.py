@@ -24,13 +24,15 @@ def test_all_of_a_devices_share_at_once_where_nothing_is_said():
 def test_a_batch_is_derived_from_the_rows_of_a_device():
     plan = plan_batch(-1, per_device=3, ways=8, positions=128)
     assert (plan.rows, plan.accumulation) == (24, 1)
-    assert "train_batch_size -1: 3 rows a device × 8 ways" in plan.reasons
+    assert "train_batch_size -1: 3 rows per device × 8 batch shards" in plan.reasons
 
 
 def test_reasons_name_every_number():
     plan = plan_batch(64, per_device=2, ways=8, positions=4096, mesh="data 8 × model 2")
-    assert plan.reasons == ("the batch is cut 8 ways on mesh data 8 × model 2", "64 / (2 × 8) = 4 microbatches")
-    assert str(plan).startswith("64 rows × 4096 tokens = 262,144 tokens a step: 2 rows a device × 8 ways × 4 accum")
+    assert plan.reasons == ("the batch is sharded 8 ways on mesh data 8 × model 2", "64 / (2 × 8) = 4 microbatches")
+    assert str(plan).startswith(
+        "64 rows × 4096 tokens = 262,144 tokens per step: 2 rows per device × 8 batch shards × 4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,8 @@ def test_reasons_name_every_number():
     [
         (100, -1, 8, r"100 is not a multiple of 8 ways; nearest: 96 or 104"),
         (5, -1, 8, r"5 is not a multiple of 8 ways; nearest: 8$"),
-        (24, 2, 8, r"24 is not a multiple of 16 rows a microbatch \(2 a device × 8 ways\); nearest: 16 or 32; "
+        (24, 2, 8, r"24 is not a multiple of 16 rows per microbatch \(2 per device × 8 batch shards\); nearest: 16 or "
+                   r"32; "
                    r"or per_device_parallelism 1, 3$"),
         (20, 2, 8, r"nearest: 16 or 32$"),
         (-1, -1, 8, r"both -1"),

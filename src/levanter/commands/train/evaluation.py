@@ -191,5 +191,5 @@ class Evaluate:
         self.tracker.log(self.result.metrics(), step=taken - 1)
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
-        told = "" if np.isnan(bits) else f", {bits:.4f} bits a byte"
-        logger.info("step %d: validation loss %.4f nats a token%s", taken, overall.loss, told)
+        told = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"
+        logger.info("step %d: validation loss %.4f nats per token%s", taken, overall.loss, told)

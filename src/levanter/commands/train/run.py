@@ -105,7 +105,7 @@ class Trained:
             "no checkpoint" if self.checkpoint is None else f"checkpoint: {self.checkpoint.path}",
         ]
         if self.evaluation is not None:
-            lines.append(f"validation loss {self.evaluation.overall.micro.loss:.4f} nats a token")
+            lines.append(f"validation loss {self.evaluation.overall.micro.loss:.4f} nats per token")
         if self.exported is not None:
             lines.append(f"Hugging Face export: {self.exported}")
         return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Charts as inline SVG: histogram of p_z, (n, p) curves, and a strip for readers without scripts.
 
 Colours are CSS variables of the page, so light and dark follow the reader. Every bar and line has a `title`, which
-browsers show on hover and screen readers read; the numbers themselves stand in a table beside each chart.
+browsers show on hover and screen readers read; the numbers themselves are in a table beside each chart.
 """
 
 import math
@@ -18,7 +18,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 44
 _INNER_WIDTH, _INNER_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 STRIP_COLUMNS = 600
 _UNDERFLOW = 76
-"""Room at the left of a histogram for what a logarithm cuts off: p_z = 0, and p_z below the lowest edge."""
+"""Room on the left of a histogram for what a logarithm cannot show: p_z = 0, and p_z below the lowest edge."""
 
 
 def histogram_svg(measured: Measurement, name: str) -> str:
@@ -33,7 +33,7 @@ def histogram_svg(measured: Measurement, name: str) -> str:
         return left + (log10 - low) / -low * (_INNER_WIDTH - _UNDERFLOW)
 
     def y(windows: float) -> float:
-        # A little room below 1, so that a single window is a bar one can see.
+        # A little room below 1, so that a single window is a visible bar.
         return _TOP + _INNER_HEIGHT * (1 - (math.log10(windows) + 0.15) / (top + 0.15))
 
     parts = [_rule(y(10**e), f"10{superscript(e)}" if e > 1 else str(10**e)) for e in range(top + 1)]
@@ -76,7 +76,7 @@ def curves_svg(measured: Measurement, name: str) -> str:
         _rule(_TOP + _INNER_HEIGHT * (1 - value / top), _percent(value)) for value in np.arange(0, top + step / 2, step)
     ]
     parts += [_tick(_LEFT + e / log_n[-1] * (_INNER_WIDTH - 52), _power(e)) for e in range(0, int(log_n[-1]) + 1, 3)]
-    # Names stand at the lines' ends, pushed apart where the ends are close.
+    # Names are at the lines' ends, pushed apart if the ends are close.
     ends = _TOP + _INNER_HEIGHT * (1 - curve.rate[:, -1] / top)
     label_at = _spread(ends, 13.0, _TOP + _INNER_HEIGHT)
     for n, (p, rate) in enumerate(zip(curve.p, curve.rate, strict=True)):
@@ -87,12 +87,12 @@ def curves_svg(measured: Measurement, name: str) -> str:
 
 
 def strip_svg(measured: Measurement, name: str) -> str:
-    """The whole book as a still strip, for readers without scripts."""
+    """The entire book as a static strip, for readers without scripts."""
     scale = "log" if measured.reached.any() else "token"
     tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
     shaded = shade(measured.heat, log_threshold=measured.log_threshold, scale=scale, tokens=tokens)
     ink = np.rint(columns(shaded, STRIP_COLUMNS) * 10).astype(int)
-    # 11 is what was not scored: more than half of a column.
+    # 11 means not scored: more than half of a column.
     ink = np.where(columns((~measured.scored).astype(float), STRIP_COLUMNS) > 0.5, 11, ink)
     starts = np.flatnonzero(np.diff(ink, prepend=-1))
     widths = np.diff(starts, append=STRIP_COLUMNS)
@@ -110,7 +110,7 @@ def strip_svg(measured: Measurement, name: str) -> str:
 
 
 def _hatch(start: int, width: int) -> str:
-    """A stretch that was not scored: lines, every fourth column. (A pattern would be asked for by its address.)"""
+    """A stretch that was not scored: lines, every fourth column. (An SVG pattern would be referenced by URL.)"""
     lines = "".join(f"M{at} 0h1v1h-1z" for at in range(start, start + width, 4))
     return f'<path class="unscored" d="{lines}"><title>not scored</title></path>'
 
@@ -175,7 +175,7 @@ def _percent(value: float) -> str:
 
 
 def _round_step(high: float) -> float:
-    """A step of 1, 2, 2.5 or 5 times a power of ten that cuts 0 … high into four to eight."""
+    """A step of 1, 2, 2.5 or 5 times a power of ten that divides 0 … high into four to eight."""
     if high <= 0:
         return 0.25
     power = 10.0 ** math.floor(math.log10(high / 4))

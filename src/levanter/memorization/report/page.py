@@ -1,8 +1,8 @@
 """The page: sections of a report, from measurements to HTML.
 
 One section for each text. In it: the numbers, the strips of all runs over that text with the text under them, the
-charts, the passages, and how it was measured. The HTML is complete without scripts but for zooming; style and script
-are part of the file.
+charts, the passages, and how it was measured. Without scripts, the HTML only lacks zooming; style and script are part
+of the file.
 """
 
 import json
@@ -25,10 +25,10 @@ def report_html(
     """The report of some runs as one HTML document.
 
     Args:
-        runs: what was measured; runs over one text share a section, in which their strips line up.
+        runs: the measurements; runs over one text share a section, in which their strips line up.
         with_text: whether the book's text may be in the file; without it there are positions and numbers only.
-        passages: how many passages a run lists at most.
-        names: of the runs; default by what tells them apart.
+        passages: the most passages to list per run.
+        names: of the runs; default by what distinguishes them.
 
     Raises:
         ValueError: no runs.
@@ -44,7 +44,7 @@ def report_html(
         warnings = "".join(f"<p>{escaped(line)}</p>" for line in cautions(runs))
         parts.append(f'<div class="caution" role="note">{warnings}</div>' if warnings else "")
         parts.append(f'<div class="card scroll">{runs_table(runs, names)}</div>')
-    # A single book has its title at the top of the page.
+    # The title of a single book is at the top of the page.
     heading = "h2" if len(groups) == 1 else "h3"
     if len(groups) > 1:
         links = "".join(

@@ -6,15 +6,15 @@ from levanter.memorization.passages import Passage
 from levanter.memorization.report.words import count, escaped, probability, samples
 
 SHOWN = 5
-"""Passages that are seen without opening the rest of the list."""
+"""Passages that are visible without opening the rest of the list."""
 
 
 def passage_list(run: Measurement, index: int, *, count: int, with_text: bool) -> str:
     """An ordered list of the likeliest passages of a run.
 
     Args:
-        run: what was measured.
-        index: the run's place in its section.
+        run: the measurement.
+        index: the run's index in its section.
         count: how many at most.
         with_text: whether prefix and suffix are shown.
     """

@@ -1,9 +1,9 @@
 """What the page's script draws from: the heat of every character in a few bytes, and the text.
 
-Heat has *levels*: 1 … 100 from the lightest ink to p_z = 1, even in log p_z; 101 … 200 below the threshold, even in
-log p a token from just below it to `FLOOR`; 0 for what is less likely still; 255 for what no window stands for, of
-which nothing is known. Neighbours mostly share a level, so levels are written as runs: the run's length as a varint
-(seven bits a byte, low ones first, the high bit set on all but the last) and one byte of level; together in base64.
+Heat has *levels*: 1 … 100 from the lightest ink to p_z = 1, uniform in log p_z; 101 … 200 below the threshold, uniform
+in log p per token from just below it to `FLOOR`; 0 for anything less likely; 255 for what no window covers, about which
+nothing is known. Neighbours mostly share a level, so levels are run-length encoded: the run's length as a varint (seven
+bits per byte, low ones first, the high bit set on all but the last) and one byte of level, all in base64.
 """
 
 import base64
@@ -26,7 +26,7 @@ def levels(measured: Measurement) -> np.ndarray:
     above = 1 + np.rint((ink - LIGHTEST) / (1 - LIGHTEST) * (LEVELS - 1))
     tokens = measured.scheme.suffix_tokens or measured.book.suffix_tokens
     top, each = min(measured.log_threshold / tokens, 0.0), measured.heat / tokens
-    # Where the threshold itself is below the floor there is nothing between them.
+    # If the threshold itself is below the floor, there is nothing between them.
     depth = (each - top) / (FLOOR - top) if top > FLOOR else np.full_like(each, np.inf)
     below = np.where(depth <= 1, LEVELS + 1 + np.rint(np.clip(depth, 0, 1) * (LEVELS - 1)), 0)
     return np.where(measured.scored, np.where(ink > 0, above, below), UNSCORED).astype(np.uint8)
@@ -47,7 +47,7 @@ def encoded(levels: np.ndarray) -> str:
 
 
 def book_payload(runs: Sequence[Measurement], names: Sequence[str], *, with_text: bool) -> dict[str, Any]:
-    """The script's data of one text and the runs over it."""
+    """The script's data for one text and the runs over it."""
     text = next((run.book.text for run in runs if run.book.text is not None), None) if with_text else None
     return {
         "characters": runs[0].characters,
@@ -66,7 +66,7 @@ def book_payload(runs: Sequence[Measurement], names: Sequence[str], *, with_text
 
 
 def as_script(payload: object) -> str:
-    """JSON that can stand inside a `script` element whatever the text holds."""
+    """JSON that is safe inside a `script` element, whatever the text contains."""
     written = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # Signs that could end the element, that scripts take for line ends, and that UTF-8 cannot hold.
+    # Characters that could end the element, that scripts take for line endings, and that UTF-8 cannot encode.
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", written)

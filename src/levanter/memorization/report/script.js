@@ -23,7 +23,7 @@
     return level <= LEVELS ? run.logThreshold * (1 - part) : (top + part * (FLOOR - top)) * run.tokens;
   }
 
-  // What level and ink have to do with each other.
+  // How levels map to ink.
   function inkTable(run, scale) {
     return Float64Array.from({ length: UNSCORED + 1 }, (_, level) => {
       const log = logOf(run, level);
@@ -70,7 +70,7 @@
       this.characters = data.characters;
       this.text = data.text;
       this.unit = data.unit;
-      // Positions count whole characters; a text beyond the basic plane is split into them once.
+      // Positions count full characters; a text beyond the basic plane is split into them once.
       if (this.text !== null && this.text.length !== this.characters) this.points = Array.from(this.text);
       this.runs = data.runs.map(run => ({ ...run, levels: decode(run.levels, this.characters) }));
       this.view = [0, this.characters];
@@ -120,7 +120,7 @@
       new ResizeObserver(() => this.draw()).observe(this.navigator);
     }
 
-    // Dragging over the whole book selects a stretch of it; a click moves there.
+    // Dragging over the upper strip selects a stretch of it; a click moves there.
     selectable(canvas) {
       let from = null;
       const character = event => {
@@ -174,7 +174,7 @@
       if (level === UNSCORED) return "not scored";
       const log = logOf(run, level), below = level === 0 || level > LEVELS ? "below the threshold" : "";
       if (log === -Infinity) return below;
-      const token = `${(log / run.tokens).toFixed(2)} nats a token`;
+      const token = `${(log / run.tokens).toFixed(2)} nats per token`;
       return below ? `${below}, ${token}` : `p_z ≈ ${percent(log)}, ${token}`;
     }
 
@@ -265,7 +265,7 @@
       context.drawImage(canvas, 0, 0, width, 1, 0, 0, width, height);
     }
 
-    // Slanted lines over what no window stands for: of that nothing is known, and white would say that it is not memorized.
+    // Slanted lines over what no window covers: nothing is known about it, and white would mean that it is not memorized.
     hatch(canvas, run, start, stop) {
       const { width, height } = canvas, ratio = devicePixelRatio || 1, context = canvas.getContext("2d");
       if (width === 0) return;
@@ -288,7 +288,7 @@
       context.restore();
     }
 
-    // The part of the whole book that is in view, as a frame.
+    // A frame around the part of the book that is in view.
     frame(canvas) {
       const context = canvas.getContext("2d"), ratio = devicePixelRatio || 1;
       const [left, right] = this.view.map(x => x / this.characters * canvas.width);

@@ -1,4 +1,4 @@
-"""The strips of one text: a row for each run over the whole book and over the part in view, and the text below."""
+"""The strips of one text: a row per run over the entire book and over the part in view, and the text below."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def strips(runs: Sequence[Measurement], names: Sequence[str], *, has_text: bool)
         has_text: whether the text is in the page.
     """
     several = len(runs) > 1
-    # Where nothing reaches the threshold, ink by it is white all over.
+    # If nothing reaches the threshold, ink relative to it is white throughout.
     faint = not any(run.reached.any() for run in runs)
     link = '<svg class="link" viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true"><path/></svg>'
     reader = (
@@ -51,7 +51,8 @@ def _tools(names: Sequence[str], *, has_text: bool, faint: bool) -> str:
     by_token = " selected" if faint else ""
     choices = (
         '<label>ink <select class="ink"><option value="log">logarithmic</option>'
-        f'<option value="linear">linear</option><option value="token"{by_token}>log p a token</option></select></label>'
+        f'<option value="linear">linear</option><option value="token"{by_token}>log p per token</option>'
+        "</select></label>"
     )
     if len(names) > 1:
         options = [f'<option value="{n}">{escaped(name)}</option>' for n, name in enumerate(names)]

@@ -13,8 +13,8 @@ from levanter.memorization.results import Scheme
 
 _COVERS = {
     "suffix": "the characters of the suffix",
-    "window": "the characters of the whole window, prefix included",
-    "paper_v1": "from so many characters after the window's start as the prefix has tokens, to its last character",
+    "window": "the characters of the full window, prefix included",
+    "paper_v1": "from as many characters after the window's start as the prefix has tokens, to its last character",
 }
 
 
@@ -40,7 +40,7 @@ def numbers(run: Measurement) -> str:
 
 
 def runs_table(runs: Sequence[Measurement], names: Sequence[str]) -> str:
-    """Runs side by side, a line each."""
+    """Runs side by side, one row each."""
     head = ("run", "model", "preset", "scheme", "windows", "coverage", "95 % interval", "at the threshold", "published")
     lines = []
     for run, name in zip(runs, names, strict=True):
@@ -60,7 +60,7 @@ def runs_table(runs: Sequence[Measurement], names: Sequence[str]) -> str:
 
 
 def schemes_table(run: Measurement) -> str:
-    """The same windows under every scheme that the results give, at the same threshold."""
+    """The same windows under every scheme of the results, at the same threshold."""
     lines = []
     for scheme in whole_suffix(run.book):
         log_pz = run.book.log_pz(scheme)
@@ -81,7 +81,7 @@ def schemes_table(run: Measurement) -> str:
 
 
 def published_table(run: Measurement) -> str:
-    """Published coverages of the same book with this run among them; empty where there are none."""
+    """Published coverages of the same book, with this run among them; empty if there are none."""
     published = reference.published(run.book.title)
     if not published:
         return ""
@@ -98,7 +98,7 @@ def published_table(run: Measurement) -> str:
         differing.append(f"threshold {run.threshold:.3g} here, {reference.THRESHOLD:g} there")
     if run.cover != "suffix":
         differing.append(f"{run.cover} covers here, suffix there")
-    note = f"Not comparable to a digit: {'; '.join(differing)}." if differing else "Same settings; editions may differ."
+    note = f"Not exactly comparable: {'; '.join(differing)}." if differing else "Same settings; editions may differ."
     return (
         f"{_table(('published coverage', 'characters'), lines)}"
         f'<p class="note">{escaped(note)} Published values: arXiv 2505.12546 and its results site.</p>'
@@ -106,12 +106,12 @@ def published_table(run: Measurement) -> str:
 
 
 def facts(run: Measurement) -> str:
-    """Which conventions hold, in words."""
+    """The conventions of a run, in words."""
     book = run.book
     rows = [
         ("model", escaped(model_name(run) or "not named")),
         ("preset", escaped(book.preset)),
-        ("window", f"{book.prefix_tokens} tokens given, {book.suffix_tokens} scored; {count(len(book))} windows"),
+        ("window", f"{book.prefix_tokens} tokens as prompt, {book.suffix_tokens} scored; {count(len(book))} windows"),
         ("decoding scheme", escaped(f"{run.scheme.name}: {scheme_words(run.scheme)}")),
         ("p_z", "the product of the suffix tokens' probabilities, each given all tokens of the window before it"),
         ("threshold", _threshold(run)),
@@ -129,7 +129,7 @@ def scheme_words(scheme: Scheme) -> str:
     """A decoding scheme in words."""
     if scheme.top_k == 1:
         return "greedy, the likeliest token"
-    among = "the whole vocabulary" if scheme.top_k is None else f"the {scheme.top_k} likeliest tokens"
+    among = "the full vocabulary" if scheme.top_k is None else f"the {scheme.top_k} likeliest tokens"
     return f"{among}, temperature {scheme.temperature:g}"
 
 

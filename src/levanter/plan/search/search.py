@@ -214,8 +214,8 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
         },
         "residual embed → model": {"residual": "embed"},
         "residual replicated over model": {"residual": "whole"},
-        f"{at.rows * 2} rows a device": {"rows": at.rows * 2},
-        f"{at.rows // 2} rows a device": {"rows": at.rows // 2},
+        f"{at.rows * 2} rows per device": {"rows": at.rows * 2},
+        f"{at.rows // 2} rows per device": {"rows": at.rows // 2},
         f"gradient_checkpointing {str(not at.remat).lower()}": {"remat": not at.remat},
     }
     for change, fields in changes.items():

@@ -122,7 +122,7 @@ def test_a_checkpoint_of_ours_is_scored_and_shown(saved, tmp_path, capsys):
     # One row begins with the token that the one before it ended with; so do the texts.
     decoded = [tokenizer.decode(stream[at : at + LENGTH]) for at in range(0, len(stream) - 1, LENGTH - 1)]
     assert parsed.texts == decoded
-    assert f"{count:,} tokens, {total / count:.4f} nats a token" in said
+    assert f"{count:,} tokens, {total / count:.4f} nats per token" in said
 
 
 @pytest.mark.slow
