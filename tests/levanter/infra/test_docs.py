@@ -111,7 +111,7 @@ def test_defaults_are_the_defaults():
     text, asked = page("launch"), parser_of("tpu").parse_args([])
     assert "`--retries 10`, `--create_retries 20`" in text
     assert (asked.retries, asked.create_retries) == (10, 20) == (Patience().retries, Patience().create_retries)
-    assert "again after 30 s, 60 s, … 10 min" in text
+    assert "retried after 30 s, 60 s, … 10 min" in text
     assert [Patience().seconds(n) for n in (1, 2, 9)] == [30, 60, 600]
     assert "`--restarts` times (3)" in text and ray_parser().parse_args([]).restarts == 3
     for flag in set(re.findall(r"`(--[a-z_]+)", text)) - {"--target", "--dry_run"}:
