@@ -1,15 +1,15 @@
-"""Scoring, training and loading by two trees of this project, in turns: is one slower than the other?
+"""Scoring, training and loading with two trees of this project, in turn: is one slower than the other?
 
     python benchmarks/before_after.py --before ../before [--after .] [--pairs 12] [--only training]
 
 Both trees run the same documents: the Programs are those that `eval_lm` and `train_lm` describe, and the loader is that
-of `eval_lm`. Each tree is a process of its own that lives for the whole measurement and waits for its turn; turns go in
-pairs, in changing order. Compared are CPU seconds of a turn (all threads), which say more than seconds where other work
-shares the cores; compilation and the first turn are not counted. Given are, of after over before, the median of the
-pairs and the 95 % interval of that median by 10,000 bootstrap samples.
+of `eval_lm`. Each tree runs in its own process for the entire measurement and waits for its turn; turns go in pairs, in
+alternating order. CPU seconds of a turn (all threads) are compared, which are more reliable than wall seconds if other
+work shares the cores; compilation and the first turn are not counted. Reported for after over before: the median of
+the pairs and its 95 % interval from 10,000 bootstrap samples.
 
-Two processes of one and the same tree can differ by a tenth for as long as they live, since each gets other pages of
-memory. `--restarts N` starts both anew N times; a ratio is then of the medians of a pair of processes, and the interval
+Two processes of the same tree can differ by a tenth for their entire lifetime, since each gets different pages of
+memory. `--restarts N` restarts both N times; a ratio is then of the medians of a pair of processes, and the interval
 is over these. `--only` and the name of a shape (`--shape`) choose a line.
 """
 

@@ -1,10 +1,10 @@
-"""Plans the loading of a 405-billion-parameter checkpoint on 128 devices at 32 hosts, and reads one host's share.
+"""Plans the loading of a 405-billion-parameter checkpoint on 128 devices on 32 hosts, and reads one host's share.
 
     JAX_PLATFORMS=cpu python benchmarks/byte_plan_405b.py [--host 5] [--mesh fsdp_tp|tp|fsdp] [--no-read] [--show]
 
-The checkpoint is real in everything but its weights: 191 safetensors files, 1138 tensors, 811.7 GB, made of holes, so
-that it takes no disk. Planning means: open it, match the rules, choose strategies, and list every byte range that the
-host reads. Reading means: carry those reads out through `SafetensorsSource` and drop what they bring.
+The checkpoint is real in everything but its weights: 191 safetensors files, 1138 tensors, 811.7 GB, as sparse files, so
+that it takes no disk space. Planning means: open it, match the rules, choose strategies, and list every byte range that
+the host reads. Reading means: perform those reads through `SafetensorsSource` and discard the data.
 """
 
 import argparse

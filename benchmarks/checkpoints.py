@@ -3,22 +3,22 @@
     python benchmarks/checkpoints.py [--devices 1] [--rounds 8] [--step-cores 1]
 
 A Llama of 10.7 million parameters with Adam's two averages, in float32 (123 MiB), trained by the `train_step` Program
-of a run and saved by its `Checkpointer`. Rounds come in pairs of `--steps` steps, one with a save behind its first step
-and one without, in changing order, so that whatever else the machine does falls on both. Given are
+of a run and saved by its `Checkpointer`. Rounds come in pairs of `--steps` steps, one with a save after its first step
+and one without, in alternating order, so that other load on the machine affects both. Reported are
 
 - *held up*: how long `save` keeps the loop (it copies the state off the devices and makes folders), in seconds and in
   steps;
 - *under way*: from `save` until the checkpoint is complete;
-- *while saving*: the time of the steps that lie in it, against the same steps of the round without; what `save` itself
-  takes is not in it;
-- *of it, computing*: the same of the processor time of XLA's threads (Linux): what saving costs a step that has its
-  cores to itself. Other work on the machine is in the line above, and hardly in this one;
-- *processor*: processor time of the round with a save beyond that of the round without;
+- *while saving*: the time of the steps that overlap the save, against the same steps of the round without; the time of
+  `save` itself is not included;
+- *of it, computing*: the same for the CPU time of XLA's threads (Linux): what saving costs a step that has its cores to
+  itself. Other work on the machine affects the line above, but hardly this one;
+- *processor*: CPU time of the round with a save beyond that of the round without;
 - *per save*: seconds by which the round with a save is longer. Divided by the time between two saves, that is what
   saving costs a run.
 
-On virtual devices the step keeps all cores busy, and what writes takes some of their time: *while saving* then says how
-many cores there are. On the host of an accelerator they are free. `--step-cores N` is nearer to that: the threads that
+On virtual devices the step keeps all cores busy, and writing takes some of their time: *while saving* then reflects the
+number of cores. On the host of an accelerator they are free. `--step-cores N` is closer to that: the threads that
 compute the step are bound to N of the cores, those that save may use all.
 """
 

@@ -1,12 +1,12 @@
-"""Times tokenization into a token store, and the loader that makes training rows out of it.
+"""Times tokenization into a token store, and the loader that makes training rows from it.
 
     python benchmarks/data.py [--tokenizer REF] [--megabytes 60] [--repeat 3]
 
-The text is Python's own: the sources of the standard library, one document a file, in 8 JSONL files. Tokenization is
-compared with the `tokenizers` library alone, which is handed the same texts in memory, in batches, and whose result is
-thrown away; ours reads the JSONL, tokenizes, and writes the store. The two take turns; where other work shares the
-cores, CPU time says more than rates. The loader's rates are for batches of half a million tokens out of three sets with
-a global shuffle, and are in tokens of rows made ready.
+The text is Python's own: the sources of the standard library, one document per file, in 8 JSONL files. Tokenization is
+compared with the `tokenizers` library alone, which gets the same texts in memory, in batches, and whose result is
+discarded; ours reads the JSONL, tokenizes, and writes the store. The two take turns; if other work shares the cores,
+CPU time is more reliable than rates. The loader's rates are for batches of half a million tokens from three sets with
+a global shuffle, in tokens of finished rows.
 """
 
 import argparse

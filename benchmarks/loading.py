@@ -3,9 +3,9 @@
     python benchmarks/loading.py [--dtype bfloat16 float32] [--repeat 3] [--transformers] [--upstream PYTHON]
 
 The checkpoint has the architecture of Llama 3.2 1B, random weights and two files; it is made in the temporary folder
-when it is not there. Each measurement is a process of its own with a warm page cache; peak memory is that above what
-was resident just before loading. `--transformers` and `--upstream` measure others on the same checkpoint,
-`--unchecked` ours without the look for weights that are not finite. `--cold` drops the files from the page cache first,
+unless it exists. Each measurement runs in its own process with a warm page cache; peak memory excludes what was
+resident just before loading. `--transformers` and `--upstream` measure others on the same checkpoint,
+`--unchecked` ours without the check for non-finite weights. `--cold` drops the files from the page cache first,
 so that the disk is read.
 
 In a virtual machine that gets its memory from the host on first use, that first use can take longer than anything

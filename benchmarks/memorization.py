@@ -4,17 +4,18 @@
     python benchmarks/memorization.py --model llama_1b --mp bfloat16 --batch 256 --windows 4096 --only ours   # on a GPU
 
 - *ours*: the run's own Program and runner: head on the suffix only, ranks and top-40 mass included, scores fetched
-  behind the devices, p_z under every scheme.
-- *upstream style*: the same model and weights in JAX, scored in the manner of the upstream script: a position more than
+  asynchronously, p_z under every scheme.
+- *upstream style*: the same model and weights in JAX, scored like the upstream script: one position more than
   the window has, f32 logits and log-softmax of every position, the suffix picked out by a mask, exponentiated on the
-  device, each batch fetched before the next begins. p_z under the whole vocabulary only.
+  device, each batch fetched before the next begins. p_z under the full vocabulary only.
 - *torch*: transformers' Llama with weights that the `gguf` library dequantizes; logits of the suffix positions only
-  (`logits_to_keep`), one log-softmax. p_z under the whole vocabulary only.
-- *products alone*: the matrix products of ours, of the same shapes and in the same order, and nothing else: what is
-  left when everything but the machine's own matrix multiplication is free. Its rate is the ceiling of ours.
+  (`logits_to_keep`), one log-softmax. p_z under the full vocabulary only.
+- *products alone*: only the matrix products of ours, of the same shapes and in the same order, as if everything else
+were
+  free. Its rate is the ceiling of ours.
 
-Each measurement is a process of its own; rounds go around the contenders, so that a noisy machine is noisy to all.
-Compilation and the first batch are not counted. Peak memory is that of the whole process.
+Each measurement runs in its own process; rounds alternate between the contenders, so that a noisy machine affects all
+of them. Compilation and the first batch are not counted. Peak memory is that of the entire process.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Published training speeds beside the modelled ones of our own train step, for the same shapes. No TPU.
+"""Published training speeds compared with modelled ones of our own train step, for the same shapes. No TPU.
 
     python benchmarks/published_step_times.py [llama2_7b_v4-32 …] [--from-figures] [--write]
 
 Each case is a config of `config/train/published/`: the train step of `levanter.main.train_lm` is compiled for the pod
 by the real TPU compiler, and the time is modelled from what the compiler prints (`levanter.plan.cost`). The sums that
-the time is made of are kept in `tests/golden/published_step_times.json`; `--from-figures` starts from them and takes
-no compiler, `--write` writes them anew.
+the time consists of are stored in `tests/golden/published_step_times.json`; `--from-figures` starts from them and
+needs no compiler, `--write` rewrites them.
 
-Published runs that send activations to host memory are compiled with those activations kept on the chip, at a depth of
-`SHALLOW` layers, where they fit; their loops over layers are then counted with the true depth. (Compiled as published
-they take the compiler over half an hour.) The transfers to the host are thus taken to be hidden.
+Published runs that offload activations to host memory are compiled with those activations saved on the chip, at a depth
+of `SHALLOW` layers, at which they fit; their loops over layers are then counted with the true depth. (Compiled as
+published they take the compiler over half an hour.) The transfers to the host are thus assumed to be hidden.
 
 Which half of the cases calibrates the model and which half tests it was decided before the second half was compiled:
 the smaller models calibrate, the larger ones test.

@@ -1,15 +1,15 @@
-"""What a train step saves where a part of the model is frozen.
+"""What a train step saves if a part of the model is frozen.
 
     python benchmarks/trainable.py [--trainable norm] [--pairs 12] [--steps 2] [--remat true]
 
 A Llama of 26.7 million parameters with Adam, float32, trained by the `train_step` Programs that `train_lm` describes
-with and without `trainer.trainable`. Runs come in pairs of `--steps` steps each, in changing order, so that whatever
-else the machine does falls on both. Given are the median ratio full / part of processor seconds and of wall seconds
-over the pairs, with the 95 % interval of a bootstrap of the median, and the load of the machine meanwhile.
+with and without `trainer.trainable`. Runs come in pairs of `--steps` steps each, in alternating order, so that other
+load on the machine affects both. Reported are the median ratio full / part of CPU seconds and of wall seconds over the
+pairs, with the 95 % bootstrap interval of the median, and the load of the machine meanwhile.
 
-Of the products with weights a full step does three (forward, of the activations, of the weights) and a step without
-gradients of matrices two: 3 / 2 without gradient checkpointing, 4 / 3 with it. Attention, which is the same in both,
-lowers that; the optimizer, which only the full step has to speak of, raises it.
+For each weight a full step does three products (forward, gradient of the activations, gradient of the weights), a step
+without gradients of matrices two: 3 / 2 without gradient checkpointing, 4 / 3 with it. Attention, which is the same in
+both, lowers that; the optimizer, which is negligible in the latter, raises it.
 """
 
 import argparse

@@ -3,22 +3,22 @@
     python benchmarks/training.py [--devices 1] [--rounds 12] [--upstream …/python] [--torch] [vocab=49152 embed=256 …]
 
 The model has 10.2 million parameters unless sizes are given (fields of `training_contenders.Shape`), in float32, on
-virtual CPU devices: with one, everything lies on it; with eight, parameters and optimizer state are cut along `embed`
-(FSDP) and the batch over the devices. All contenders begin with the same weights, take the same batches (random ids,
+virtual CPU devices: with one, everything is on it; with eight, parameters and optimizer state are sharded along `embed`
+(FSDP) and the batch over the devices. All contenders begin with the same weights, use the same batches (random ids,
 one segment), rematerialize every layer (`remat=false`: none), clip the gradient at norm 1 and apply AdamW with the same
 decay mask; the losses of their first steps must agree to 1e-4, or nothing is timed.
 
 - *ours*: the `train_step` Program of a run, as `levanter.main.train_lm` describes it, placed and compiled.
 - *plain*: one jitted function without named axes, in the layout that JAX programs usually have ([in, out] matrices,
-  `jax.lax.scan` over stacked layers with `jax.checkpoint`, logits of the whole batch, optax).
-- *upstream*: its `Trainer`'s compiled step, of `pip install marin-levanter gitpython` in an environment of its own,
+  `jax.lax.scan` over stacked layers with `jax.checkpoint`, logits of the full batch, optax).
+- *upstream*: its `Trainer`'s compiled step, of `pip install marin-levanter gitpython` in a separate environment,
   with its default attention on CPUs (a blockwise one) and, as *upstream_vanilla*, with the plain formula.
 - *torch*: transformers' Llama with torch's AdamW, as it comes and, as *torch_compiled*, through `torch.compile`. It
   keeps what its backward pass needs and rematerializes nothing.
 
-Every contender is a process of its own that lives for the whole measurement and waits for its turn; turns of
-`--steps` steps go round, in another order each round. Ratios are taken turn by turn and their median is given, for
-time and for CPU seconds, which say more where other work shares the cores. Compilation is not counted.
+Every contender runs in its own process for the entire measurement and waits for its turn; turns of `--steps` steps
+alternate, in a different order each round. Ratios are taken turn by turn and their median is reported, for time and for
+CPU seconds, which are more reliable if other work shares the cores. Compilation is not counted.
 """
 
 import argparse

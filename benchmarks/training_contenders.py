@@ -1,7 +1,7 @@
 """The contenders of `training.py`: one Llama's train step as ours, as a plain JAX program, as upstream's, and in torch.
 
-Each is a function of sizes, weights and batches, and the number of devices, to a function that takes so many steps and
-returns their losses. Imports are inside: upstream's environment has no package of ours, and ours none of upstream's.
+Each maps sizes, weights, batches and the number of devices to a function that takes a number of steps and returns their
+losses. Imports are local: upstream's environment has none of our packages, and ours none of upstream's.
 """
 
 import dataclasses
