@@ -35,12 +35,12 @@ def best_effort_sharding(
     dtype: DTypeLike = np.float32,
     large_bytes: int = LARGE_BYTES,
 ) -> NamedSharding:
-    """A sharding for an array without names that cuts it into as many pieces as its shape allows.
+    """A sharding for an array without names, over as many devices as its shape allows.
 
     Args:
         shape: the array's shape.
         devices: devices to spread over where there is no mesh; their number is factored into primes, each of which may
-            cut another dimension.
+            shard another dimension.
         mesh: a concrete or abstract mesh; default the mesh in scope.
         dtype: for the bytes.
         large_bytes: from this size on an array prefers the model axes and must not stay whole.
@@ -103,7 +103,7 @@ def _mesh(mesh: AnyMesh | None, devices: Sequence[Device] | None) -> AnyMesh:
 
 
 def _mesh_of_primes(devices: Sequence[Device]) -> Mesh:
-    """A mesh whose axes are the prime factors of the number of devices, so that any divisor of it can cut."""
+    """A mesh whose axes are the prime factors of the number of devices, so that any divisor of it can shard."""
     primes: list[int] = []
     rest = len(devices)
     while rest > 1:
@@ -125,10 +125,10 @@ def _preference(spec: MeshSpec, large: bool) -> list[str]:
 
 
 def _assign(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...]:
-    """For each mesh axis the dimension it cuts, or None.
+    """For each mesh axis the dimension it shards, or None.
 
     The most pieces win. Between equals the first mesh axis prefers to be used rather than not, a dimension that is
-    whole rather than one that is cut, and later dimensions; then the second mesh axis, and so on.
+    unsharded rather than sharded, and later dimensions; then the second mesh axis, and so on.
     """
 
     @functools.cache

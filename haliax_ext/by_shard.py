@@ -1,6 +1,6 @@
 """Sums that stay apart for each shard until they are wanted whole.
 
-A sum over an axis that is cut over the mesh is first a partial sum on each device, then a collective. Inside a loop
+A sum over an axis that is sharded over the mesh is first a partial sum on each device, then a collective. Inside a loop
 the compiler may well put the collective in every step. `opened` makes the shards an axis of their own, mapped to the
 same mesh axes, so that the loop adds up partial sums and one reduction over that axis follows it.
 """
@@ -17,7 +17,7 @@ from haliax_ext.mapping import compute_mapping, compute_mapping_in_scope, ways_i
 
 @dataclass(frozen=True)
 class OpenedAxes:
-    """Axes that the mapping in scope cuts, each as (its shards, what a shard holds).
+    """Axes that the mapping in scope shards, each as (its shards, what a shard holds).
 
     Attributes:
         pairs: of each axis, itself and the axis of its shards.
@@ -27,7 +27,7 @@ class OpenedAxes:
 
     @staticmethod
     def of(axes: Iterable[Axis]) -> "OpenedAxes":
-        """Those of `axes` that are cut, under the compute mapping and the mesh in scope."""
+        """Those of `axes` that are sharded, under the compute mapping and the mesh in scope."""
         pairs: list[tuple[Axis, Axis]] = []
         for axis in axes:
             ways = ways_in_scope(axis.name)

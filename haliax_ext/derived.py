@@ -4,7 +4,7 @@ The source has a matrix; the model has its integers and a scale for each output 
 that is read and not kept, the leaves that are kept, and the function between them. What is read arrives on the devices
 as any leaf does, cut as the largest of the results is, in pieces along an axis that all results have; each piece is
 turned into results, put into them in place, and dropped. The function is traced under the plan's shardings, so a
-statistic over an axis that the mesh cuts is one over the whole axis: the compiler adds the collective.
+statistic over a sharded axis covers the entire axis: the compiler adds the collective.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -37,7 +37,7 @@ class DerivedRule:
     Attributes:
         path: of the leaf that is read: the target of a `WeightRule`, and no leaf of the model.
         targets: paths of the leaves that are kept.
-        like: that of them whose axes and cuts the read leaf has.
+        like: the one with the axes and sharding of the read leaf.
         derive: the read leaf, floating in the source's own dtype → the kept ones by path. Along an axis that all of
             them have, what it gives for a part must be that part of what it gives for the whole.
     """
@@ -89,7 +89,7 @@ class Derived:
 
         Args:
             exchange: of the read leaf.
-            ways: in how many parts the mesh cuts it.
+            ways: how many shards it has.
         """
         leaf = exchange.leaf
         share = 1.0 if exchange.cut is None else exchange.piece / leaf.shape[exchange.cut]

@@ -29,7 +29,7 @@ class DeviceParts(Generic[M]):
     Attributes:
         tree: the tree.
         arrays: its arrays, in tree order.
-        specs: what cuts each.
+        specs: what shards each.
     """
 
     tree: M

@@ -50,7 +50,7 @@ class SizeVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the size divides every axis it would cut."""
+        """Whether the size divides every axis it would shard."""
         return not self.blockers
 
     def __str__(self) -> str:

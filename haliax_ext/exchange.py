@@ -2,14 +2,14 @@
 
 Some leaves cannot be read straight into their final shards without reading bytes again and again: every host would
 need all of a replicated array, and a host whose shard is a range of an *inner* file axis needs a bit of every row.
-Such a leaf is first read into *slabs*: all mesh axes cut its outermost file axes, so each device holds long
+Such a leaf is first read into *slabs*: all mesh axes shard its outermost file axes, so each device holds long
 contiguous ranges and each byte is read by one host. Then the devices exchange. The moves are explicit collectives
 under `shard_map`, one mesh axis after another, innermost first:
 
-- `all_to_all`: the mesh axis stops cutting one axis of the leaf and starts cutting another;
-- `all_gather`: it stops cutting (several at once where they cut the same axis);
+- `all_to_all`: the mesh axis stops sharding one axis of the leaf and starts sharding another;
+- `all_gather`: it stops sharding (several at once where they shard the same axis);
 - `trim`: padding that made the slabs even is dropped;
-- `slice`: it starts cutting an axis that is whole (no communication).
+- `slice`: it starts sharding an unsharded axis (no communication).
 
 So what lives on a device at every moment is known beforehand. Where it would be more than the limit, the leaf is cut
 into *pieces* along `layers` (or another axis that stays whole), which are exchanged one after another.
@@ -54,8 +54,8 @@ class Move:
     Attributes:
         kind: what happens.
         mesh_axes: the mesh axis that moves, or those that are gathered at once (major first); none for a trim.
-        axis: position of the axis it leaves (of the padded axis, for a trim; of the axis it cuts, for a slice).
-        to: position of the axis it cuts from now on, for an all_to_all.
+        axis: position of the axis it leaves (of the padded axis, for a trim; of the axis it shards, for a slice).
+        to: position of the axis it shards from now on, for an all_to_all.
     """
 
     kind: Literal["all_to_all", "all_gather", "trim", "slice"]
@@ -71,8 +71,8 @@ class Exchange:
     Attributes:
         leaf: path, axes and dtype (the dtype it is loaded in).
         mesh: mesh axis names and sizes.
-        read: which mesh axes cut which axis of the slabs.
-        final: which cut the leaf.
+        read: which mesh axes shard which axis of the slabs.
+        final: which shard the leaf.
         padded: sizes of a piece's axes in the slabs, at least the axes' own.
         moves: from `read` to `final`.
         cut: position of the axis along which pieces are cut; None: the whole leaf at once.
@@ -134,16 +134,16 @@ def _abstract(axes: tuple[hax.Axis, ...], dtype: np.dtype) -> hax.NamedArray:
 
 
 def choose_read(names: Sequence[str], shape: Sequence[int], final: Cuts, order: Sequence[int], mesh: MeshSpec) -> Cuts:
-    """Chooses the mesh axes that cut each axis of the slabs: all of them, on the outermost file axes that divide.
+    """Chooses the mesh axes that shard each axis of the slabs: all of them, on the outermost file axes that divide.
 
-    On each axis stand first the mesh axes that cut it in the end too, then those that cut nothing in the end, then
-    those that will cut another axis, so that the exchange can take them off one by one. An entry may be left out by
+    On each axis stand first the mesh axes that shard it in the end too, then those that shard nothing in the end, then
+    those that will shard another axis, so that the exchange can take them off one by one. An entry may be left out by
     divisibility; then all mesh axes go to one axis, which is padded.
 
     Args:
         names: the leaf's axes.
         shape: their sizes in a piece.
-        final: the mesh axes that cut them in the end.
+        final: the mesh axes that shard them in the end.
         order: positions of the leaf's axes from the outermost in the file inward; stacked axes left out.
         mesh: mesh axis names and sizes.
     """
@@ -199,7 +199,7 @@ def plan_moves(read: Cuts, final: Cuts, padded: Sequence[bool]) -> tuple[Move, .
                 now[to].append(axis)
                 break
         else:
-            # Prefer to gather what cuts nothing in the end.
+            # Prefer to gather mesh axes that shard nothing in the end.
             position, axis = min(loose, key=lambda pair: any(pair[1] in axes for axes in want))
             inner: tuple[str, ...] = ()
             if moves and moves[-1].kind == "all_gather" and moves[-1].axis == position:
@@ -258,7 +258,7 @@ def plan_exchange(
 
     Args:
         leaf: path, axes and dtype it is loaded in.
-        final: the mesh axes that cut each axis in the end.
+        final: the mesh axes that shard each axis in the end.
         mesh: mesh axis names and sizes.
         order: positions of its axes from the outermost in a source tensor inward.
         stacked: positions of its stacked axes, preferred for cutting into pieces.
@@ -268,7 +268,7 @@ def plan_exchange(
             directly, but in pieces.
     """
     assert order, f"{leaf.path}: an exchange needs an axis that can be split into slabs"
-    # A mesh axis of size 1 cuts nothing.
+    # A mesh axis of size 1 shards nothing.
     final = tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in final)
 
     def with_piece(cut: int | None, piece: int) -> Exchange:
@@ -296,7 +296,7 @@ def plan_exchange(
             break
         if mesh.ways(final[axis]) > 1 or (along is not None and axis not in along):
             continue
-        # A piece along an axis that also cuts slabs must stay divisible, and so must its last one.
+        # A piece along an axis that also shards slabs must stay divisible, and so must its last one.
         unit = mesh.ways(whole.read[axis])
         if leaf.shape[axis] % unit:
             continue

@@ -161,7 +161,8 @@ def _as_mesh_axes(name: str, value: str | Iterable[str] | None) -> MeshAxes | No
 class DeclaredReplication:
     """Arrays with axis `has` but without axis `lacks` are replicated over `mesh_axes`, and that is meant.
 
-    Grouped-query attention is the case: query groups are cut over a mesh axis that K/V heads cannot be cut over.
+    Grouped-query attention is the case: query groups are sharded over a mesh axis that K/V heads cannot be sharded
+    over.
     """
 
     has: str

@@ -108,7 +108,7 @@ class MeshSpec:
         return math.prod(size for name, size in self.axes if name in self.dcn)
 
     def ways(self, mesh_axes: MeshAxes | None) -> int:
-        """Into how many pieces something sharded over `mesh_axes` is cut."""
+        """How many shards something sharded over `mesh_axes` has."""
         if mesh_axes is None:
             return 1
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes

@@ -22,7 +22,7 @@ MIN_PART_BYTES = 64 << 10
 
 
 def parts_plan(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> ShardingPlan:
-    """The leaves of a plan that several devices hold, each cut further over as many of them as go.
+    """The leaves of a plan that several devices hold, each sharded further over as many of them as possible.
 
     Args:
         plan: where the leaves lie.
@@ -33,7 +33,7 @@ def parts_plan(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> Shardi
 
 
 def parts_program(plan: ShardingPlan, *, min_bytes: int = MIN_PART_BYTES) -> Program | None:
-    """The Program from arrays by path to the same arrays, cut as `parts_plan` says; None where there is nothing to cut.
+    """The Program from arrays by path to the same arrays, sharded by `parts_plan`; None if there is nothing to shard.
 
     Args:
         plan: where the leaves lie.
@@ -56,7 +56,7 @@ def _same(arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
 
 
 def _parted(plan: LeafPlan, mesh: MeshSpec, min_bytes: int) -> LeafPlan | None:
-    """The leaf cut over the most devices that one of its axes can be divided among."""
+    """The leaf sharded over the most devices that one of its axes can be divided among."""
     whole = plan.replicated_over
     # The most ways first; among equals, mesh axes that come first: those that cross hosts.
     subsets = [axes for n in range(len(whole), 0, -1) for axes in itertools.combinations(whole, n)]
@@ -71,7 +71,7 @@ def _parted(plan: LeafPlan, mesh: MeshSpec, min_bytes: int) -> LeafPlan | None:
 
 
 def _cut(plan: LeafPlan, at: int, axes: tuple[str, ...], ways: int) -> LeafPlan:
-    # Behind the mesh axes that cut it already, so that each device's part lies in what it holds.
+    # After the mesh axes that shard it already, so that each device's part is within what it holds.
     entries: list[MeshAxes | None] = [each or None for each in plan.mesh_axes]
     entries[at] = (*plan.mesh_axes[at], *axes)
     shape = tuple(size // ways if n == at else size for n, size in enumerate(plan.shard_shape))

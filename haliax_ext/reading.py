@@ -28,7 +28,7 @@ def shard_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: MeshSpec) -> np
 
     Args:
         shape: the array's shape; mesh axes divide it.
-        spec: how it is cut.
+        spec: its sharding.
         mesh: mesh axis names and sizes.
 
     Returns:

@@ -1,9 +1,9 @@
 """Rule 3: what stays whole on devices that could share it.
 
 An array larger than 0.1 % of a chip's memory that is replicated over a mesh axis is reported with the bytes it repeats.
-It is an error when that mesh axis cuts another parameter of the model (so the mesh axis is meant for sharding) and the
-array's share on a chip exceeds 5 % of its memory, unless the mapping *declares* the replication (K/V heads over the
-mesh axis of query groups) or the user accepts it (`allow_replicated`). Replication over mesh axes that cut no
+It is an error when that mesh axis shards another parameter of the model (so the mesh axis is meant for sharding) and
+the array's share on a chip exceeds 5 % of its memory, unless the mapping *declares* the replication (K/V heads over the
+mesh axis of query groups) or the user accepts it (`allow_replicated`). Replication over mesh axes that shard no
 parameter at all is data parallelism: reported, never an error. Where the memory of a device is unknown (CPU) nothing
 is an error.
 """
@@ -89,7 +89,7 @@ def _cuts(mesh_axes: Sequence[str]) -> str:
 def _way_out(
     plan: LeafPlan, faults: Sequence[str], plans: Sequence[LeafPlan], mappings: Mappings, mesh: MeshSpec
 ) -> str:
-    """The first rules that cut the leaf over `faults`, tried out: for all arrays if that works, else for this one."""
+    """The first rules that shard the leaf over `faults`, tried out: for all arrays if that works, else for this one."""
     path = plan.leaf.path
 
     def legal(other: LeafPlan, rules: Mapping[str, tuple[str, ...]]) -> bool:

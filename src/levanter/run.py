@@ -160,9 +160,9 @@ class Searchable:
         parameters: the parameters.
         statistics: the optimizer's, a step's counters left out.
         sizes: the model's logical axes, `vocab` and `position` included.
-        tensor_axes: those that tensor parallelism cuts in the layers; axes of one entry share the devices.
+        tensor_axes: those that tensor parallelism shards in the layers; axes of one entry share the devices.
         layers: how many there are.
-        summed: parts of all layers whose results are summed where tensor parallelism cuts them.
+        summed: parts of all layers whose results are summed where tensor parallelism shards them.
         batch_axis: the logical name of the batch axis.
         global_batch: rows of a batch where the run fixes them; None where a layout may choose.
         compute_bytes: bytes of an element in the compute dtype.

@@ -2,7 +2,7 @@
 
 A *target* is the shape, dtype and sharding an array is to have. The sharding is the caller's: it need not be the one
 the array was saved under, nor on as many devices or processes. Neither need the shape be, where some of it is padding:
-a mesh that cuts the vocabulary rounds it up, and another mesh rounds it up to another number.
+a mesh that shards the vocabulary rounds it up, and another mesh rounds it up to another number.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

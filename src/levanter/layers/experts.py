@@ -4,14 +4,14 @@ Nothing is dropped: a token gets the experts that the router chose, however many
 MegaBlocks, arXiv:2211.15841). Two ways compute the same:
 
 - *grouped*: tokens are sorted by expert, and one product with a weight for each group of rows (`jax.lax.ragged_dot`)
-  costs as many operations as there are choices. How many rows a group has is data, which the partitioner cannot cut, so
-  every device is handed its own tokens and experts by `jax.shard_map`.
+  costs as many operations as there are choices. How many rows a group has is data, which the partitioner cannot shard,
+  so every device is handed its own tokens and experts by `jax.shard_map`.
 - *dense*: every expert sees every token, and what was not chosen is weighted by zero. It costs
   `experts / experts a token` times the operations; it is plain named arithmetic and the judge of the other.
 
-The compute mapping says where things are. `mlp → model` cuts every expert. `expert → model` gives each device some
+The compute mapping says where things are. `mlp → model` shards every expert. `expert → model` gives each device some
 experts (expert parallelism); tokens that lie whole on it are there already. Where `expert` goes to a mesh axis that
-cuts the tokens too, those are gathered over it and the results summed and scattered back.
+shards the tokens too, those are gathered over it and the results summed and scattered back.
 """
 
 import math
@@ -160,14 +160,14 @@ class RoutedMlp(eqx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """What the mesh axes cut.
+    """What the mesh axes shard.
 
     Attributes:
-        experts: mesh axes that cut `expert`.
-        features: mesh axes that cut `mlp`.
-        embed: mesh axes that cut `embed`.
-        tokens: mesh axes that cut tokens.
-        shared: those of `experts` that cut tokens as well.
+        experts: mesh axes that shard `expert`.
+        features: mesh axes that shard `mlp`.
+        embed: mesh axes that shard `embed`.
+        tokens: mesh axes that shard tokens.
+        shared: those of `experts` that shard tokens as well.
     """
 
     experts: tuple[str, ...] = ()

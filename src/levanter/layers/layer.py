@@ -78,7 +78,7 @@ class LayerSpec:
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism cuts; see `Part`."""
+        """What tensor parallelism shards; see `Part`."""
         return tuple(dict.fromkeys(cut for part in self.parts for cut in part.tensor_axes))
 
     @property

@@ -27,8 +27,9 @@ class Operand(eqx.Module):
     """A matrix over named axes, or a stack of them, in a representation of its own.
 
     Its arrays are `NamedArray`s, so that mappings place them by their axes. Where one carries an axis of the matrix, it
-    is cut along with it, and what a part of the arrays gives must be that part of the result: inside `jax.shard_map` an
-    operand is made of a device's own parts, and the products over a contracted axis that is cut are added up.
+    is sharded along with it, and what a part of the arrays gives must be that part of the result: inside
+    `jax.shard_map` an operand is made of a device's own parts, and the products over a contracted axis that is sharded
+    are added up.
     """
 
     @property

@@ -1,9 +1,9 @@
 """What a layer is made of, as values: mixers, which let positions see each other, and feed-forward parts, which do not.
 
 The *spec* of a part makes its module, and answers what others ask before any array exists: which axes its weights have,
-which of them tensor parallelism cuts, which activations it pins to the mesh, which it names for gradient checkpointing,
-how much it computes, what it carries from call to call while text is generated. Whoever plans, searches or counts asks
-the specs, and knows no kind of layer by name.
+which of them tensor parallelism shards, which activations it pins to the mesh, which it names for gradient
+checkpointing, how much it computes, what it carries from call to call while text is generated. Whoever plans, searches
+or counts asks the specs, and knows no kind of layer by name.
 
 An activation is given by its axes beside those of the batch and of the position.
 """
@@ -49,7 +49,7 @@ class Part(Protocol):
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism cuts: axes by name, and together (major first) those that share the devices."""
+        """What tensor parallelism shards: axes by name, and together (major first) those that share the devices."""
         ...
 
     @property

@@ -97,12 +97,12 @@ def mesh_report(
     mappings: Mappings | None = None,
     bytes_per_device: Mapping[str, int] | None = None,
 ) -> str:
-    """What is printed at start: chips, hosts, granules, the mesh, bytes on each device, what is cut, what crosses DCN.
+    """What is printed at start: chips, hosts, granules, the mesh, bytes on each device, what is sharded, what crosses DCN.
 
     Args:
         spec: the mesh.
         found: the devices it is for.
-        mappings: for what cuts attention, and the warning about parameters that are cut across granules.
+        mappings: for what shards attention, and the warning about parameters that are sharded across granules.
         bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
     """
     what = "chip" if found.platform == "tpu" else "device"
@@ -122,7 +122,7 @@ def mesh_report(
 
 
 def _heads(spec: MeshSpec, mappings: Mappings | None) -> list[str]:
-    """Which projections of attention are cut, for in other projects `heads` reaches o only."""
+    """Which projections of attention are sharded, for in other projects `heads` reaches o only."""
     reached = {KV_HEAD: "q, k, v and o", Q_PER_GROUP: "q and o"}
     cut = []
     for name, projections in reached.items():

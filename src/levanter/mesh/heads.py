@@ -41,7 +41,7 @@ class HeadsMapping:
 
 
 def declared_by_groups(mesh_axes: Sequence[str]) -> tuple[DeclaredReplication, ...]:
-    """K and V have no axis of query heads, so they are replicated over the mesh axes that cut it."""
+    """K and V have no axis of query heads, so they are replicated over the mesh axes that shard it."""
     if not mesh_axes:
         return ()
     reason = "it shards query heads further than K/V heads can be sharded"

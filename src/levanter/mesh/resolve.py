@@ -52,7 +52,7 @@ class ResolvedMesh:
 
     @property
     def position_ways(self) -> int:
-        """Into how many pieces the positions of a sequence are cut."""
+        """How many shards the positions of a sequence have."""
         return self.spec.ways(self.mappings.compute.mesh_axes("position"))
 
 
@@ -218,7 +218,7 @@ def _in_place_of_heads(rules: Rules, expansion: Mapping[str, MappingValue]) -> R
 
 
 def _better_factoring(heads: list[str], spec: MeshSpec, *, kv_heads: int, q_per_group: int, mapped: Rules) -> list[str]:
-    """A note where one mesh axis went to the query groups alone although a part of it could cut K and V too."""
+    """A note where one mesh axis went to the query groups alone although a part of it could shard K and V too."""
     if len(heads) != 1 or _as_list(mapped.get(KV_HEAD)) or _as_list(mapped.get(Q_PER_GROUP)) != heads:
         return []
     axis = heads[0]

@@ -66,7 +66,7 @@ class Architecture(Ranged, ABC):
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
-        """What tensor parallelism cuts in the layers; see `Part`."""
+        """What tensor parallelism shards in the layers; see `Part`."""
         return tuple(dict.fromkeys(cut for kind in dict.fromkeys(self.layers) for cut in kind.tensor_axes))
 
     @property
@@ -132,5 +132,5 @@ class Architecture(Ranged, ABC):
             platform: `cpu`, `gpu` or `tpu`.
             compute_dtype: of activations.
             length: tokens in a sequence; default `max_seq_len`.
-            parts: what the mesh cuts the positions of a sequence in.
+            parts: shards of the positions of a sequence.
         """

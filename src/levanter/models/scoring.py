@@ -32,7 +32,7 @@ def default_chunk(*, rows: int, vocab: int, parts: int = 1) -> int:
     Args:
         rows: sequences on a device.
         vocab: entries of the head on a device.
-        parts: what the positions of a sequence are cut in.
+        parts: shards of the positions of a sequence.
     """
     return max(1, LOGITS_BYTES // (4 * rows * vocab)) * parts
 

@@ -4,7 +4,7 @@ A matrix keeps the means of its squared gradients over its rows and over its col
 keeps all. The decay of these averages is `1 − t^−0.8`, the update's root mean square is clipped at 1, there is no first
 moment. A matrix is a projection's output axes × input axes: heads and head size count as one axis, as they do where
 axes have no names, and every layer of a stack is a matrix of its own. The statistics keep their axes' names, so the
-parameter mapping cuts them as it cuts the parameter.
+parameter mapping shards them as it shards the parameter.
 """
 
 from typing import NamedTuple

@@ -39,7 +39,7 @@ class Resident:
         group: what it is for.
         axes: names and sizes.
         dtype: its dtype's name.
-        spec: mesh axes by axis name, as text (`mlp → model × group, embed → data`); `whole` where none cuts it.
+        spec: mesh axes by axis name, as text (`mlp → model × group, embed → data`); `whole` where none shards it.
         nbytes: on one device, without layout padding.
         whole_bytes: of the whole array.
         shard_shape: the shape of one device's piece.
@@ -162,7 +162,7 @@ def _resident(argument: Input, plan: LeafPlan, mesh: MeshSpec) -> Resident:
 
 
 def cut_text(plan: LeafPlan, mesh: MeshSpec) -> str:
-    """Which mesh axes cut which axes: `mlp → model × group, embed → data`, or `whole`."""
+    """Which mesh axes shard which axes: `mlp → model × group, embed → data`, or `whole`."""
     cuts = {
         name: [axis for axis in mesh_axes if mesh.shape[axis] > 1]
         for name, mesh_axes in zip(plan.leaf.names, plan.mesh_axes, strict=True)

@@ -79,7 +79,7 @@ class Figures:
         gradients: those of the gradients among them.
         errors: why a run would refuse it.
         residents: where parameters and optimizer state lie.
-        hopeless: whether it is wrong in a way that further cuts cannot mend (collisions, sizes that do not divide).
+        hopeless: whether it is wrong in a way that further sharding cannot fix (collisions, sizes that do not divide).
     """
 
     arguments: int

@@ -3,8 +3,8 @@
 A *change* is one line of YAML that makes another layout of one. Changes are tried in this order, first alone, then on
 top of those that saved most:
 
-    parameters   an axis of what stays whole is cut over mesh axes that do not cut it yet
-    residual     the residual stream is cut between blocks too
+    parameters   an axis of a replicated array is sharded over mesh axes that do not shard it yet
+    residual     the residual stream is sharded between blocks too
     rows         half the rows that a device takes at once
     mesh         a mesh axis takes a factor of another one
 
@@ -115,7 +115,7 @@ def changed(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layo
 
 
 def _cut_parameters(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layout]:
-    """Cuts what repeats most on other chips over the mesh axes that do not cut it yet."""
+    """Shards the most replicated arrays over mesh axes that do not shard them yet."""
     mesh, mappings = layout.mesh, layout.mappings
     batch = mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
 
@@ -128,7 +128,7 @@ def _cut_parameters(subject: Subject, layout: Layout, figures: Figures) -> Itera
         free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
         subsets = [free, *((axis,) for axis in free)] if len(free) > 1 else [free] if free else []
         for over in subsets:
-            # Mesh axes that cut the batch can cut parameters, but no other axis of activations.
+            # Mesh axes that shard the batch can shard parameters, but no other axis of activations.
             shared = not set(over) & set(batch)
             for name in _axes_to_cut(plan, tensor, shared=shared):
                 rules = _rules(plan, name, over, mesh)
@@ -146,7 +146,7 @@ def tensor_axes(subject: Subject) -> tuple[str, ...]:
 
 
 def _axes_to_cut(plan: LeafPlan, tensor: tuple[str, ...], *, shared: bool) -> list[str]:
-    """The axes of a leaf worth cutting, those first that are usually cut; `heads` stands for both of its axes."""
+    """The axes of a leaf worth sharding, those first that are usually sharded; `heads` stands for both of its axes."""
     names = [name for name in plan.leaf.names if name != "layers" and not name.startswith("_")]
     if Q_PER_GROUP in names or KV_HEAD in names:
         names = [HEADS, *(name for name in names if name not in (KV_HEAD, Q_PER_GROUP))]
@@ -195,7 +195,7 @@ def _with_rules(
 
 
 def _cut_residual(subject: Subject, layout: Layout) -> Iterator[Layout]:
-    """Cuts the residual stream between blocks over a mesh axis that cuts no batch."""
+    """Shards the residual stream between blocks over a mesh axis that does not shard the batch."""
     found = next((p for p in activations_of(subject, layout).leaves if p.leaf.path == RESIDUAL), None)
     batch = layout.mappings.compute.mesh_axes(subject.batch_axis) if subject.batch_axis else ()
     if found is None:

@@ -80,7 +80,7 @@ def plan_batch(
     Args:
         batch: rows of a step; -1 for `per_device × ways`.
         per_device: rows that a device takes at once; -1 for all of its share.
-        ways: into how many pieces the mesh cuts the batch.
+        ways: how many shards the mesh makes of the batch.
         positions: tokens in a row.
         pad: a reason to pad a batch that does not divide; without one it is refused.
         mesh: for the messages.

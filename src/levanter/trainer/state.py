@@ -228,7 +228,7 @@ def init_program(
         name="init_state",
         function=initialize,
         inputs=(Input(name="key", value=_KEY, placement=Mappings()),),
-        # Initializers constrain by the mapping in scope; parameters are to be cut by their own.
+        # Initializers constrain by the mapping in scope; parameters are to be sharded by their own.
         mappings=Mappings(compute=plan.parameters.mappings.params),
         out_placement=plan.whole,
     )

@@ -162,7 +162,7 @@ def _names(tree: PyTree, split: bool) -> Iterator[str]:
 class _Rows:
     """An array as rows: its layers where they are watched one by one, else one row.
 
-    Reductions keep the array's own axes, since merging axes that are cut over devices would gather them.
+    Reductions keep the array's own axes, since merging axes that are sharded over devices would gather them.
     """
 
     array: jax.Array

@@ -98,7 +98,7 @@ def choose_backend(
         platform: `cpu`, `gpu` or `tpu`; None where it is not known, which rules kernels out.
         dtype: of queries, keys and values.
         length: keys in a sequence.
-        parts: what the queries of a sequence are cut in, each for a device of its own.
+        parts: shards of the queries of a sequence, each on its own device.
         head_size: of one head.
         block_size: keys in a block, for `blockwise` and `splash`; None chooses.
         soft_cap: bound of the scores, which JAX's own function does not have.

@@ -1,9 +1,9 @@
 """JAX's Pallas kernel for attention on TPUs ("splash"), behind named axes and on any mesh.
 
 The kernel holds a block of scores at a time on the chip, and visits only the blocks of queries × keys that the mask
-shows some of. The compiler cannot cut it, so every device is handed its own heads and rows by `jax.shard_map`: the
-mapping in scope says which mesh axes cut the batch, `kv_head` and `q_heads_per_group`, and `position`, which cuts the
-queries only (keys and values are whole there). What the kernel asks for is arranged here: sequences of whole blocks
+shows some of. The compiler cannot shard it, so every device is handed its own heads and rows by `jax.shard_map`: the
+mapping in scope says which mesh axes shard the batch, `kv_head` and `q_heads_per_group`, and `position`, which shards
+the queries only (keys and values are whole there). What the kernel asks for is arranged here: sequences of whole blocks
 (padded, the padding hidden), the scale on the queries, and masks as rules (`splash_tables`).
 
 Words. *block*: queries × keys that are computed in one visit. *part*: the queries of a sequence that one device has.
@@ -316,7 +316,7 @@ def _attend_row(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Arra
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which mesh axes cut an axis: the mapping in scope on the mesh in scope."""
+    """Which mesh axes shard an axis: the mapping in scope on the mesh in scope."""
 
     mapping: Mapping[str, Any]
     mesh: Mapping[str, int]
