@@ -24,7 +24,7 @@ class Activation:
 
     Attributes:
         name: what messages call it (`mlp hidden`, `logits`).
-        axes: its axes (name, size), the whole batch included.
+        axes: its axes (name, size), with the global batch.
         mapping: which mapping it is constrained by; the residual stream has its own.
         dtype: for the bytes.
     """

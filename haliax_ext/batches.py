@@ -72,7 +72,7 @@ def results(
     """Runs a Program for each batch, in order, and gives what comes of them.
 
     Args:
-        program: its outputs are whole on every device.
+        program: its outputs are replicated.
         mesh: the devices.
         first: its first input, the same for all batches, on the devices.
         batches: for each what it is called, and the other inputs, an array each.

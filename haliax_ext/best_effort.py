@@ -43,7 +43,7 @@ def best_effort_sharding(
             shard another dimension.
         mesh: a concrete or abstract mesh; default the mesh in scope.
         dtype: for the bytes.
-        large_bytes: from this size on an array prefers the model axes and must not stay whole.
+        large_bytes: from this size on an array prefers the model axes and must not be replicated.
 
     Raises:
         ReplicationError: a large array that no mesh axis can cut into pieces below `large_bytes`.
@@ -163,7 +163,7 @@ def _reason(
         for n, (size, axes) in enumerate(zip(shape, cuts, strict=True))
         if axes
     ]
-    text = f"{list(shape)}: {gib(nbytes)}, {'large' if large else 'small'}; " + (", ".join(said) or "whole")
+    text = f"{list(shape)}: {gib(nbytes)}, {'large' if large else 'small'}; " + (", ".join(said) or "unsharded")
     text += f"; {gib(share)} on each device"
     return text + (f", replicated over {' and '.join(whole)}" if whole and nbytes else "")
 

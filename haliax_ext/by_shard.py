@@ -1,4 +1,4 @@
-"""Sums that stay apart for each shard until they are wanted whole.
+"""Sums that stay separate for each shard until the total is needed.
 
 A sum over an axis that is sharded over the mesh is first a partial sum on each device, then a collective. Inside a loop
 the compiler may well put the collective in every step. `opened` makes the shards an axis of their own, mapped to the

@@ -41,7 +41,7 @@ class DeviceParts(Generic[M]):
         """The parts under a mapping.
 
         Args:
-            tree: a module of `NamedArray`s; arrays without names are whole on every device.
+            tree: a module of `NamedArray`s; arrays without names are replicated.
             mapping: of axes to mesh axes.
             cut: the axes that are cut where the mapping says so; every other axis stays whole.
         """

@@ -37,7 +37,7 @@ class IndivisibleError(ShardingError):
 
 
 class ReplicationError(ShardingError):
-    """A large array would be held whole on devices that could share it."""
+    """A large array would be replicated on devices that could share it."""
 
 
 class ManyShardingErrors(ShardingError):

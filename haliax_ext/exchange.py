@@ -12,7 +12,7 @@ under `shard_map`, one mesh axis after another, innermost first:
 - `slice`: it starts sharding an unsharded axis (no communication).
 
 So what lives on a device at every moment is known beforehand. Where it would be more than the limit, the leaf is cut
-into *pieces* along `layers` (or another axis that stays whole), which are exchanged one after another.
+into *pieces* along `layers` (or another axis that is not sharded), which are exchanged one after another.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -75,7 +75,7 @@ class Exchange:
         final: which shard the leaf.
         padded: sizes of a piece's axes in the slabs, at least the axes' own.
         moves: from `read` to `final`.
-        cut: position of the axis along which pieces are cut; None: the whole leaf at once.
+        cut: position of the axis along which pieces are cut; None: the entire leaf at once.
         piece: how long a piece is along it.
         transient_device_bytes: the most that is on one device at a time beyond the leaf's other pieces.
     """

@@ -54,7 +54,7 @@ class LeafPlan:
         leaf: path, axes and dtype.
         spec: its `PartitionSpec`.
         shard_shape: the shape of one device's piece.
-        replicated_over: mesh axes of size > 1 over which it stays whole.
+        replicated_over: mesh axes of size > 1 over which it is replicated.
         reason: the rules that led here, in words.
     """
 
@@ -71,7 +71,7 @@ class LeafPlan:
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes of each logical axis, `()` where it is whole."""
+        """The mesh axes of each logical axis, `()` if it is not sharded."""
         padded = (*self.spec, *(None,) * (len(self.leaf.axes) - len(self.spec)))
         return tuple(flat(entry) for entry in padded)
 

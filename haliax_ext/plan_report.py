@@ -21,7 +21,7 @@ Groups = Mapping[str, Sequence[str]]
 
 
 def plan_report(plan: ShardingPlan, *, groups: Groups | None = None, largest: int = 5) -> str:
-    """The whole plan: mesh, mappings, every array by group, totals, the largest, what stays whole, what is wrong.
+    """The full plan: mesh, mappings, every array by group, totals, the largest, what is replicated, what is wrong.
 
     Args:
         plan: what to show.

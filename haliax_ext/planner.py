@@ -1,8 +1,8 @@
 """`plan_sharding`: abstract leaves + mappings + mesh sizes → a `ShardingPlan`, by arithmetic alone.
 
 A plan says for every leaf which `PartitionSpec` it gets, what that costs on a device, over which mesh axes it stays
-whole, and why. Rule violations are *findings*, collected and not raised, so that a preflight can show all of them with
-the numbers; `plan.check()` raises them together for a run. The rules: conflict and divisibility (`placement`), and
+replicated, and why. Rule violations are *findings*, collected and not raised, so that a preflight can show all of them
+with the numbers; `plan.check()` raises them together for a run. The rules: conflict and divisibility (`placement`), and
 replication (`replication`).
 """
 

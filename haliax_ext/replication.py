@@ -1,4 +1,4 @@
-"""Rule 3: what stays whole on devices that could share it.
+"""Rule 3: what is replicated on devices that could share it.
 
 An array larger than 0.1 % of a chip's memory that is replicated over a mesh axis is reported with the bytes it repeats.
 It is an error when that mesh axis shards another parameter of the model (so the mesh axis is meant for sharding) and

@@ -86,7 +86,7 @@ def refused(base: Path) -> bool:
         assert found == expected()
         return False
     assert f"{base}/step-4" in said and "of step 4" in said
-    assert f"the newest whole one beside it is of step 2: name {base}/step-2" in said
+    assert f"the newest intact one beside it is of step 2: name {base}/step-2" in said
     return True
 
 
@@ -288,7 +288,7 @@ def resuming(damage: Callable[[Path, int], None]) -> Callable[[Path], list[str]]
 
 
 def row(name: str, command: str, words: Callable[[Path], list[str]], file: str, step: int, other: int) -> Attack:
-    says = (f"step-{step}/{file}", f"the newest whole one beside it is of step {other}")
+    says = (f"step-{step}/{file}", f"the newest intact one beside it is of step {other}")
     return Attack(name=name, command=command, words=words, code=BAD, says=says, seconds=60)
 
 

@@ -74,7 +74,7 @@ class TestPreferences:
     def test_small_arrays_may_stay_whole(self):
         sharding, reason = on((7,), data=4, model=2)
         assert sharding.spec == P()
-        assert reason == "[7]: 28 B, small; whole; 28 B on each device, replicated over data and model"
+        assert reason == "[7]: 28 B, small; unsharded; 28 B on each device, replicated over data and model"
 
     def test_the_dtype_decides_what_is_large(self):
         """32 MiB in float32, 16 in bfloat16; a prime number of elements either way."""

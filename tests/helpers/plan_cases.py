@@ -221,7 +221,7 @@ def _budget_lines(verdict: Verdict) -> list[str]:
     assert budget is not None
     lines = [f"inputs of {name}: {size:,} bytes = {gib(size)}" for name, size in budget.arguments.items()]
     lines += [f"  {group:<14} {gib(size):>12}" for group, size in budget.groups.items()]
-    lines.append(f"  {'whole on every chip':<14} {gib(budget.replicated_bytes):>7}")
+    lines.append(f"  {'replicated on every chip':<14} {gib(budget.replicated_bytes):>7}")
     lines.append("largest on a chip")
     lines += [f"  {gib(r.nbytes):>12}  {r.path} {r.dtype} {r.spec}" for r in budget.residents[:5]]
     return lines

@@ -126,10 +126,10 @@ def _whole_beside(path: str) -> str:
         ref = _quietly(other)
         if ref is not None:
             return (
-                f"the newest whole one beside it is of step {ref.step}: name {ref.path}, or move the damaged one away "
+                f"the newest intact one beside it is of step {ref.step}: name {ref.path}, or move the damaged one away "
                 "to have it found"
             )
-    return "there is no other whole one beside it"
+    return "there is no other intact one beside it"
 
 
 def _quietly(path: str) -> CheckpointRef | None:
@@ -143,7 +143,7 @@ def _quietly(path: str) -> CheckpointRef | None:
 
 
 def _with_arrays(ref: CheckpointRef) -> CheckpointRef:
-    """The checkpoint, if its arrays are there; how whole they are is seen when they are read."""
+    """The checkpoint, if its arrays are there; damage is detected when they are read."""
     if not exists(join(ref.arrays_path, OCDBT)):
         raise unreadable(ref.path, f"{ref.arrays}/{OCDBT}", "not there; its arrays begin with it")
     return ref

@@ -3,7 +3,7 @@
 Two ways to lay documents into rows of `positions` tokens:
 
 - *concatenated*: documents lie end to end and are cut every `positions` tokens. Nothing is padded; what is left behind
-  the last whole row is not used. (A set smaller than one row is one padded row.)
+  the last complete row is not used. (A set smaller than one row is one padded row.)
 - *packed*: whole documents, several to a row, planned by `packing`; the rest of the row is padding. A document longer
   than a row is cut into pieces, the last of them as long as it happens to be.
 
@@ -156,7 +156,7 @@ class PackedRows:
         return len(self.packing)
 
     def take(self, numbers: np.ndarray) -> TrainRows:
-        """The rows with these numbers: whole documents one after the other, then padding."""
+        """The rows with these numbers: complete documents one after another, then padding."""
         numbers = np.asarray(numbers, np.int64)
         first = self.packing.row_starts[numbers]
         count = self.packing.row_starts[numbers + 1] - first

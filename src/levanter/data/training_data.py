@@ -150,7 +150,7 @@ class TrainingData:
 
     @property
     def steps(self) -> int | None:
-        """How many whole steps there is data for; None where it begins again."""
+        """How many full steps there is data for; None if it repeats."""
         return None if self.draws is None else self.schedule.whole_steps(self.draws)
 
     def steps_of_epochs(self, epochs: int) -> int:

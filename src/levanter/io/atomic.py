@@ -1,4 +1,4 @@
-"""Writing a file: it is either the old one or the whole new one, whatever happens in between.
+"""Writing a file: it is either the old one or the complete new one, whatever happens in between.
 
 Everything that this package writes as a whole goes through `atomic_write`. A name that stands for something else than a
 file is left what it is: links are followed, pipes and terminals are written into, disks and sockets are refused.

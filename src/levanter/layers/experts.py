@@ -10,8 +10,8 @@ MegaBlocks, arXiv:2211.15841). Two ways compute the same:
   `experts / experts a token` times the operations; it is plain named arithmetic and the judge of the other.
 
 The compute mapping says where things are. `mlp → model` shards every expert. `expert → model` gives each device some
-experts (expert parallelism); tokens that lie whole on it are there already. Where `expert` goes to a mesh axis that
-shards the tokens too, those are gathered over it and the results summed and scattered back.
+experts (expert parallelism); tokens that are replicated over it are there already. Where `expert` goes to a mesh axis
+that shards the tokens too, those are gathered over it and the results summed and scattered back.
 """
 
 import math
@@ -138,7 +138,7 @@ class RoutedMlp(eqx.Module):
             return hax.named(found, x.axes), tally
         mapping = compute_mapping_in_scope()
         layout = _Layout.of(x, operands[1].axes, mapping, mesh)
-        # Every device routes its own tokens by the whole table.
+        # Every device routes its own tokens by the full table.
         cut = (("embed",), *3 * (("expert", "mlp", "embed"),))
         each = [DeviceParts.of(operand, mapping, axes) for operand, axes in zip(operands, cut, strict=True)]
         of_tokens = mapping.spec(axis.name for axis in x.axes)

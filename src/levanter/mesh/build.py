@@ -97,7 +97,7 @@ def mesh_report(
     mappings: Mappings | None = None,
     bytes_per_device: Mapping[str, int] | None = None,
 ) -> str:
-    """The report at start-up: chips, hosts, granules, the mesh, bytes on each device, what is sharded, what crosses DCN.
+    """The report at start-up: chips, hosts, granules, mesh, bytes on each device, what is sharded, what crosses DCN.
 
     Args:
         spec: the mesh.

@@ -140,7 +140,7 @@ def _cannot(
 
 
 def _others(mesh_axes: Sequence[str], shown: str, mesh: MeshSpec, sizes: Mapping[str, int]) -> str:
-    """`mlp` and `vocab` mapped like the heads where they divide, else whole."""
+    """`mlp` and `vocab` mapped like the heads if they divide, else unsharded."""
     ways = mesh.ways(tuple(mesh_axes))
     return ", ".join(f"{name}: {shown if sizes.get(name, ways) % ways == 0 else 'null'}" for name in ("mlp", "vocab"))
 

@@ -243,7 +243,7 @@ def _split(model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str
     ways = spec.shape[axis]
     vocab = model.sizes.get("vocab")
     if ways > 1 and vocab is not None and "vocab" not in params and axis not in _as_list(params.get("embed")):
-        # A translated old document cannot have mapped `vocab`; whole embeddings would be refused by the plan.
+        # A translated old document cannot have mapped `vocab`; replicated embeddings would be refused by the plan.
         if vocab % ways == 0:
             added = compute if "vocab" in compute else {**compute, "vocab": axis}
             every = [{**params, "vocab": axis}, added, *every[2:]]

@@ -18,7 +18,7 @@ from levanter.models.architecture import Architecture
 class LmHeadModel(eqx.Module):
     """A causal language model: tokens to activations, and the head that turns activations into logits.
 
-    The two are apart so that logits need never exist for a whole sequence (see `models.scoring`).
+    The two are apart so that logits are never materialized for an entire sequence (see `models.scoring`).
     """
 
     config: eqx.AbstractVar[Architecture]

@@ -35,7 +35,7 @@ class SuffixScores(eqx.Module):
     """What is known of each suffix token, `[batch, suffix]`.
 
     Attributes:
-        logprobs: float32, the token's log-probability under the whole vocabulary at temperature 1.
+        logprobs: float32, the token's log-probability under the full vocabulary at temperature 1.
         ranks: int32, how many vocabulary entries are more likely (of equal ones, those with a lower id).
         normalizers: float32 for each law (K, T): the log of Σ exp(log p / T) over the K most likely entries, so that
             the token's log-probability under the law is log p / T minus this, where its rank is below K.

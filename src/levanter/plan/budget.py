@@ -39,11 +39,11 @@ class Resident:
         group: what it is for.
         axes: names and sizes.
         dtype: its dtype's name.
-        spec: mesh axes by axis name, as text (`mlp → model × group, embed → data`); `whole` where none shards it.
+        spec: mesh axes by axis name, as text (`mlp → model × group, embed → data`); `replicated` if none shards it.
         nbytes: on one device, without layout padding.
-        whole_bytes: of the whole array.
+        whole_bytes: of the full array.
         shard_shape: the shape of one device's piece.
-        replicated_over: mesh axes of size > 1 over which it stays whole.
+        replicated_over: mesh axes of size > 1 over which it is replicated.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Budget:
     Attributes:
         arguments: by Program name, exact bytes of its inputs on a device, without layout padding.
         groups: bytes by group, of the Program with the largest arguments.
-        replicated_bytes: of those, bytes of arrays that every chip holds whole.
+        replicated_bytes: of those, bytes of arrays that are replicated on every chip.
         residents: of that Program, largest first.
         hbm_bytes: what a chip has; `None` where that is not limited.
         largest: the name of that Program; empty where there is none.
@@ -162,12 +162,12 @@ def _resident(argument: Input, plan: LeafPlan, mesh: MeshSpec) -> Resident:
 
 
 def cut_text(plan: LeafPlan, mesh: MeshSpec) -> str:
-    """Which mesh axes shard which axes: `mlp → model × group, embed → data`, or `whole`."""
+    """Which mesh axes shard which axes: `mlp → model × group, embed → data`, or `replicated`."""
     cuts = {
         name: [axis for axis in mesh_axes if mesh.shape[axis] > 1]
         for name, mesh_axes in zip(plan.leaf.names, plan.mesh_axes, strict=True)
     }
-    return ", ".join(f"{name} → {' × '.join(axes)}" for name, axes in cuts.items() if axes) or "whole"
+    return ", ".join(f"{name} → {' × '.join(axes)}" for name, axes in cuts.items() if axes) or "replicated"
 
 
 def group_of(argument: Input, leaf: Leaf) -> str:

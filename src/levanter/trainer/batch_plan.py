@@ -4,7 +4,7 @@
     accum = global batch / (rows that a device takes at once × dp)
 
 Rows are sequences. A *microbatch* is what all devices take at once: `rows × dp`. Gradients of `accum` microbatches are
-added up before the parameters move. Pure arithmetic; every number comes with its reason, and what is not whole is
+added up before the parameters move. Pure arithmetic; every number comes with its reason, and what does not divide is
 refused with the nearest sizes that are.
 """
 
@@ -86,7 +86,7 @@ def plan_batch(
         mesh: for the messages.
 
     Raises:
-        BatchError: not whole.
+        BatchError: it does not divide.
     """
     on = f" on mesh {mesh}" if mesh else ""
     reasons = [f"the batch is sharded {ways} ways{on}"]
@@ -140,7 +140,7 @@ def plan_batches(
     """Resolves a batch size, or a schedule of them.
 
     Raises:
-        BatchError: with every stage that is not whole.
+        BatchError: lists every stage that does not divide.
     """
     stages = [(0, sizes)] if isinstance(sizes, int) else [(stage.start, stage.value) for stage in sizes]
     pad = ("trainer.allow_nondivisible_batch_size",) if allow_padding else ()

@@ -2,11 +2,11 @@
 
 An objective makes *sums* over the rows of a batch: float32 scalars, each under a name. A step minimizes
 
-    L = Σ_terms weight · S / N        S: the term's sum over the whole batch, N: the *normalizer* of the whole batch
+    L = Σ_terms weight · S / N        S: the term's sum over the global batch, N: the *normalizer* of the global batch
 
 and N is known from the batch alone, before any forward pass. So a batch may be taken in parts, on any mesh: each part
-contributes its sums over the same N, and the step is that of the whole batch. What a step shows follows the same names:
-`train/<name>` is `weight · S / N`.
+contributes its sums over the same N, and the step is that of the global batch. What a step shows follows the same
+names: `train/<name>` is `weight · S / N`.
 
 A *batch* is any pytree of named arrays that all have one axis of rows; microbatches take every n-th row. The language
 modeling objective is in `trainer.loss`.

@@ -14,7 +14,7 @@ class StepReport:
         step: its number, from 0.
         loss: the objective's first term; nats per token, where language is modeled.
         weight: the objective's normalizer; the sum of the loss weights, where language is modeled.
-        grad_norm: of the whole gradient, before it is clipped.
+        grad_norm: of the full gradient, before clipping.
         update_norm: of what was added to the parameters.
         parameter_norm: before the step.
         learning_rate: of the step.

@@ -1,7 +1,7 @@
 """The train step: one pure function, one Program.
 
 The objective's sums and their gradient of each microbatch, added up in float32 by a scan; the gradient's norm; the
-optimizer; the update. What a step minimizes is the mean over its whole batch, whatever the number of microbatches: the
+optimizer; the update. What a step minimizes is the mean over its global batch, whatever the number of microbatches: the
 normalizer comes first, and each microbatch contributes its sums over it. Gradients lie where their parameters lie.
 
 Microbatches take every n-th row of the batch, so each device finds its rows of every microbatch in its own memory.

@@ -148,7 +148,7 @@ def export(
         dtype: of the weights; None keeps the model's.
         beside: what lies beside the weights; None for config.json alone.
         max_shard_bytes: of one file.
-        overwrite: whether an existing folder is replaced: on a disk, once the new one is whole; behind a URL, file by
+        overwrite: whether an existing folder is replaced: on a disk, once the new one is complete; at a URL, file by
             file.
         progress: told (bytes written, bytes in all).
 

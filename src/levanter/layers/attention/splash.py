@@ -3,7 +3,7 @@
 The kernel holds a block of scores at a time on the chip, and visits only the blocks of queries × keys that the mask
 shows some of. The compiler cannot shard it, so every device is handed its own heads and rows by `jax.shard_map`: the
 mapping in scope says which mesh axes shard the batch, `kv_head` and `q_heads_per_group`, and `position`, which shards
-the queries only (keys and values are whole there). What the kernel asks for is arranged here: sequences of whole blocks
+the queries only (keys and values are not sharded). What the kernel asks for is arranged here: sequences of whole blocks
 (padded, the padding hidden), the scale on the queries, and masks as rules (`splash_tables`).
 
 Words. *block*: queries × keys that are computed in one visit. *part*: the queries of a sequence that one device has.

@@ -89,7 +89,7 @@ def read_rope(
     theta = _number(fields, "rope_theta", merged.pop("rope_theta", theta))
     share = _number(fields, "partial_rotary_factor", merged.pop("partial_rotary_factor", share))
     if share != 1.0 and not partial:
-        fields.problems.append("partial_rotary_factor is not 1: this family rotates whole heads")
+        fields.problems.append("partial_rotary_factor is not 1: this family rotates full heads")
     for name in _REQUIRED[kind]:
         if name not in merged:
             fields.problems.append(f"rope type {kind!r} needs {name!r}")

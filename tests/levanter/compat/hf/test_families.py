@@ -163,7 +163,7 @@ def test_rotary_embeddings_of_published_models():
         ("Qwen3 235B-A22B", {"num_experts_per_tok": 129}, "a token can go to 1 to 128 experts"),
         ("Qwen3 235B-A22B", {"shared_expert_intermediate_size": 512}, "this Qwen3 with experts does not have it"),
         ("Qwen3 235B-A22B", {"mlp_bias": True}, "a Qwen3 with experts does not have it"),
-        ("Qwen2.5 72B", {"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
+        ("Qwen2.5 72B", {"partial_rotary_factor": 0.5}, "this family rotates full heads"),
         ("Qwen2.5 72B", {"layer_types": ["full_attention"] * 3}, "has 3 entries for model.num_layers 80"),
         ("Qwen2.5 72B", {"dual_chunk_attention_config": {"chunk_size": 9}}, "this Qwen2 does not have it"),
         ("Gemma 3 27B", {"use_bidirectional_attention": True}, "only causal attention is supported here"),

@@ -125,7 +125,7 @@ def test_theta_is_found_in_either_place_beside_the_other():
             "rope_parameters.full_attention is a block of its own: rotary embeddings that differ by layer",
         ),
         (dict(rope_theta="1e4"), "field 'rope.rope_theta' is '1e4', expected float"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor is not 1: this family rotates whole heads"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor is not 1: this family rotates full heads"),
         (
             dict(rope_parameters={"rope_type": "default", "factor": 4.0}),
             "rope type 'default' has factor 4.0; transformers ignores it: write 'linear' or remove it",
