@@ -300,7 +300,7 @@ def test_an_evaluation_reads_rows_of_the_length_it_read(entry_point: str, tmp_pa
         "(evaluations of that generation used rows of the model's length)"
     )
     assert parse_text(cls, migrate(str(path), entry_point).text) == loaded.config
-    assert "it also means max_eval_length: 96" in migrate(str(path)).notes[0]
+    assert "it also sets max_eval_length: 96" in migrate(str(path)).notes[0]
     default = cls(checkpoint_path="a").max_eval_length
     for text, expected in (
         ("max_eval_length: 32\nmodel: {type: llama, seq_len: 96}", 32),

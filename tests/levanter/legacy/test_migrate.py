@@ -57,7 +57,7 @@ def test_it_is_written_once(tmp_path, capsys):
     assert not again.startswith("#")
     assert yaml.safe_load(again) == yaml.safe_load(new.read_text())
     assert run([OLD, "--output", str(new)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_several_books_are_one_load_and_each_is_its_own(tmp_path, inputs, capsys
         ({"hf_checkpoint": "/nowhere/model"}, ["/nowhere/model"]),
         ({"coverage_threshold": 2}, ["coverage_threshold"]),
         ({"books": {"a": {"txt_path": "x"}}}, ["txt_path and books"]),
-        ({"eval_batch_size": 6, "txt_path": "/nowhere/b.txt"}, ["2 problems", "cannot be cut", "no such file"]),
+        ({"eval_batch_size": 6, "txt_path": "/nowhere/b.txt"}, ["2 problems", "do not divide", "no such file"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -202,9 +202,9 @@ def test_the_vocabulary_is_known_by_name_where_the_tokenizer_is_not_here(tmp_pat
         return next(c for c in plan.checks if c.name == "vocabulary")
 
     check = check_of("--data.tokenizer", "meta-llama/Llama-3.1-8B")
-    assert check.message.startswith("128256 ids, as meta-llama/Llama-3.1-8B is known")
+    assert check.message.startswith("128256 ids, the known size of meta-llama/Llama-3.1-8B")
     assert check_of("--data.tokenizer", "NousResearch/Llama-2-7b-hf").message.startswith("32000 ids")
-    with pytest.raises(ValueError, match=r"give model\.vocab_size"):
+    with pytest.raises(ValueError, match=r"set model\.vocab_size"):
         check_of("--data.tokenizer", "nobody/knows")
 
 
