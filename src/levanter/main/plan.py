@@ -30,7 +30,7 @@ from levanter.io import Output, atomic_write, probe, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
-    from levanter.plan.preflight import Question
+    from levanter.plan.preflight import Question, Scope
     from levanter.plan.search import SearchResult
     from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.run import EntryPoint, RunPlan, Target
@@ -53,7 +53,7 @@ class PlanRequest:
         json: a file for the verdicts, `-` for standard output.
         html: a file for the page.
         compile: whether to compile.
-        all_programs: whether Programs that take negligible time are compiled too.
+        scope: which Programs the verdict covers (`preflight.Question`).
         require_inputs: whether missing inputs are refused.
         search: whether to look for better meshes.
         keep_hlo: a folder in which the compiler's output is kept.
@@ -66,7 +66,7 @@ class PlanRequest:
     json: str | None = None
     html: str | None = None
     compile: bool = True
-    all_programs: bool = False
+    scope: "Scope" = "run"
     require_inputs: bool = False
     search: bool = False
     keep_hlo: str | None = None
@@ -74,7 +74,7 @@ class PlanRequest:
 
 
 _WITH_VALUE = ("target", "json", "html", "assume_tokens", "keep_hlo")
-_SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "no_cache")
+_SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
 
@@ -88,7 +88,9 @@ options:
   --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
                        devices here; several: --target A --target B, or --target A,B
   --no-compile         arithmetic only: seconds instead of a minute; refuses by inputs, gradients and named activations
-  --all_programs       compile every Program of the run, including those that run once
+  --timed_only         compile only what makes up the job's time; the verdict then covers nothing else (default:
+                       everything that runs: loading, the first state, evaluation, checkpoints, exports)
+  --all_programs       also compile what draws the initial weights (minutes; judged by arithmetic otherwise)
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
   --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
   --search             look for meshes that fit better or run faster
@@ -162,6 +164,8 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
     targets = [name.strip() for value in values["target"] for name in value.split(",") if name.strip()]
     if not targets and not wants_help:
         problems.append("no target: give --target v4-256 (any accelerator; several are planned in turn) or local")
+    if {"all_programs", "timed_only"} <= switches:
+        problems.append("--all_programs and --timed_only contradict each other")
     for name in ("json", "html", "assume_tokens", "keep_hlo"):
         if len(values[name]) > 1:
             problems.append(f"--{name} is given {len(values[name])} times")
@@ -180,7 +184,7 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
         json=one("json"),
         html=one("html"),
         compile="no_compile" not in switches,
-        all_programs="all_programs" in switches,
+        scope="all" if "all_programs" in switches else "timed" if "timed_only" in switches else "run",
         require_inputs="require_inputs" in switches,
         search="search" in switches,
         keep_hlo=one("keep_hlo"),
@@ -260,7 +264,7 @@ def _planned(asked: PlanRequest) -> int:
             payload={"entry_point": asked.entry_point.name, "argv": list(asked.argv)},
             local=devices_here,
             compile=asked.compile,
-            all_programs=asked.all_programs,
+            scope=asked.scope,
             require_inputs=asked.require_inputs,
             kept=KeptAnswers.here() if asked.cache else None,
         )

@@ -81,7 +81,7 @@ def layout_compiler(
             describe=lambda target: describe(varied, target),
             payload={**question.payload, "candidate": dataclasses.asdict(candidate), "candidate_keys": keys},
             require_inputs=False,
-            all_programs=False,
+            scope="timed",
         )
         verdict = preflight(asked, progress=heard)
         found = next((p for p in verdict.programs if p.name == name), None)

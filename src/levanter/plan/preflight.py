@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from haliax_ext.errors import gib
 from haliax_ext.hlo import OutOfMemory
@@ -28,6 +28,7 @@ from levanter.plan.budget import Budget, budget_of
 from levanter.plan.by_arithmetic import estimated_time
 from levanter.plan.comms import Network
 from levanter.plan.cost import StepTime, mfu, step_time
+from levanter.plan.drawn import Drawn, drawn_in
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.known import Known, known_of
 from levanter.plan.load_budget import LoadBudget, beside_loading, load_budget
@@ -40,6 +41,7 @@ from levanter.plan.why_not import why_not
 from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan, Target, Workload
 
 Progress = Callable[[str], None]
+Scope = Literal["timed", "run", "all"]
 LOCAL = "local"
 _FEW = 3
 """Programs without a time are named up to so many, and counted where they are more."""
@@ -56,7 +58,8 @@ class Question:
         payload: its first argument, plain JSON values.
         local: the devices here; needed for the target `local` only.
         compile: whether the compiler is asked.
-        all_programs: whether Programs that take no time to speak of are compiled too.
+        scope: which Programs the verdict is over: those that make up the job's time (`timed`), everything that runs,
+            what draws values by arithmetic (`run`), or everything compiled (`all`).
         require_inputs: whether an input that is not at hand is refused.
         keep_text: a folder in which the compiler's text stays.
         kept: where answers of compilers are kept and looked for; None for asking anew.
@@ -68,7 +71,7 @@ class Question:
     payload: Mapping[str, Any]
     local: Callable[[], Target] | None = None
     compile: bool = True
-    all_programs: bool = False
+    scope: Scope = "timed"
     require_inputs: bool = False
     keep_text: Path | None = None
     kept: KeptAnswers | None = None
@@ -252,7 +255,7 @@ def _expected(plan: RunPlan) -> bool:
 
 def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: Budget) -> Mapping[str, Outcome]:
     question = inquiry.question
-    chosen = _chosen(plan, all_programs=question.all_programs)
+    chosen = _chosen(plan, question.scope)
     target = LOCAL if pod is None else pod.name
     inquiry.begin()
     if not chosen and plan.missing:
@@ -309,9 +312,15 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
     findings += [_too_much(plan, o) for o in beyond if isinstance(o, Compiled)]
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
-    message = "; ".join([*findings, *compiled, *_ages(outcomes)])
+    message = "; ".join([*findings, *compiled, *_arithmetic(plan, question.scope), *_ages(outcomes)])
     inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
     return {outcome.name: outcome for outcome in outcomes}
+
+
+def _arithmetic(plan: RunPlan, scope: Scope) -> list[str]:
+    """What is said of Programs that arithmetic answers for."""
+    most = {name: gib(drawn.total) for name, drawn in _bounded(plan, scope).items()}
+    return [f"{name} by arithmetic, at most {size} (--all_programs compiles it)" for name, size in most.items()]
 
 
 def _too_much(plan: RunPlan, outcome: Compiled) -> str:
@@ -381,14 +390,19 @@ def _cost(
     inquiry.begin()
     workloads = {workload.program: workload for workload in plan.workloads}
     beside = _beside(plan)
+    bounded = _bounded(plan, inquiry.question.scope) if outcomes else {}
     verdicts = []
     for program in plan.programs:
         outcome = outcomes.get(program.name)
-        if outcome is None and program not in plan.computing:
+        if outcome is None and program not in plan.computing and program.name not in bounded:
             continue
         workload, held = workloads.get(program.name), beside.get(program.name, 0)
+        drawn = bounded.get(program.name)
+        bound = None if drawn is None else drawn.total
         sent = None if pod is None or plan.errors else offloaded(plan, program.name, pod=pod)
-        verdict = ProgramVerdict(name=program.name, outcome=outcome, beside=held, workload=workload, offloaded=sent)
+        verdict = ProgramVerdict(
+            name=program.name, outcome=outcome, bound=bound, beside=held, workload=workload, offloaded=sent
+        )
         if isinstance(outcome, Refused):
             verdict = replace(verdict, why_not=why_not(outcome, plan, budget))
         elif outcome is None:
@@ -471,16 +485,26 @@ def _used(verdict: ProgramVerdict, time_: StepTime, workload: Workload, pod: Acc
     return replace(verdict, time=time_, mfu=use(workload.flops_causal), mfu_full=full if full[1] <= 1 else None)
 
 
-def _chosen(plan: RunPlan, *, all_programs: bool) -> tuple[str, ...]:
-    """The Programs that are compiled: those that make up the job's time, or all, those of loading and saving too.
+def _bounded(plan: RunPlan, scope: Scope) -> Mapping[str, Drawn]:
+    """The Programs that a compiler is not asked for, since arithmetic says that they fit."""
+    limit = plan.target.limit_bytes
+    if scope != "run" or limit is None:
+        return {}
+    beside = _beside(plan)
+    return {name: drawn for name, drawn in drawn_in(plan).items() if drawn.total + beside.get(name, 0) <= limit}
+
+
+def _chosen(plan: RunPlan, scope: Scope) -> tuple[str, ...]:
+    """The Programs that are compiled: those that make up the job's time, or those of loading and saving too.
 
     What takes the compiler longest comes first, so that others are compiled beside it.
     """
     timed = {workload.program for workload in plan.workloads}
     names = [program.name for program in plan.computing if not timed or program.name in timed]
-    if all_programs:
+    if scope != "timed":
         names += [program.name for program in (*plan.computing, *plan.loading, *plan.saving)]
-    return tuple(dict.fromkeys(names))
+    answered = _bounded(plan, scope)
+    return tuple(name for name in dict.fromkeys(names) if name not in answered)
 
 
 def _largest(budget: Budget) -> tuple[str, int]:
@@ -523,7 +547,7 @@ def _headline(
         return f"does not fit: {gib(beyond[0].peak_bytes or 0)} > {gib(limit)} ({beyond[0].name})"
     if load is not None and limit is not None and load.device_peak > limit:
         return f"does not fit while loading: {gib(load.device_peak)} > {gib(limit)}"
-    compiled = [p for p in programs if p.peak_bytes is not None]
+    compiled = [p for p in programs if p.fits is not None]
     times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
     modelled = f"; {', '.join(times)} ({_basis(programs)})" if times else ""
     if compiled:

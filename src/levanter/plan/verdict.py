@@ -44,6 +44,7 @@ class ProgramVerdict:
     Attributes:
         name: the Program's.
         outcome: what the compiler said; `None` where it was not asked.
+        bound: where the compiler was not asked because arithmetic answers, the most that it needs on a device.
         beside: bytes on a device of what stays there while it runs and is none of its inputs.
         why_not: for a refusal, what takes the room and what would fit, in axis names.
         time: of one execution; `None` where the compiler states no cycles.
@@ -56,6 +57,7 @@ class ProgramVerdict:
 
     name: str
     outcome: Outcome | None
+    bound: int | None = None
     beside: int = 0
     why_not: tuple[str, ...] = ()
     time: StepTime | None = None
@@ -76,7 +78,7 @@ class ProgramVerdict:
             return self.outcome.refusal.needed + self.beside
         if isinstance(self.outcome, Compiled):
             return self.outcome.peak_bytes + self.beside
-        return None
+        return None if self.bound is None else self.bound + self.beside
 
     @property
     def job_seconds(self) -> tuple[float, float] | None:

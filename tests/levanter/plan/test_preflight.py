@@ -241,7 +241,7 @@ def test_without_the_tpu_compiler(evaluation, monkeypatch):
     ],
 )
 def test_how_a_compile_ends(evaluation, function, code, status, message):
-    asked = question("eval_lm", evaluation, "local", compile=True, all_programs=True, provider=f"{PROGRAMS}:{function}")
+    asked = question("eval_lm", evaluation, "local", compile=True, scope="all", provider=f"{PROGRAMS}:{function}")
 
     def describe(target):
         # The worker describes what the tests' own provider does: a program of this name.

@@ -361,7 +361,10 @@ def _programs(verdict: Verdict) -> Content:
             inputs = gib(budget.arguments[program.name]) if budget and program.name in budget.arguments else ""
             refused = isinstance(outcome, Refused)
             tail = [gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)] if refused else ["", ""]
-            rows.append([program.name, "refused" if refused else "not compiled", inputs, "", "", "", *tail])
+            state = "refused" if refused else "not compiled" if program.bound is None else "by arithmetic"
+            if program.bound is not None and not refused:
+                tail = [gib(program.peak_bytes or 0), ""]
+            rows.append([program.name, state, inputs, "", "", "", *tail])
     if not rows:
         return ""
     header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")

@@ -226,7 +226,9 @@ def _programs(verdict: Verdict) -> list[str]:
             inputs = verdict.budget.arguments.get(program.name) if verdict.budget is not None else None
             refused = isinstance(outcome, Refused)
             tail = (gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)) if refused else ("", "")
-            state = "refused" if refused else "not compiled"
+            state = "refused" if refused else "not compiled" if program.bound is None else "by arithmetic"
+            if program.bound is not None and not refused:
+                tail = (gib(program.peak_bytes or 0), "")
             blanks = [""] * (4 if beside else 3)
             rows.append((program.name, state, gib(inputs) if inputs is not None else "", *blanks, *tail))
     front = ("program", "", "inputs", "new results", "temporaries", "code")

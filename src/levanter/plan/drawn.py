@@ -1,0 +1,65 @@
+"""Programs that draw values from a key: what they need on a chip, without asking a compiler.
+
+The first state of a run, what is frozen of it, factors of an adapter: nothing goes in but a key, and what comes out is
+the arrays, every piece made in its final shard. So a chip holds the results, and of the array that is being made its
+random bits and its values in float32. A compiler takes over half as long for such a Program as for a train step, since
+each array is a fusion of the generator's rounds with the inverse error function, and finds the results and next to
+nothing beside them. So it is not asked where the sum below leaves room.
+
+*Drawn*: the sum for one Program. It has everything that is made at one time if arrays are made one after another, which
+nothing forces a compiler to do, and not the padding of a TPU's tiles.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Program
+from levanter.plan.budget import residents_of
+from levanter.run import RunPlan
+
+KEY_BYTES = 1 << 10
+"""A Program that takes no more than this takes no arrays to speak of."""
+_WORKING_BYTES = 8
+"""Of an element that is being made: four of random bits, four of its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Bytes on a chip of a Program that draws values.
+
+    Attributes:
+        results: what it makes.
+        working: of the largest array, while it is made.
+    """
+
+    results: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.results + self.working
+
+
+def drawn_in(plan: RunPlan) -> Mapping[str, Drawn]:
+    """The Programs of a run that draw values."""
+    found = {program.name: drawn for program in plan.computing if (drawn := _drawn(program, plan)) is not None}
+    load = plan.load
+    if load is not None and load.initial:
+        name = load.initialize_program.name
+        found[name] = Drawn(results=load.initial_bytes, working=load.initial_transient_bytes)
+    return found
+
+
+def _drawn(program: Program, plan: RunPlan) -> Drawn | None:
+    placement = program.out_placement
+    if not isinstance(placement, ShardingPlan) or not placement.leaves:
+        return None
+    if sum(each.nbytes for each in residents_of(program, plan.mesh)) > KEY_BYTES:
+        return None
+    return Drawn(
+        results=placement.bytes_per_device,
+        working=_WORKING_BYTES * max(math.prod(each.shard_shape) for each in placement.leaves),
+    )
