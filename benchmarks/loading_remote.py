@@ -295,9 +295,17 @@ class Store:
         self.process.wait()
 
 
+def touch_memory(gib: int) -> None:
+    """Lets another process use that much memory and free it: a virtual machine gives memory on first use, slowly."""
+    if gib:
+        code = f"import numpy as np\nnp.ones({gib} << 30, np.uint8)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def run(name: str, url: str, args: argparse.Namespace, environment: dict[str, str]) -> list[dict]:
     """One measurement: what each of its processes says."""
     shape = SHAPES[name]
+    touch_memory(args.touch_gib)
     words = [str(Path(__file__).resolve()), "--one", name, url, "--budget-mib", str(args.budget_mib)]
     words += ["--unlimited"] if args.unlimited else []
     if shape.processes > 1:
@@ -334,6 +342,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=200e6)
     parser.add_argument("--budget-mib", type=int, default=256)
     parser.add_argument("--fault-every", type=int, default=0, help="a 503, a reset or a stall every so many requests")
+    parser.add_argument("--touch-gib", type=int, default=0, help="memory another process uses just before")
     parser.add_argument("--unlimited", action="store_true", help="no limits; counts processor seconds")
     parser.add_argument("--tls", action="store_true", help="by https")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "URL"), help=argparse.SUPPRESS)

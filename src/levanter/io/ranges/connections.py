@@ -23,8 +23,10 @@ from levanter.io.ranges.attempt import Attempt, GivenUpError, RangeError, Transi
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
 """A connection on which nothing arrives for so long is taken for dead."""
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 256 << 10
 """Received at most before anybody looks at the attempt again."""
+AHEAD_BYTES = 32 << 10
+"""Of those, what may have left the system's buffers already: a block of TLS."""
 AGENT = "levanter"
 
 Headers = Mapping[str, str]
@@ -155,6 +157,11 @@ def _broken(connection: http.client.HTTPConnection, attempt: Attempt, error: Exc
     return TransientError(_reason(error))
 
 
+def _wake_at(sock: socket.socket, nbytes: int) -> None:
+    """From how many waiting bytes on the system wakes who receives: a slow connection brings little at a time."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, nbytes))
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "nothing arrived in time"
@@ -208,15 +215,20 @@ class HttpAnswer:
             TransientError: the body ended, or the connection did.
             GivenUpError: the attempt was given up.
         """
+        sock = None if self.response.chunked else self.connection.sock
         at, size = 0, len(into)
         try:
+            if sock is not None:
+                at = self._with_the_head(into)
             while at < size:
                 self.attempt.check()
-                got = self._some(into[at : at + SLICE_BYTES])
+                got = self._some(sock, into[at : at + SLICE_BYTES], size - at)
                 if got == 0:
                     raise TransientError(f"the answer ended after {at:,} of {size:,} bytes")
                 at += got
                 self.attempt.received += got
+            if sock is not None:
+                _wake_at(sock, 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _broken(self.connection, self.attempt, error) from error
         except BaseException:
@@ -224,8 +236,26 @@ class HttpAnswer:
             self.attempt.check()
             raise
 
-    def _some(self, into: memoryview) -> int:
-        return self.response.readinto(into)
+    def _with_the_head(self, into: memoryview) -> int:
+        """What of the body came together with the head, and is in the response's own buffer."""
+        found = self.response.fp.peek(1)[: len(into)]
+        into[: len(found)] = self.response.fp.read(len(found))
+        self.attempt.received += len(found)
+        self._arrived(len(found))
+        return len(found)
+
+    def _some(self, sock: socket.socket | None, into: memoryview, left: int) -> int:
+        """What is there, waiting for some of it; past the response's buffer where the body comes as it is."""
+        if sock is None:
+            return self.response.readinto(into)
+        _wake_at(sock, min(left, SLICE_BYTES) - AHEAD_BYTES)
+        got = sock.recv_into(into)
+        self._arrived(got)
+        return got
+
+    def _arrived(self, nbytes: int) -> None:
+        if self.response.length is not None:
+            self.response.length -= nbytes
 
     def whole(self, limit: int) -> bytes:
         """The rest of the body, at most `limit` bytes and one."""
