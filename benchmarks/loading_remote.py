@@ -6,10 +6,11 @@
 
 The store is `tests/helpers/object_store.py` in a process of its own: so many seconds to the first byte of an answer, so
 many bytes a second of one connection and of all together. Checkpoints are made in the temporary folder when they are
-not there. Each measurement is a process of its own (two for the layout that exchanges), and begins when the checkpoint
-has been opened and planned. *Of the limit* is bytes of the checkpoint over seconds, over the store's bytes a second.
-*Serial* are the processor seconds in which the interpreter's lock is held, estimated as all of them without those of
-receiving, casting and checking (which release it): one process cannot be faster than a gigabyte in so many seconds.
+not there. Each measurement is a process of its own, and begins when the checkpoint has been opened and planned. With
+`--drop` blocks are dropped once they are full, as on a host whose chips take them: none of the time goes into pages of
+memory that nothing has used before. *Of the limit* is bytes of the checkpoint over seconds, over the store's bytes a
+second. *Serial* are the processor seconds in which the interpreter's lock is held, estimated as all of them without
+those of receiving, casting and checking (which release it): one process cannot be faster than a gigabyte in so many.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from collections import deque
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +39,7 @@ class Shape:
         hidden, intermediate, layers, heads, kv_heads, vocab: sizes.
         mapping: axis → mesh axis of data 4 × model 2.
         dtype: what it is loaded in; it is stored in bf16.
-        processes: of the run.
+        hosts: of the run; of several, the first one's share is read, and dropped.
         about: a few words.
     """
 
@@ -50,7 +52,7 @@ class Shape:
     vocab: int
     mapping: dict[str, str]
     dtype: str = "bfloat16"
-    processes: int = 1
+    hosts: int = 1
     about: str
 
 
@@ -63,7 +65,7 @@ SHAPES = {
     "llama-f32": Shape(family="llama", **LLAMA, mapping=BOTH, dtype="float32", about="the same, cast to f32"),
     "neox": Shape(family="gpt_neox", **PYTHIA, mapping=BOTH, about="Pythia 1B, q, k and v of head after head"),
     "exchange": Shape(
-        family="llama", **LLAMA, mapping={"embed": "data"}, processes=2, about="inner axis over two processes"
+        family="llama", **LLAMA, mapping={"embed": "data"}, hosts=2, about="inner axis: slabs of one of two hosts"
     ),
     "held-out": Shape(
         family="gpt_neox",
@@ -149,7 +151,7 @@ def planned_on(shape: Shape, source, devices):
     import numpy as np
 
     from haliax_ext.abstract import abstract, leaves
-    from haliax_ext.loading import hosts_of, plan_loading
+    from haliax_ext.loading import plan_loading
     from haliax_ext.mapping import AxisMapping, Mappings
     from haliax_ext.meshspec import MeshSpec
     from haliax_ext.planner import plan_sharding
@@ -174,9 +176,9 @@ def planned_on(shape: Shape, source, devices):
     mesh = jax.sharding.Mesh(np.asarray(devices).reshape(4, 2), spec.names)
     model = abstract(config.build, hax.Axis("vocab", shape.vocab), key=jax.random.PRNGKey(0))
     sharding = plan_sharding(leaves(model), Mappings(params=AxisMapping(shape.mapping)), spec).check()
-    plan = plan_loading(
-        sharding, rules(config), source, hosts=hosts_of(mesh), dtype=np.dtype(jax.numpy.dtype(shape.dtype))
-    )
+    hosts = np.arange(8).reshape(4, 2) * shape.hosts // 8
+    dtype = np.dtype(jax.numpy.dtype(shape.dtype))
+    plan = plan_loading(sharding, rules(config), source, hosts=hosts, dtype=dtype)
     return sharding, plan, mesh
 
 
@@ -209,63 +211,84 @@ def kernel_seconds():
         HttpAnswer._some, Copy.scatter, host_reader.all_finite = kept
 
 
-def measure(name: str, url: str, budget: int, *, serial: bool) -> dict:
+def measure(name: str, url: str, args: argparse.Namespace) -> dict:
     """One load in this process."""
     import jax
 
-    from haliax_ext.load_progress import resident_bytes
     from haliax_ext.loading import load
     from levanter.compat.hf.index import open_weights
     from levanter.compat.hf.repository import RemoteFolder
 
-    shape = SHAPES[name]
-    if shape.processes > 1:
-        from levanter.commands.shell.lifecycle import join_processes
-        from levanter.processes.barrier import barrier
-        from levanter.processes.distributed import DistributedConfig
-
-        join_processes(DistributedConfig())
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    shape, budget = SHAPES[name], args.budget_mib * MIB
     begun = time.perf_counter()
     source = open_weights(RemoteFolder(f"{url}/{stored_as(name)}"), allow_pickle=False)
     opened = time.perf_counter() - begun
-    sharding, plan, mesh = planned_on(shape, source, devices)
+    sharding, plan, mesh = planned_on(shape, source, jax.devices())
     jax.block_until_ready([jax.device_put(jax.numpy.zeros(1), each) for each in jax.local_devices()])
-    if shape.processes > 1:
-        barrier("benchmark")
-    before, cpu = resident_bytes() or 0, time.process_time()
-    if serial:
-        with kernel_seconds() as kernels:
+    cpu = time.process_time()
+    with kernel_seconds() if args.unlimited else nullcontext([0.0]) as kernels:
+        if args.drop or shape.hosts > 1:
+            found = read_share(plan, source, budget)
+        else:
             loaded = load(plan, sharding, source, mesh, memory_bytes=budget)
-    else:
-        kernels = [0.0]
-        loaded = load(plan, sharding, source, mesh, memory_bytes=budget)
+            shards = [shard.data for each in loaded.values() for shard in each.addressable_shards]
+            found = {
+                "seconds": loaded.report.seconds,
+                "read": loaded.report.bytes_read,
+                "arrays": sum({each.unsafe_buffer_pointer(): each.nbytes for each in shards}.values()),
+                "peak": loaded.report.peak_rss_bytes,
+            }
     cpu = time.process_time() - cpu
-    report, tally = loaded.report, source.remote.tally
-    shards = [shard.data for each in loaded.values() for shard in each.addressable_shards]
-    arrays = sum({each.unsafe_buffer_pointer(): each.nbytes for each in shards}.values())
-    found = {
-        "seconds": report.seconds,
+    return found | {
         "opened": opened,
         "cpu": cpu,
         "serial": cpu - kernels[0],
-        "read": report.bytes_read,
-        "planned": plan.bytes_by_host[jax.process_index()],
-        "source": plan.source_bytes,
-        "arrays": arrays,
-        "peak": report.peak_rss_bytes,
-        "before": before,
+        "planned": plan.bytes_by_host[0],
+        "source": plan.source_bytes // shape.hosts,
         "exchanged": sum(each.strategy == "exchange" for each in plan.loads),
-        "tally": str(tally),
-        "extra": tally.extra_bytes,
-        "ranges": tally.ranges,
+        "tally": str(source.remote.tally),
+        "extra": source.remote.tally.extra_bytes,
     }
-    if shape.processes > 1:
-        from levanter.commands.shell.lifecycle import end_together
 
-        print(json.dumps(found), flush=True)
-        end_together(0)
-    return found
+
+def read_share(plan, source, budget: int) -> dict:
+    """Reads what the first host reads, in the order and with the budget of `load`, and drops it."""
+    from haliax_ext.host_reader import Arrival, HostReader, Readers
+    from haliax_ext.load_progress import MemoryWatch
+    from haliax_ext.reading import distinct
+
+    mine, held, waiting = plan.devices_of(0), 0, deque()
+    begun = time.perf_counter()
+    readers = Readers.of(source.remote, budget, threads=None, read_bytes=None)
+    with MemoryWatch() as memory, HostReader(source, readers) as reader:
+
+        def finish() -> int:
+            arrivals = waiting.popleft()
+            while not reader.wait(arrivals, 0.2):
+                pass
+            for each in arrivals:
+                each.blocks.clear()
+                each.futures.clear()
+            return sum(each.nbytes for each in arrivals)
+
+        for step in plan.steps:
+            arrivals = []
+            for each in step.loads:
+                boxes, which = distinct(each.device_boxes(plan.sharding.mesh, step.piece or (0, 0))[mine])
+                arrivals += [Arrival(load=each, boxes=boxes, which=which, unit=unit) for unit in each.units(boxes)]
+            alone = [arrivals] if step.loads[0].exchange is not None else [[each] for each in arrivals]
+            for admitted in alone:
+                wanted = sum(each.nbytes for each in admitted)
+                while waiting and held + wanted > budget - readers.held_bytes:
+                    held -= finish()
+                for each in admitted:
+                    reader.start(each)
+                waiting.append(admitted)
+                held += wanted
+        while waiting:
+            finish()
+        read = reader.bytes_done
+    return {"seconds": time.perf_counter() - begun, "read": read, "arrays": 0, "peak": memory.peak_bytes}
 
 
 class Store:
@@ -302,26 +325,15 @@ def touch_memory(gib: int) -> None:
         subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def run(name: str, url: str, args: argparse.Namespace, environment: dict[str, str]) -> list[dict]:
-    """One measurement: what each of its processes says."""
-    shape = SHAPES[name]
+def run(name: str, url: str, args: argparse.Namespace, environment: dict[str, str]) -> dict:
+    """One measurement, in a process of its own."""
     touch_memory(args.touch_gib)
     words = [str(Path(__file__).resolve()), "--one", name, url, "--budget-mib", str(args.budget_mib)]
-    words += ["--unlimited"] if args.unlimited else []
-    if shape.processes > 1:
-        sys.path.insert(0, str(ROOT / "tests"))
-        from helpers.processes import Run
-
-        with tempfile.TemporaryDirectory() as folder, Run(Path(folder), shape.processes, words, devices=4) as running:
-            ended = running.wait()
-        outputs = [each.output for each in ended]
-        failed = any(each.code for each in ended)
-    else:
-        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
-        outputs, failed = [done.stdout if done.returncode == 0 else done.stderr], done.returncode
-    if failed:
-        sys.exit("\n".join(each[-4000:] for each in outputs))
-    return [json.loads(next(line for line in reversed(each.splitlines()) if line.startswith("{"))) for each in outputs]
+    words += [word for word, given in (("--unlimited", args.unlimited), ("--drop", args.drop)) if given]
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def certificate(folder: Path) -> None:
@@ -342,13 +354,14 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=200e6)
     parser.add_argument("--budget-mib", type=int, default=256)
     parser.add_argument("--fault-every", type=int, default=0, help="a 503, a reset or a stall every so many requests")
+    parser.add_argument("--drop", action="store_true", help="drop what is read instead of keeping it in arrays")
     parser.add_argument("--touch-gib", type=int, default=0, help="memory another process uses just before")
     parser.add_argument("--unlimited", action="store_true", help="no limits; counts processor seconds")
     parser.add_argument("--tls", action="store_true", help="by https")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "URL"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(*args.one, args.budget_mib * MIB, serial=args.unlimited)))
+        print(json.dumps(measure(*args.one, args)))
         return
     for name in args.shape:
         same = stored_as(name)
@@ -366,22 +379,18 @@ def main() -> None:
                 show(name, run(name, store.url, args, environment), store.told(), args)
 
 
-def show(name: str, found: list[dict], told: dict, args: argparse.Namespace) -> None:
+def show(name: str, found: dict, told: dict, args: argparse.Namespace) -> None:
     """A line of the table."""
-    seconds = max(each["seconds"] for each in found)
-    source, read = found[0]["source"], sum(each["read"] for each in found)
-    assert read == sum(each["planned"] for each in found), "the plan says what is read"
-    rate = source / seconds
+    assert found["read"] == found["planned"], "the plan says what is read"
+    gigabytes, rate = found["source"] / 1e9, found["source"] / found["seconds"]
     share = "" if args.unlimited else f"{rate / args.total:.3f}"
-    beyond = max(each["peak"] - each["arrays"] for each in found) / MIB
-    cpu = sum(each["cpu"] for each in found) / (source / 1e9)
-    serial = f" ({sum(each['serial'] for each in found) / (source / 1e9):.2f} serial)" if args.unlimited else ""
-    extra = sum(each["extra"] for each in found) / source
+    serial = f" ({found['serial'] / gigabytes:.2f} serial)" if args.unlimited else ""
     print(
-        f"{name:10} {seconds:7.2f} s {rate / 1e6:5.0f} MB/s {share:>8} {read / source:6.3f}× {extra:6.2%} "
-        f"{beyond:7.0f} MiB {cpu:5.2f} s/GB{serial}  {found[0]['tally']}; {told['requests']} requests, "
-        f"at most {told['most']} at a time; opened in {found[0]['opened']:.2f} s, {found[0]['exchanged']} exchanged; "
-        f"server {told['cpu']:.1f} CPU s",
+        f"{name:10} {found['seconds']:7.2f} s {rate / 1e6:5.0f} MB/s {share:>8} "
+        f"{found['read'] / found['source']:6.3f}× {found['extra'] / found['source']:6.2%} {(found['peak'] - found['arrays']) / MIB:7.0f} MiB "
+        f"{found['cpu'] / gigabytes:5.2f} s/GB{serial}  {found['tally']}; {told['requests']} requests, at most "
+        f"{told['most']} at a time; opened in {found['opened']:.2f} s, {found['exchanged']} exchanged; server "
+        f"{told['cpu']:.1f} CPU s",
         flush=True,
     )
 
