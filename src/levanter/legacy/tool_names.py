@@ -94,7 +94,7 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
         **_ATTENTION,
         **_all(_LAYERS, "default_attention_type"),
     },
-    "levanter.layers.attention.mask:AttentionMask": _all(_CALLS, "causal_offset explicit_mask segment_ids"),
+    "levanter.layers.attention.mask:AttentionMask": _all(_CALLS, "causal_offset segment_ids"),
     "levanter.models.attention": {**_ATTENTION, **_all(_LAYERS, "materialize_mask")},
     "levanter.models.flash_attention": _all(_LAYERS, "BLOCK_SIZE flash_attention"),
     "levanter.models.llama": {

@@ -71,5 +71,5 @@ def blockwise_attention(
         top = jax.lax.stop_gradient(hax.maximum(top, own))
         total = hax.exp(own - top)
     start = (top, total, hax.zeros(q.axes, dtype=jnp.float32))
-    (_, total, mixed), _ = hax.scan(step, Blocks, remat=True)(start, *blocks, cut(mask.explicit))
+    (_, total, mixed), _ = hax.scan(step, Blocks, remat=True)(start, *blocks, cut(mask.explicit_mask))
     return (mixed / hax.maximum(total, float(jnp.finfo(jnp.float32).tiny))).astype(v.dtype)

@@ -35,7 +35,7 @@ def jax_native_attention(
 
     queries = plain(q, Pos, KVHead, Group, HeadSize)
     queries = queries.reshape(*queries.shape[:2], KVHead.size * Group.size, HeadSize.size)
-    by_index = mask.is_by_index(Pos, KeyPos) and mask.query_segments is None and mask.explicit is None
+    by_index = mask.is_by_index(Pos, KeyPos) and mask.query_segments is None and mask.explicit_mask is None
     simple = by_index and (mask.is_causal or mask.sliding_window is None)
     visible = None if simple else mask.materialize(Pos, KeyPos)
     if visible is not None:

@@ -23,7 +23,7 @@ class AttentionMask(eqx.Module):
         query_segments: integers, `[…, position]`; queries see keys of their own segment. None for one segment.
         key_segments: the keys' segments, `[…, key_position]`; None where there are as many keys as queries, and each
             has the segment of the query with its index.
-        explicit: boolean `[…, position, key_position]`.
+        explicit_mask: boolean `[…, position, key_position]`.
         query_positions: integers, `[…, position]`; without that axis, the position of the first query, which the
             others follow. None for `offset` and the index.
         key_positions: likewise of the keys, `[…, key_position]`; None for the index.
@@ -34,7 +34,7 @@ class AttentionMask(eqx.Module):
 
     query_segments: NamedArray | None = None
     key_segments: NamedArray | None = None
-    explicit: NamedArray | None = None
+    explicit_mask: NamedArray | None = None
     query_positions: NamedArray | None = None
     key_positions: NamedArray | None = None
     is_causal: bool = eqx.field(static=True, default=False)
@@ -66,7 +66,12 @@ class AttentionMask(eqx.Module):
     @staticmethod
     def of_array(visible: NamedArray) -> "AttentionMask":
         """Queries see where the boolean array `[…, position, key_position]` is true."""
-        return AttentionMask(explicit=visible)
+        return AttentionMask(explicit_mask=visible)
+
+    @staticmethod
+    def explicit(mask: NamedArray) -> "AttentionMask":
+        """`of_array`, as upstream calls it."""
+        return AttentionMask.of_array(mask)
 
     def with_segment_ids(self, segment_ids: NamedArray, key_segment_ids: NamedArray | None = None) -> "AttentionMask":
         """This rule, and queries see only their own segment.
@@ -92,7 +97,7 @@ class AttentionMask(eqx.Module):
         return AttentionMask(
             query_segments=segmented.query_segments,
             key_segments=segmented.key_segments,
-            explicit=_and(self.explicit, other.explicit),
+            explicit_mask=_and(self.explicit_mask, other.explicit_mask),
             query_positions=_one(self.query_positions, other.query_positions, "query positions"),
             key_positions=_one(self.key_positions, other.key_positions, "key positions"),
             is_causal=self.is_causal or other.is_causal,
@@ -151,7 +156,7 @@ class AttentionMask(eqx.Module):
             self.positions_of_queries(Pos),
             self.positions_of_keys(KeyPos),
             key_segments=self.segments_of_keys(Pos, KeyPos),
-            explicit=self.explicit,
+            explicit=self.explicit_mask,
         )
 
     def visible(

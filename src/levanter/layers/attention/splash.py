@@ -192,7 +192,7 @@ def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
         mask: the mask.
         keys: in a sequence.
     """
-    if mask.explicit is not None:
+    if mask.explicit_mask is not None:
         return "the kernel takes masks that are given by rules (causal, window, segments), not by arrays"
     # A mark in the kernel is 32 bits wide, and each of two limits takes half of it.
     given = mask.key_positions is not None and "key_position" in [axis.name for axis in mask.key_positions.axes]

@@ -98,11 +98,6 @@ def causal_offset(mask: AttentionMask) -> int | NamedArray:
     return mask.offset if mask.query_positions is None else mask.query_positions
 
 
-def explicit_mask(mask: AttentionMask) -> NamedArray | None:
-    """`mask.explicit_mask`: the part of the rule that is an array."""
-    return mask.explicit
-
-
 def segment_ids(mask: AttentionMask) -> tuple[NamedArray, NamedArray] | None:
     """`mask.segment_ids`: those of queries and of keys; None for one segment."""
     if mask.query_segments is None:

@@ -68,6 +68,8 @@ def test_a_part_of_a_mask_is_that_part_of_the_whole():
     assert (np.asarray(part.array) == expected).all()
     moved = AttentionMask.causal(offset=3)
     assert moved.causal_offset == 3 and moved.explicit_mask is None and moved.segment_ids is None
+    visible = hax.ones((Pos, KeyPos), dtype=bool)
+    assert AttentionMask.explicit(visible).explicit_mask is visible
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, pytest.param(Gpt2Config, marks=pytest.mark.slow)])
@@ -101,7 +103,7 @@ def test_an_example_is_made_by_either_generations_names(ids):
         LmExample(ids, weights, array),
     ]
     assert all((each.loss_mask.array == each.loss_weight.array).all() for each in made)
-    assert made[1].attn_mask == causal and made[2].attn_mask.explicit is not None
+    assert made[1].attn_mask == causal and made[2].attn_mask.explicit_mask is not None
     assert jax.tree.structure(made[0]) == jax.tree.structure(jax.tree.map(lambda x: x, made[0]))
     for wrong in ({}, {"loss_weight": weights, "loss_mask": weights}):
         with pytest.raises(ValueError, match="loss_mask, its 2025 name"):
