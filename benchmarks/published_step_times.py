@@ -36,6 +36,7 @@ from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.calibration import calibration
 from levanter.plan.comms import Network
 from levanter.plan.cost import CYCLE_SCALE, KERNEL_EFFICIENCY, LinkUse, StepTime, mfu, step_time
+from levanter.plan.kept import KeptAnswers
 from levanter.plan.targets import target_of_pod
 
 ROOT = Path(__file__).parent.parent
@@ -211,6 +212,7 @@ def compiled(case: Case, *, shallow: bool | None = None, keep_text: Path | None 
             target=case.target,
             programs=("train_step",),
             keep_text=folder,
+            kept=KeptAnswers.here(),
         )
         if not isinstance(outcome, Compiled):
             raise SystemExit(f"{case.config}: refused: {outcome.refusal}")

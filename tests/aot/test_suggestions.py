@@ -14,6 +14,7 @@ import pytest
 import yaml
 from helpers.plan_cases import CASES, Case
 
+from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
@@ -57,6 +58,7 @@ def verdict_of(case: Case, *, compiled: bool) -> Verdict:
         provider=f"{__file__}:described",
         payload={"config": case.config, "entry_point": case.entry_point, "overrides": list(case.overrides)},
         compile=compiled,
+        kept=KeptAnswers.here() if compiled else None,
     )
     return preflight(question)
 

@@ -16,6 +16,7 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.train import train_lm
 from levanter.config import load_written
+from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
@@ -84,6 +85,7 @@ class Case:
             provider=f"{__file__}:described",
             payload={"case": self.name},
             compile=compiled,
+            kept=KeptAnswers.here() if compiled else None,
         )
         return preflight(question)
 

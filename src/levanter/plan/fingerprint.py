@@ -81,9 +81,10 @@ def fingerprint(program: object, plan: object) -> str | None:
             )
         ]
         foreign = walk.digest(tuple(sorted(_source_of(name) for name in walk.packages)))
+        around = surroundings().encode()
     except _Unknown:
         return None
-    return _hashed([*traced, foreign, surroundings().encode()]).hex()
+    return _hashed([*traced, foreign, around]).hex()
 
 
 def why_no_fingerprint(program: Program, plan: RunPlan) -> str | None:

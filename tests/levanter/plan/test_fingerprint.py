@@ -147,3 +147,14 @@ def test_options_of_the_environment_count(monkeypatch):
     before = module.options()
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=1")
     assert set(module.options()) - set(before) == {"LIBTPU_INIT_ARGS=--xla_tpu_something=1"}
+
+
+def test_sources_that_changed_since_the_process_began_leave_no_fingerprint(monkeypatch):
+    """Whoever edits the package while a plan runs gets its Programs lowered, and no traceback."""
+    plan = described("llama2_7b_v4-32")
+    for function in (module.surroundings, module._source_of):
+        function.cache_clear()
+    monkeypatch.setattr(module, "_process_began", lambda: 0.0)
+    assert fingerprint(plan.program("train_step"), plan) is None
+    for function in (module.surroundings, module._source_of):
+        function.cache_clear()
