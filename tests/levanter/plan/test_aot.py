@@ -11,7 +11,7 @@ import pytest
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
-from levanter.plan import aot
+from levanter.plan import aot, workers
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, WorkerBadInput, compile_programs
 from levanter.plan.targets import target_of_pod
 
@@ -93,6 +93,26 @@ def test_targets_of_named_pods():
     assert (target.devices, target.granules, target.hosts) == (128, 2, 32)
     assert target.hbm_bytes == int(95.74 * (1 << 30))
     assert target_of_pod("tpu7x-16").devices == 16
+
+
+def test_two_workers_share_the_programs_of_one_request(tmp_path):
+    """Each is compiled by one of them, and what both say at their beginning is heard once."""
+    request = {
+        **aot._EMPTY,
+        **{"function": f"{PROGRAMS}:small_and_huge", "payload": {"mesh": MESH}, "target": "local"},
+        "folder": str(tmp_path),
+    }
+    heard = []
+    found = workers.run_workers(
+        request, environment=aot.worker_environment(None), scratch=tmp_path, workers=2, on_event=heard.append
+    )
+    assert found == heard
+    kinds = [event["event"] for event in found]
+    assert [kinds.count(once) for once in ("devices", "described", "done")] == [1, 1, 1]
+    named = {kind: sorted(e.get("program", e.get("name")) for e in found if e["event"] == kind)
+             for kind in ("compiling", "outcome")}  # fmt: skip
+    (described,) = [sorted(event["programs"]) for event in found if event["event"] == "described"]
+    assert named == {"compiling": described, "outcome": described} and len(described) == 2
 
 
 INTERRUPTED = """
