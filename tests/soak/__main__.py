@@ -115,7 +115,7 @@ def _trial(
     with small_disk(where / "run") as small:
         place = Place(folder=where / "run", small=small, environment=environment, typical=typical)
         for number in range(MOST_ATTEMPTS + 1):
-            kind = chance.choice(kinds(work, place)) if number < MOST_ATTEMPTS else "nothing"
+            kind = _rarest(kinds(work, place), work, record, chance) if number < MOST_ATTEMPTS else "nothing"
             attempt = disturb(kind, work, place, chance)
             record.attempts[work.name, attempt.disturbance, attempt.codes] += 1
             said = f"{work.name}, {attempt.disturbance}: exit codes {attempt.codes}"
@@ -137,6 +137,15 @@ def _trial(
             record.broken.append(f"{work.name}: left behind: {', '.join(left[:5])}")
         record.finished[work.name] += 1
     shutil.rmtree(where, ignore_errors=True)
+
+
+def _rarest(possible: list[str], work: Work, record: Record, chance: random.Random) -> str:
+    """One of the disturbances that this kind of run has met least often: half an hour is short for chance alone."""
+    met = collections.Counter[str]()
+    for (name, kind, _), times in record.attempts.items():
+        met[kind] += times if name == work.name else 0
+    least = min(met[kind] for kind in possible)
+    return chance.choice([kind for kind in possible if met[kind] == least])
 
 
 def _done(attempt: Attempt) -> bool:

@@ -131,7 +131,9 @@ def kinds(work: Work, place: Place) -> list[str]:
     found = ["SIGTERM", "SIGKILL", "slow disk", "stalls"]
     found += ["full disk"] if place.small else []
     if work.name == "train_lm":
-        found += ["damaged checkpoint", "second run"]
+        found += ["second run"]
+        # Where nothing has been saved, nothing can be damaged.
+        found += ["damaged checkpoint"] if _checkpoints(place.folder) else []
     return found
 
 
@@ -193,10 +195,10 @@ def _fill(path: Path, *, leave: int) -> None:
 
 def _damage(folder: Path, chance: random.Random) -> Path | None:
     """Flips a bit of the newest checkpoint, or cuts one of its files; returns its folder."""
-    steps = sorted((folder / "checkpoints/run").glob("step-*/metadata.json"), key=lambda path: path.stat().st_mtime)
+    steps = _checkpoints(folder)
     if not steps:
         return None
-    newest = steps[-1].parent
+    newest = steps[-1]
     path = chance.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
     content = bytearray(path.read_bytes())
     if chance.random() < 0.5:
@@ -205,3 +207,9 @@ def _damage(folder: Path, chance: random.Random) -> Path | None:
         del content[chance.randrange(len(content)) :]
     path.write_bytes(content)
     return newest
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folders of a run's complete checkpoints, the newest last."""
+    found = sorted((folder / "checkpoints/run").glob("step-*/metadata.json"), key=lambda path: path.stat().st_mtime)
+    return [path.parent for path in found]
