@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
     parser.add_argument("--upstream", help="the Python of an environment that has marin-levanter")
     parser.add_argument("--torch", action="store_true", help="torch too, as it comes and compiled")
-    parser.add_argument("--no_plain", action="store_true", help="without the plain program, where memory is short")
+    parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out, where memory is short")
     parser.add_argument("--before", help="the root of another tree of ours, which takes part as `before`")
     parser.add_argument("sizes", nargs="*", help="vocab=49152 and the like")
     parser.add_argument("--worker", choices=list(CONTENDERS), help=argparse.SUPPRESS)
@@ -146,12 +146,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/weights.npz"
         make_weights(shape, file)
-        pythons = {"ours": sys.executable} | ({} if asked.no_plain else {"plain": sys.executable})
+        pythons = {"ours": sys.executable, "plain": sys.executable}
         if asked.upstream:
             pythons |= {"upstream": asked.upstream, "upstream_vanilla": asked.upstream}
         if asked.torch:
             pythons |= {"torch": sys.executable, "torch_compiled": sys.executable}
-        contenders = [Contender(name, python, file, asked.devices, asked.sizes) for name, python in pythons.items()]
+        contenders = [
+            Contender(name, python, file, asked.devices, asked.sizes)
+            for name, python in pythons.items()
+            if name not in asked.without
+        ]
         if asked.before:
             contenders.append(
                 Contender("before", sys.executable, file, asked.devices, asked.sizes, os.path.abspath(asked.before))
