@@ -174,7 +174,8 @@ def _cut_up(
 def _on_a_device(taking: Taking, part: tuple[int, ...]) -> int:
     """Bytes on a device that a piece takes beside the array, with the padding of a TPU's tiles.
 
-    What a device gives, beside a copy in the order that is sent; what it receives, beside that in the result's order.
+    What a device gives, beside a copy in the order that is sent; what it receives, as integers in the order in which it
+    comes and in the result's, and as what it is. (So many copies the TPU compiler makes of it.)
     """
     given = _padded(part, taking.dtype.itemsize)
     if not taking.brought:
@@ -183,7 +184,7 @@ def _on_a_device(taking: Taking, part: tuple[int, ...]) -> int:
     received = _padded(tuple(n * way for n, way in zip(part, ways, strict=True)), taking.dtype.itemsize)
     # Integers of four bytes are what is added.
     added = 3 * _padded(part, 4) if any(taking.owned) else 0
-    return 2 * given + added + 2 * received
+    return 2 * given + added + 3 * received
 
 
 def _padded(shape: tuple[int, ...], itemsize: int) -> int:

@@ -376,6 +376,21 @@ def exposed_share(time: StepTime) -> float:
     return time.exposed / time.expected if time.expected > 0 else 0.0
 
 
+def main_and_others(verdict: Verdict) -> tuple[tuple[ProgramVerdict, ...], tuple[ProgramVerdict, ...]]:
+    """The Programs to show one by one; and those of loading and saving that fit, which are many and small."""
+    if verdict.plan is None:
+        return verdict.programs, ()
+    moving = {program.name for program in (*verdict.plan.loading, *verdict.plan.saving)}
+    limit = verdict.plan.target.limit_bytes
+
+    def is_small(program: ProgramVerdict) -> bool:
+        fits = program.fits or program.bound is not None
+        return program.name in moving and bool(fits) and (limit is None or (program.peak_bytes or 0) <= limit)
+
+    others = tuple(program for program in verdict.programs if is_small(program))
+    return tuple(program for program in verdict.programs if program not in others), others
+
+
 def main_program(verdict: Verdict) -> ProgramVerdict | None:
     """The Program that the job's time is made of: of those with a workload the one that takes longest."""
     working = [p for p in verdict.programs if p.workload is not None]

@@ -208,8 +208,10 @@ def _programs(verdict: Verdict) -> list[str]:
     if not verdict.programs:
         return []
     rows = []
-    beside = any(program.beside for program in verdict.programs if program.outcome is not None)
-    for program in verdict.programs:
+    shown, others = facts.main_and_others(verdict)
+    limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
+    beside = any(program.beside for program in shown if program.outcome is not None)
+    for program in shown:
         outcome = program.outcome
         if isinstance(outcome, Compiled):
             memory = outcome.memory
@@ -221,7 +223,8 @@ def _programs(verdict: Verdict) -> list[str]:
                 *((program.beside,) if beside else ()),
             )
             peak = gib(program.peak_bytes or 0)
-            rows.append((program.name, "fits", *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)))
+            state = "does not fit" if limit is not None and (program.peak_bytes or 0) > limit else "fits"
+            rows.append((program.name, state, *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)))
         else:
             inputs = verdict.budget.arguments.get(program.name) if verdict.budget is not None else None
             refused = isinstance(outcome, Refused)
@@ -235,6 +238,11 @@ def _programs(verdict: Verdict) -> list[str]:
     header = (*front, *(("beside it",) if beside else ()), "at its peak", "compiled in")
     numbers: list[Align] = ["right"] * (len(header) - 2)
     lines = [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
+    if others:
+        most = max(others, key=lambda program: program.peak_bytes or 0)
+        many = count_text(len(others), "more Program")
+        said = f"{many} for loading and saving: at most {gib(most.peak_bytes or 0)} ({most.name})"
+        lines += paragraph(said)
     for sentence in facts.offloading(verdict):
         lines += paragraph(sentence)
     return lines
