@@ -21,6 +21,7 @@ from helpers.verdicts import (
 )
 
 from haliax_ext.hlo import Scope
+from haliax_ext.program import Program
 from levanter.plan.report import facts, render, to_json
 from levanter.plan.report.layout import WIDTH, bar, paragraph, table
 from levanter.plan.report.words import columns, percent_between, seconds_text, span_text, three_digits, visible
@@ -288,3 +289,25 @@ def test_paragraphs_wrap_wide_letters_and_break_long_words():
     assert paragraph("a    b", indent=0) == ["a    b"]
     for lead in range(90, 112):
         assert not any(line.endswith("533") for line in paragraph("x" * lead + " links 533 ms, and more", indent=0))
+
+
+def test_programs_of_saving_that_fit_are_one_line_and_one_that_does_not_is_shown():
+    """Each runs beside 20 GiB that stay; the second needs more than a v4 has left."""
+    verdict = fitting_verdict()
+    plan = tiny_plan()
+    names = ("save.gather.1", "save.gather.2", "save.gather.with.a.name.as.long.as.they.come.of.a.large.array")
+    plan = replace(plan, saving=tuple(Program(name=name, function=abs, inputs=()) for name in names))
+    outcome = next(p.outcome for p in verdict.programs if p.outcome is not None)
+
+    def saved(name: str, peak: int) -> ProgramVerdict:
+        held = replace(outcome, name=name, memory=replace(outcome.memory, peak=peak))
+        return ProgramVerdict(name=name, outcome=held, beside=20 * GIB)
+
+    more = (saved(names[0], GIB), saved(names[1], 11 * GIB), saved(names[2], 2 * GIB))
+    text = render([replace(verdict, plan=plan, programs=(*verdict.programs, *more))])
+    flat = " ".join(text.split())
+    assert f"2 more Programs for loading and saving: at most 22.00 GiB ({names[2]})" in flat
+    # The table shortens names.
+    (row,) = [line for line in text.splitlines() if "gather.2 " in line and "does not fit" in line]
+    assert "31.00 GiB" in row and "20.00 GiB" in row
+    assert max(columns(line) for line in text.splitlines()) <= WIDTH

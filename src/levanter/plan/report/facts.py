@@ -381,7 +381,7 @@ def main_and_others(verdict: Verdict) -> tuple[tuple[ProgramVerdict, ...], tuple
     if verdict.plan is None:
         return verdict.programs, ()
     moving = {program.name for program in (*verdict.plan.loading, *verdict.plan.saving)}
-    limit = verdict.plan.target.limit_bytes
+    limit = verdict.plan.target.limit_bytes if verdict.budget is None else verdict.budget.hbm_bytes
 
     def is_small(program: ProgramVerdict) -> bool:
         fits = program.fits or program.bound is not None

@@ -132,7 +132,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
     if reasons := facts.reasons(verdict):
         parts.append(section("Why it does not fit", listed(reasons)))
     parts += [_bytes(verdict), _arrays(verdict, most)]
-    for program in verdict.programs:
+    for program in facts.main_and_others(verdict)[0]:
         parts += [_time(verdict, program), _collectives(program)]
     parts += [_loading(verdict), _programs(verdict), _stages(verdict)]
     for title, entries in (

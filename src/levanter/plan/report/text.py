@@ -91,7 +91,7 @@ def _one(verdict: Verdict) -> list[str]:
     if verdict.exit_code:
         lines += _wrong(verdict)
     lines += [*_bytes(verdict), *_largest(verdict), *_loading(verdict.load), *_programs(verdict)]
-    for program in verdict.programs:
+    for program in facts.main_and_others(verdict)[0]:
         lines += [*_time(verdict, program), *_collectives(program)]
     lines += _job(verdict)
     lines += _listed("not in the time model", facts.unknown(verdict))
