@@ -21,7 +21,7 @@ class ShardingError(ValueError):
 
 
 class MeshError(ShardingError):
-    """Mesh axis sizes do not multiply to the devices at hand, or an axis is named twice."""
+    """Mesh axis sizes do not multiply to the available devices, or an axis is named twice."""
 
 
 class UnknownAxisError(ShardingError):

@@ -1,6 +1,6 @@
 """`ExpectedSource`: the tensors a checkpoint would hold if it were exactly what a table of rules wants.
 
-Loading can thus be planned before the checkpoint is at hand: names, shapes and dtype follow from the rules read
+Loading can thus be planned before the checkpoint is available: names, shapes and dtype follow from the rules read
 backwards. It can be planned from, not read from.
 """
 

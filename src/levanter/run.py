@@ -1,7 +1,7 @@
 """A run is a value before it is an action: `RunPlan` is what an entry point describes before it acts.
 
 An `EntryPoint` is a value: `config → describe(config, target) → RunPlan → execute(run_plan, mesh)`. A `Target` is what
-is known of the devices without holding one: the devices at hand described, or a pod named by the user. The plan holds
+is known of the devices without holding one: the available devices described, or a pod named by the user. The plan holds
 the checks that need no device, where every parameter goes, which bytes are read by whom, and the Programs in the
 order they run; `execute` may run nothing that is not in it, and preflight compiles exactly these Programs. `commands/`
 has the entry points, `commands.shell` makes a process of one.
@@ -246,7 +246,7 @@ class RunPlan(Generic[W]):
 
     @property
     def missing(self) -> tuple[ValueError, ...]:
-        """Inputs that were not at hand, each as the error that a run would raise."""
+        """Inputs that were unavailable, each as the error that a run would raise."""
         return tuple(check.error for check in self.checks if check.status == "unchecked" and check.error is not None)
 
     @property

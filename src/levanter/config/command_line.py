@@ -96,7 +96,7 @@ def overrides_document(overrides: Iterable[tuple[str, str]]) -> MapNode:
 
 
 def value_node(text: str) -> Node:
-    """The text of an override as a node: lists, mappings and quoted text by YAML, everything else as it stands."""
+    """The text of an override as a node: lists, mappings and quoted text by YAML, everything else verbatim."""
     if text[:1] in ("[", "{", '"', "'"):
         problems: list[Problem] = []
         found = compose(text, COMMAND_LINE, problems, lambda *_: None)

@@ -1,7 +1,7 @@
 """From nodes to frozen dataclasses, by the types of their fields, collecting every problem with its line.
 
-`Decoder.decode` returns the value, or `INVALID` after it has noted at least one problem. It goes on after a problem, so
-one pass finds all of them: unknown keys, missing keys, wrong types, and what the classes themselves refuse
+`Decoder.decode` returns the value, or `INVALID` after it has noted at least one problem. It continues after a problem,
+so one pass finds all of them: unknown keys, missing keys, wrong types, and what the classes themselves refuse
 (`ValueError` in `__post_init__`). A dataclass is only built when all its fields are valid.
 """
 
@@ -158,7 +158,7 @@ class Decoder:
         mark = node.mark
         for n, line in enumerate(message.splitlines()):
             words = set(re.findall(r"\w+", line))
-            # A line that names none of the keys goes on with the line before it.
+            # A line that names none of the keys continues the previous line.
             if n == 0 or (line[:1].isalnum() and words & known):
                 mark = next((mark for key, mark in given.items() if key in words), node.mark)
             by_mark.setdefault(mark, []).append(line)

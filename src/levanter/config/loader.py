@@ -2,7 +2,7 @@
 
     files ─► one document ─► overrides merged over it ─► old spellings translated ─► frozen dataclasses
 
-Each step collects what is wrong and goes on where it can, so that one `ConfigError` lists it all.
+Each step collects problems and continues if it can, so that one `ConfigError` lists them all.
 """
 
 import functools

@@ -11,7 +11,7 @@ class PlanOptions(Ranged):
     """What a config tells planning that a run would find out by itself: the block `plan:`.
 
     Attributes:
-        assume_tokens: tokens to score where the text is not at hand.
+        assume_tokens: tokens to score if the text is unavailable.
     """
 
     assume_tokens: ManyInt | None = None

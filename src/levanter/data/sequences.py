@@ -9,8 +9,8 @@ The documents of a set are tokenized (with BOS and EOS as configured) and laid e
 
 The log-probability at position t of a row belongs to the row's token t+1, so a row of L tokens scores up to L−1, and
 the shared token is context in the later row and scored in the earlier one. *Segment ids* number the documents of a row:
-no token sees another document. What a row does not show is that a document cut by a border goes on without the context
-on the other side: longer rows, better numbers. Sets do not share rows; a set's last row is padded, and masked.
+no token sees another document. What a row does not show is that a document split at a row border continues without the
+context on the other side: longer rows, better numbers. Sets do not share rows; a set's last row is padded, and masked.
 
 Rows are arithmetic on the stream: any row, and any batch, is made when asked for, the same on every process.
 """

@@ -47,7 +47,7 @@ _AHEAD = 4
 
 
 class Source(Protocol):
-    """Something with records: a file, or a text at hand."""
+    """Something with records: a file, or a text in memory."""
 
     def records(self) -> Iterator[Any]:
         """Its records, in order."""

@@ -52,7 +52,7 @@ class FileSource:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Documents that are at hand and have no file."""
+    """Documents in memory, without a file."""
 
     documents: Documents
 
@@ -105,7 +105,7 @@ class TrainingSet:
         return found
 
     def format_json(self) -> dict[str, Any]:
-        """The format as it stands in a manifest."""
+        """The format as recorded in a manifest."""
         # What counts of a conversation is a rule of its own: a store of another one has other weights.
         rule = {"counted": _COUNTED} if isinstance(self.format, ChatLmDatasetFormat) else {}
         return {"type": format_name(self.format), **asdict(self.format), **rule}

@@ -85,7 +85,7 @@ class Accelerator:
 
     @property
     def can_compile(self) -> bool:
-        """Whether libtpu can compile for this target with no accelerator at hand."""
+        """Whether libtpu can compile for this target without an accelerator."""
         return self.generation.platform == "tpu"
 
     @property

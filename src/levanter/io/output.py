@@ -114,7 +114,7 @@ class _Patient:
         with contextlib.suppress(OSError):
             _silence(self._stream)
         logger.warning(
-            "%s takes nothing any more (%s); the run goes on without it", self._name, error.strerror or error
+            "%s accepts no more output (%s); the run continues without it", self._name, error.strerror or error
         )
 
     def __getattr__(self, name: str) -> object:

@@ -16,7 +16,7 @@ from levanter.mesh.heads import KV_HEAD, Q_PER_GROUP
 
 
 class DeviceFacts(Protocol):
-    """What the report needs to know of devices, whether they are at hand (`DeviceSet`) or only named (a target)."""
+    """What the report needs to know about devices, whether available (`DeviceSet`) or only named (a target)."""
 
     @property
     def platform(self) -> str:

@@ -6,7 +6,7 @@
     gradients     of a train step: float32, in the shards of the parameters
     kept          of a train step: what the backward pass is handed of each layer (block inputs, and what gradient
                   checkpointing keeps by name; all that a block names where nothing is recomputed)
-    at work       the largest of what a layer or the head has in hand beside them
+    at work       the largest live set of a layer or the head besides them
 
 A chip that has less refuses the Program. One that has more may still refuse it: weights gathered for a layer, what a
 kernel or an optimizer makes on the way, a collective's buffers and the compiler's own padding have no name here. So a
@@ -38,7 +38,7 @@ class Known:
         inputs: what it takes.
         gradients: that it makes.
         kept: of the forward pass, for the backward pass.
-        at_work: the largest of what is in hand beside that.
+        at_work: the largest live set besides that.
         recomputed: whether a backward pass recomputes its blocks, so that what it keeps has names.
     """
 

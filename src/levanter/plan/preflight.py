@@ -2,7 +2,7 @@
 
     config ─► sharding ─► loading ─► compile ─► cost
 
-*config*: are the configuration and the checkpoint's metadata sound, and what is not at hand here? *sharding*: where
+*config*: are the configuration and the checkpoint's metadata sound, and what is unavailable here? *sharding*: where
 does every array go, and do the Programs' inputs alone fit? *loading*: what do the weights take on the way in?
 *compile*: what does the target's own compiler say of the run's own Programs? *cost*: how long do they take?
 
@@ -60,7 +60,7 @@ class Question:
         compile: whether the compiler is asked.
         scope: which Programs the verdict is over: those that make up the job's time (`timed`), everything that runs,
             what draws values by arithmetic (`run`), or everything compiled (`all`).
-        require_inputs: whether an input that is not at hand is refused.
+        require_inputs: whether a missing input is refused.
         keep_text: a folder in which the compiler's text stays.
         kept: where answers of compilers are kept and looked for; None for asking anew.
     """
@@ -259,7 +259,7 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
     target = LOCAL if pod is None else pod.name
     inquiry.begin()
     if not chosen and plan.missing:
-        message = "nothing is decided: what runs on the devices is known when every input is at hand"
+        message = "undecided: what runs on the devices is known once every input is available"
         inquiry.end("compile", message, code=NOT_DECIDED, status="unchecked")
         return {}
     if not chosen:

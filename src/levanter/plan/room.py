@@ -1,4 +1,4 @@
-"""Whether a run fits on the devices at hand, told before it allocates anything, and afterwards where it ran out.
+"""Whether a run fits on the available devices, reported before it allocates anything, and afterwards where it ran out.
 
 TPUs and GPUs have memory of their own; devices of a CPU share the machine's, or its container's. Before a run the
 arithmetic is asked, which costs nothing: inputs of its largest Program, with the gradients that it makes. What it makes

@@ -1,4 +1,4 @@
-"""A run's `Target` from a pod's name, or from devices at hand."""
+"""A run's `Target` from a pod's name, or from available devices."""
 
 import functools
 from collections.abc import Sequence

@@ -269,7 +269,7 @@ class Peers:
             return found()[0] if found() else None
 
     def part(self) -> None:
-        """Everything is done, here and elsewhere: whoever goes away now is missed by nobody."""
+        """Everything is done, here and elsewhere: processes may exit now without being missed."""
         self._leaving = True
 
     def leave(self, code: int, said: str = "") -> None:

@@ -102,7 +102,7 @@ def call_roll(place: Place, *, versions: Mapping[str, str], timeouts: Timeouts) 
 
 
 class _Arrival:
-    """One process's hello, and what comes back; its thread goes on receiving for the whole run."""
+    """One process's hello, and what comes back; its thread keeps receiving for the entire run."""
 
     def __init__(self, wire: Wire, place: Place, versions: Mapping[str, str], timeouts: Timeouts):
         self._wire, self._place, self._timeouts = wire, place, timeouts

@@ -59,8 +59,8 @@ class TrainerConfig(Ranged):
         checkpointer: where and how often checkpoints are saved.
         load_checkpoint: whether the run resumes; null resumes where there is a checkpoint.
         load_checkpoint_path: the checkpoint to resume from; null for the run's own folder.
-        initialize_from: a checkpoint of another run to go on behind, where the run has none of its own.
-        resume_with_changes: whether a run goes on behind its checkpoint though its architecture, data, seed or kind of
+        initialize_from: a checkpoint of another run to resume from, if the run has none of its own.
+        resume_with_changes: whether a run resumes from its checkpoint even if its architecture, data, seed or kind of
             optimizer changed; arrays must have their shapes all the same.
         allow_partial_checkpoint: whether parameters that a checkpoint lacks are initialized instead.
         jax_config: options for `jax.config`.

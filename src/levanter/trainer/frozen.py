@@ -1,7 +1,7 @@
 """What a checkpoint says of the frozen part of a model, which is not in it.
 
 A run whose model is frozen in part saves what it trains. Its checkpoint names the rest: which parameters are frozen,
-where they came from, and a *digest* of each. Who goes on behind it needs the same partition, which is known before
+where they came from, and a *digest* of each. Resuming from it needs the same partition, which is known before
 anything is read, and the same numbers, which are known once they are on the devices.
 
 A digest does not depend on the mesh: it is a sum, modulo 2³², of every element's bits times an odd number that its
@@ -86,7 +86,7 @@ def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
 
 
 def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
-    """Refuses to go on with other frozen parameters than a checkpoint was trained beside.
+    """Refuses to resume with frozen parameters other than those that a checkpoint was trained with.
 
     Raises:
         CheckpointMismatchError: says which differ, and where both come from.

@@ -67,7 +67,7 @@ class Loop(Generic[B]):
         guard: looks at every step's numbers.
         around_pauses: entered for as long as pauses take.
         watched: whether what was watched in a step is fetched, by its number.
-        stopping: whether the run is to stop after the step that is under way.
+        stopping: whether the run is to stop after the current step.
         clock: seconds, monotonic.
     """
 

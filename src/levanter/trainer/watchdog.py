@@ -2,8 +2,8 @@
 
 A step that takes ten times as long as the median of the steps before it, and at least half a minute, is taken to hang:
 a peer that does not answer, a file system that blocks. The stacks of all Python threads are then written to a file
-beside the run's logs, once a step, and the run goes on: whether to end it is for others to say. Pauses (checkpoints,
-evaluations) are no steps, and the first steps of a run, which compile, are not judged.
+beside the run's logs, once a step, and the run continues: ending it is not the watchdog's decision. Pauses
+(checkpoints, evaluations) are no steps, and the first steps of a run, which compile, are not judged.
 """
 
 import faulthandler
@@ -67,7 +67,7 @@ class Watchdog:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Nothing is judged inside; the step that is under way starts anew behind it."""
+        """Nothing is judged inside; the current step is timed anew afterwards."""
         with self._lock:
             self._since = None
         try:
@@ -84,7 +84,7 @@ class Watchdog:
         return max(self.factor * median(self._times), self.least)
 
     def look(self) -> bool:
-        """Writes stacks if the step under way takes too long and they are not written yet; whether it did."""
+        """Writes stacks if the current step takes too long and they are not written yet; returns whether it did."""
         with self._lock:
             limit, since = self.limit, self._since
             if limit is None or since is None or self._told:

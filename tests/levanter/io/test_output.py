@@ -59,7 +59,7 @@ def test_work_goes_on_without_its_output(full):
     )
     code, _, err = run(program, shell=">/dev/full" if full else "| true")
     said = err.decode()
-    assert "saved" in said and said.count("standard output takes nothing any more") == 1
+    assert "saved" in said and said.count("standard output accepts no more output") == 1
     assert code == 0
 
 

@@ -1,4 +1,4 @@
-"""config.json ↔ our model configs, and the checks that they describe the weights at hand.
+"""config.json ↔ our model configs, and the checks that they describe the given weights.
 
 `read_config` is strict where numbers are at stake: an unknown model type or RoPE type, a contradiction, a field known
 to change the arithmetic are errors; a field nobody knows is a finding. `check_tensors` holds the config against the

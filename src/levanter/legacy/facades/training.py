@@ -227,7 +227,7 @@ class Trainer:
 
     @cached_property
     def device_mesh(self) -> Mesh:
-        """The mesh on the devices that are here."""
+        """The mesh on the devices of this run."""
         return members.device_mesh(self.config)
 
     @property
