@@ -69,7 +69,7 @@ def read_bounded(file: IO[bytes], limit: int, *, where: str) -> bytes:
         pieces.append(piece)
         rest -= len(piece)
     if rest <= 0:
-        raise OutOfBoundsError(f"{where}: more than {shown_bytes(limit)}, which is the bound of such a file")
+        raise OutOfBoundsError(f"{where}: more than {shown_bytes(limit)}, the limit for such a file")
     return b"".join(pieces)
 
 
@@ -89,7 +89,7 @@ def parse_json(text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]]
         OutOfBoundsError: it is nested deeper than `JSON_DEPTH`, or has a number of thousands of digits.
     """
     if text.count("[") + text.count("{") > JSON_DEPTH and _depth(text) > JSON_DEPTH:
-        raise OutOfBoundsError(f"lists and objects are nested more than {JSON_DEPTH} deep, which is the bound of JSON")
+        raise OutOfBoundsError(f"lists and objects are nested more than {JSON_DEPTH} deep, the limit for JSON")
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except json.JSONDecodeError:
@@ -99,7 +99,7 @@ def parse_json(text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]]
     except ValueError as error:
         if object_pairs_hook is not None and "limit" not in str(error):
             raise
-        raise OutOfBoundsError(f"a number is longer than any that is read ({error})") from error
+        raise OutOfBoundsError(f"a number is longer than the limit ({error})") from error
 
 
 def _depth(text: str) -> int:
@@ -127,7 +127,7 @@ def lines_bounded(file: IO[bytes], *, where: str) -> Iterator[bytes]:
     while line := file.readline(RECORD_BYTES + 1):
         number += 1
         if len(line) > RECORD_BYTES:
-            said = f"a line has more than {shown_bytes(RECORD_BYTES)}, which is the bound of one"
+            said = f"a line has more than {shown_bytes(RECORD_BYTES)}, the limit for a line"
             raise OutOfBoundsError(f"{where}:{number}: {said}")
         yield line
 

@@ -107,7 +107,8 @@ def manifest(change: Callable[[str], str]) -> Callable[[Path], object]:
 A = "texts/a.jsonl"
 ROWS: list[tuple[str, str, Callable[[Path], object], int, tuple[str, ...]]] = [
     ("nothing", "verify", lambda folder: None, 0, ("2 sources match the store", "verified: every")),
-    ("edited", "verify", lambda folder: edit(folder / A, keep_time=False), 2, (SOURCES, "a.jsonl: has another text")),
+    ("edited", "verify", lambda folder: edit(folder / A, keep_time=False), 2, (SOURCES, "a.jsonl: the text has "
+                                                                                        "changed")),
     ("edited-with-its-time", "verify", lambda folder: edit(folder / A, keep_time=True), 2, (SOURCES, "a.jsonl")),
     ("edited-then-cached", "cache", lambda folder: edit(folder / A, keep_time=False), 2, (SOURCES, "a.jsonl")),
     ("edited-then-trained", "train", lambda folder: edit(folder / A, keep_time=False), 2, (SOURCES, "a.jsonl")),

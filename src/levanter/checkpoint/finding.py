@@ -145,7 +145,7 @@ def _quietly(path: str) -> CheckpointRef | None:
 def _with_arrays(ref: CheckpointRef) -> CheckpointRef:
     """The checkpoint, if its arrays are there; damage is detected when they are read."""
     if not exists(join(ref.arrays_path, OCDBT)):
-        raise unreadable(ref.path, f"{ref.arrays}/{OCDBT}", "not there; its arrays begin with it")
+        raise unreadable(ref.path, f"{ref.arrays}/{OCDBT}", "missing; the arrays begin with it")
     return ref
 
 

@@ -52,7 +52,7 @@ class Files:
         self._read += 1
         if self._read > DOCUMENT_FILES:
             if self._read == DOCUMENT_FILES + 1:
-                message = f"more than {DOCUMENT_FILES} files are extended and included, which is the bound"
+                message = f"more than {DOCUMENT_FILES} files are extended and included, the limit"
                 self.problems.append(Problem(message=message, mark=asked_at))
             return None
         text = self._text(found, asked_at)

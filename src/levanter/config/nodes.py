@@ -192,7 +192,7 @@ class _Composer(yaml.BaseLoader):
             self.depth -= 1
 
 
-_TOO_DEEP = f"lists and mappings are nested more than {DOCUMENT_DEPTH} deep, which is the bound of a configuration"
+_TOO_DEEP = f"lists and mappings are nested more than {DOCUMENT_DEPTH} deep, the limit for a configuration"
 
 
 class _TooMuch(Exception):
@@ -243,7 +243,7 @@ class _Conversion:
         mark = self.mark(raw)
         self.values += 1
         if self.values > DOCUMENT_NODES:
-            said = f"more than {DOCUMENT_NODES:,} values, which is the bound of a configuration (aliases count wherever"
+            said = f"more than {DOCUMENT_NODES:,} values, the limit for a configuration (aliases count wherever"
             raise _TooMuch(f"{said} they stand)")
         if len(self.open) > DOCUMENT_DEPTH:
             raise _TooMuch(_TOO_DEEP)

@@ -126,7 +126,7 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
     raise_problems([*absent, *problems])
     notes = [f"{name}: no {split or 'validation'} data, so it is not evaluated" for name in without]
     weighted = [
-        f"data.components.{one.name}: what has a weight above 0 is scored, and each token counts as one"
+        f"data.components.{one.name}: tokens with a weight above 0 are scored, each counting as one"
         for one in sets
         if isinstance(one.format, PrebuiltLmDatasetFormat) and one.format.loss_weights_key is not None
     ]
@@ -205,5 +205,5 @@ def _unused_keys(config: LmDataConfig, sets: Sequence[EvaluationSet]) -> list[st
     if training:
         notes.append(f"{', '.join(training)}: no effect; only training uses them")
     if config.chat_template is not None and not any(isinstance(one.format, ChatLmDatasetFormat) for one in sets):
-        notes.append("data.chat_template: no effect; no set that is evaluated is of conversations")
+        notes.append("data.chat_template: no effect; no evaluated set holds conversations")
     return notes

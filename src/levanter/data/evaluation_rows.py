@@ -179,7 +179,8 @@ def _records(
     rows = lay_rows(config, records, tokens, max_length)
     if isinstance(rows, PackedRows) and rows.cut:
         logger.warning(
-            "%s: %d records are longer than %d tokens and are cut; a later piece is predicted without the earlier one",
+            "%s: %d records are longer than %d tokens and are split; a later piece is predicted without the earlier "
+            "one",
             one.name,
             rows.cut,
             max_length,

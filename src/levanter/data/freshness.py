@@ -57,7 +57,7 @@ def compare_sources(manifest: Manifest, wanted: StoreIdentity, *, thorough: bool
         if digest is not None:
             read += 1
             if digest_of(source.name, remembered=not thorough) != digest:
-                problems.append(f"source {source.name}: has another text of the same {source.size:,} bytes")
+                problems.append(f"source {source.name}: the text has changed, with the same {source.size:,} bytes")
         elif source.version is None or is_unbuilt(manifest):
             unverified += 1
         elif not same:
@@ -88,7 +88,7 @@ def stale(folder: str, problems: Sequence[str]) -> str:
     listed = "\n".join(f"  {problem}" for problem in problems)
     return (
         f"{folder}: the sources of this token store have changed since it was built:\n{listed}\n"
-        "  delete this folder, and it is built from what is there now; or give another cache_dir"
+        "  delete this folder to rebuild it from the current sources, or set another cache_dir"
     )
 
 
@@ -129,5 +129,5 @@ def changed_files(folder: str, manifest: Manifest) -> tuple[list[str], int]:
             elif digest is None:
                 unknown += 1
             elif digest_of(path) != digest:
-                problems.append(f"{path}: has other content than was written")
+                problems.append(f"{path}: its content has changed since it was written")
     return problems, unknown

@@ -121,7 +121,7 @@ def _decompressed(path: str, compression: str | None) -> Iterator[IO[bytes]]:
         except OutOfBoundsError as error:
             raise DataError(str(error)) from error
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-            raise DataError(f"{path}: the .{compression} stream is damaged or cut off ({error})") from error
+            raise DataError(f"{path}: the .{compression} stream is damaged or truncated ({error})") from error
 
 
 _ZSTD_BYTES = 4096

@@ -57,7 +57,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """An operation, unless its result is out of bounds."""
         if operator == "**":
             if not isinstance(left, int | float) or not isinstance(right, int | float):
-                raise SecurityError("a power of what is no number")
+                raise SecurityError("a power of something that is not a number")
             if abs(right) * math.log2(abs(left) + 2) > _LARGEST_POWER:
                 raise SecurityError(f"a number of more than {_LARGEST_POWER:,} bits")
         elif operator == "*":
@@ -106,9 +106,9 @@ def run(render: Callable[[], str]) -> str:
     except TookTooLong:
         raise SecurityError(f"it takes more than {TEMPLATE_SECONDS:g} s for one conversation") from None
     except RecursionError:
-        raise SecurityError("it calls itself without end") from None
+        raise SecurityError("it recurses endlessly") from None
     except (OverflowError, MemoryError) as error:
-        raise SecurityError(f"it makes something too large ({error})") from None
+        raise SecurityError(f"it produces something too large ({error})") from None
 
 
 def _refuse(message: str) -> None:
@@ -172,9 +172,9 @@ def _require_of(value: str | list | tuple, size: int) -> None:
     if isinstance(value, str):
         _require(size, "a text has")
     elif size > TEMPLATE_ITEMS:
-        raise SecurityError(f"a list of more than {TEMPLATE_ITEMS:,} items, which is the bound of a template")
+        raise SecurityError(f"a list of more than {TEMPLATE_ITEMS:,} items, the limit for a template")
 
 
 def _require(size: int, what: str) -> None:
     if size > TEMPLATE_CHARACTERS:
-        raise SecurityError(f"{what} more than {TEMPLATE_CHARACTERS:,} characters, which is the bound of a template")
+        raise SecurityError(f"{what} more than {TEMPLATE_CHARACTERS:,} characters, the limit for a template")

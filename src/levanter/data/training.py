@@ -223,7 +223,7 @@ def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_
 
 
 _UNCOUNTED: dict[type, str] = {
-    ChatLmDatasetFormat: "nothing of what the template made lies within {% generation %}: do the messages have the "
+    ChatLmDatasetFormat: "nothing that the template rendered is within {% generation %}: do the messages have the "
     "role that it expects of the assistant?",
     SupervisedLmDatasetFormat: "all targets are empty",
     PrebuiltLmDatasetFormat: "all weights are 0 (format.loss_weights_key)",

@@ -79,7 +79,7 @@ class TrainingSet:
         tags: names under which its numbers are aggregated.
         format: what a record is.
         parts: where its documents are; None where only its token store is here.
-        folder: its token store; None where it is tokenized when the run begins.
+        folder: its token store; None where it is tokenized at the start of the run.
         pack: the component's key.
         built: the manifest of its token store, where there is one already.
         note: what is said about it in the description.
@@ -117,7 +117,9 @@ class TrainingSet:
         elif self.built is not None:
             store = f"token store {self.folder} is incomplete"
         else:
-            store = "tokenized when the run begins" if self.folder is None else f"token store {self.folder} to be built"
+            store = (
+                "tokenized at the start of the run" if self.folder is None else f"token store {self.folder} to be built"
+            )
         return f"{self.name}: {where}; {store}{self.note and '; ' + self.note}"
 
 

@@ -92,7 +92,7 @@ def check_special(path: str, kind: str) -> None:
         OutputError: a disk or a socket, or no permission.
     """
     if kind in ("disk", "socket"):
-        raise OutputError(f"{path}: is a {kind}, into which nothing is written\n  → name a file")
+        raise OutputError(f"{path}: is a {kind}, which cannot be written to\n  → name a file")
     if not os.access(local_path(path), os.W_OK):
         raise output_error(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 

@@ -118,11 +118,11 @@ class Lease:
             found = self._files.newest()
             if found is not None and found.number == self._number and Holder.read(found.content) is None:
                 # Whoever takes over makes a claim of its own, and damages none.
-                logger.warning("%s: the files of its lease are damaged; they are written again", self.place)
+                logger.warning("%s: the files of its lease are damaged; rewriting them", self.place)
                 self._files.remove(self._number, self._holder.id)
                 found = None
             elif found is None and _clock() - self._confirmed < self._times.stale:
-                logger.warning("%s: the files of its lease were deleted; they are written again", self.place)
+                logger.warning("%s: the files of its lease were deleted; rewriting them", self.place)
             elif found is None:
                 # It may have been taken over by a process that has ended since.
                 self._lost = self._taken_over(None)
@@ -150,7 +150,7 @@ class Lease:
 
     def _taken_over(self, found: Claim | None) -> LeaseLostError:
         other = None if found is None else Holder.read(found.content)
-        who = f"by {other}" if other is not None else "by a process that is gone again, or its lease was deleted"
+        who = f"by {other}" if other is not None else "by a process that has ended since, or its lease was deleted"
         return LeaseLostError(
             f"{self.place}: was taken over {who}; this process writes nothing more there. Two runs shared the folder, "
             f"or this one gave no sign of life for {self._times.stale:g} s (suspended, or cut off)"
@@ -329,7 +329,7 @@ class _Taking:
             logger.info("%s: waiting for %s", self._place, whose)
         else:
             logger.warning(
-                "%s: there is a lease: %s; looking up to %g s for a sign of life", self._place, whose, self._times.stale
+                "%s: found a lease: %s; watching up to %g s for a sign of life", self._place, whose, self._times.stale
             )
 
     def _refusal(self, holder: Holder | None) -> str:

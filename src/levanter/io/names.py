@@ -15,12 +15,12 @@ def name_problem(name: str, *, parts: int = 1) -> str | None:
     if not name:
         return "must not be empty"
     if parts == 1 and len(given) > 1:
-        return f"{name!r} must be one name, without `/`: it names something inside of a folder"
+        return f"{name!r} must be one name, without `/`: it names something inside a folder"
     if parts and len(given) > parts:
         return f"{name!r} must have at most {parts} parts"
     for part in given:
         if part in ("", ".", ".."):
-            return f"{name!r} leads out of its folder, or nowhere: {part!r} is no name"
+            return f"{name!r} leads out of its folder, or nowhere: {part!r} is not a name"
         if part != part.strip() or "\\" in part or not part.isprintable():
             return (
                 f"{name!r} has a backslash, a control character or an outer blank, which names of folders must not have"

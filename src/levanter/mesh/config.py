@@ -62,11 +62,13 @@ class MeshConfig(Ranged):
             for name in ("shared_mapping", "compute_mapping", "param_mapping", "residual_mapping")
         }
         keys = {"axes": self.axes, "dcn_axes": self.dcn_axes, "overrides": self.overrides, **rules}
-        problems = [f"{name}: {key!r} is no name" for name, block in keys.items() for key in block if not key.strip()]
+        problems = [
+            f"{name}: {key!r} is not a name" for name, block in keys.items() for key in block if not key.strip()
+        ]
         for name, block in rules.items():
             for axis, value in block.items():
                 axes = value if isinstance(value, list) else [] if value is None else [value]
-                problems += [f"{name}.{axis}: {one!r} is no name of a mesh axis" for one in axes if not one.strip()]
+                problems += [f"{name}.{axis}: {one!r} is not a valid mesh axis name" for one in axes if not one.strip()]
         if problems:
             raise ValueError("\n".join(problems))
 

@@ -94,12 +94,12 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class AbsentOptimizerError(ValueError):
-    """The optimizer is one that is not here."""
+    """The optimizer is not implemented."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentOptimizerConfig(OptimizerConfig):
-    """The `optimizer:` block of an optimizer that is not here. It can be read and written, not built."""
+    """The `optimizer:` block of an optimizer that is not implemented. It can be read and written, but not built."""
 
     def _refuse(self) -> NoReturn:
         own = OptimizerConfig.get_choice_name(type(self))
@@ -142,5 +142,5 @@ def _config_class(name: str, keys: Mapping[str, Any]) -> type[OptimizerConfig]:
         kw_only=True,
         namespace={"__module__": __name__},
     )
-    made.__doc__ = f"The `optimizer:` block of upstream's {name}, which is not here."
+    made.__doc__ = f"The `optimizer:` block of upstream's {name}, which is not implemented."
     return made

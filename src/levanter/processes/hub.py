@@ -196,7 +196,7 @@ class Hub:
         if count != self._processes:
             return f"process {number} on {guest.host} expects {count} processes, process 0 expects {self._processes}"
         if not 0 <= number < count:
-            return f"a process on {guest.host} has number {number}; numbers range from 0 to  {count - 1}"
+            return f"a process on {guest.host} has number {number}; numbers range from 0 to {count - 1}"
         if there is not None:
             return (
                 f"two processes have number {number}: on {there.host} (pid {there.pid}) and "

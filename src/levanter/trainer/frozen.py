@@ -96,7 +96,7 @@ def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
     others = sorted(path for path, digest in ours.digests.items() if theirs.digests[path] != digest)
     if others:
         raise CheckpointMismatchError(
-            f"{ref.path}: its run was trained beside other frozen parameters: {len(others)} of {len(ours.digests)} "
+            f"{ref.path}: its run was trained with other frozen parameters: {len(others)} of {len(ours.digests)} "
             f"differ ({_some(others)}); they came from {theirs.origin}, those of this run from {ours.origin}\n"
             "  → continue with the frozen parameters that the run started with"
         )

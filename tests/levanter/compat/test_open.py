@@ -144,7 +144,7 @@ def test_corrupt_safetensors_header(tmp_path):
     assert re.fullmatch(
         r"CKPT/model\.safetensors: corrupt safetensors header: it is not UTF-8 JSON \('utf-8' codec can't decode byte "
         r"0xff in position 12: invalid start byte\)\n  → download or copy the file again; "
-        r"its bytes are not those that were written",
+        r"its content has changed since it was written",
         refusal(tmp_path, CorruptFileError),
     )
 
@@ -161,7 +161,7 @@ def test_truncated_shard(tmp_path):
     )
     assert found.endswith(
         "\n  → download or copy the file again; "
-        r"its bytes are not those that were written"
+        r"its content has changed since it was written"
     )
 
 

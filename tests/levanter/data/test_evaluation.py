@@ -119,7 +119,7 @@ def test_keys_without_effect_are_named(folder):
     assert data.notes == (
         "data.auto_build_caches: no effect; an evaluation builds no token store, cache_dataset does",
         "data.shuffle, data.train_weights, data.components.x.pack: no effect; only training uses them",
-        "data.chat_template: no effect; no set that is evaluated is of conversations",
+        "data.chat_template: no effect; no evaluated set holds conversations",
     )
     plain = config_of(components={"x": {"source": {"validation_urls": ["a-1.txt"]}}})
     assert resolve_evaluation(plain).notes == ()

@@ -150,10 +150,10 @@ def test_damaged_streams(tmp_path, kind, damage):
     path.write_bytes({"cut off": packed[: len(packed) // 2], "not compressed": content, "flipped": packed}[damage])
     message = error_of(path)
     assert message.startswith("/x.jsonl") and (
-        "damaged or cut off" in message or "not UTF-8" in message or "not JSON" in message
+        "damaged or truncated" in message or "not UTF-8" in message or "not JSON" in message
     )
     if damage != "flipped":
-        assert "damaged or cut off" in message
+        assert "damaged or truncated" in message
 
 
 def test_damaged_parquet(tmp_path):

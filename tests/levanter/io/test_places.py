@@ -69,7 +69,7 @@ def test_sockets_are_refused(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("here")
-        assert "is a socket, into which nothing is written" in refused(Output(key="a", path="here", kind="file"))
+        assert "is a socket, which cannot be written to" in refused(Output(key="a", path="here", kind="file"))
 
 
 def test_more_than_there_is_room_for(tmp_path: Path):

@@ -75,7 +75,7 @@ class _Walk:
 
     def fit(self, count: int, least: int, what: str) -> None:
         if count * least > self.size - self.at:
-            raise self.wrong(f"its header claims {count:,} {what}, more than fit in what is left of it")
+            raise self.wrong(f"its header claims {count:,} {what}, more than fit in the rest of the file")
 
     def text(self) -> str:
         length = self.number("Q")
@@ -88,7 +88,7 @@ class _Walk:
             self.text()
         elif kind == _ARRAY:
             if depth >= HEADER_DEPTH:
-                raise self.wrong(f"arrays are nested more than {HEADER_DEPTH} deep, which is the bound of metadata")
+                raise self.wrong(f"arrays are nested more than {HEADER_DEPTH} deep, the limit for metadata")
             inner, count = self.number("I"), self.number("Q")
             self.fit(count, _SCALARS.get(inner, 8), "values of an array")
             if inner in _SCALARS:
@@ -100,7 +100,7 @@ class _Walk:
             self.fit(1, _SCALARS[kind], "values")
             self.at += _SCALARS[kind]
         else:
-            raise self.wrong(f"a value of type {kind}, which there is none of")
+            raise self.wrong(f"a value of type {kind}, which does not exist")
 
     def tensor(self) -> None:
         name, axes = self.text(), self.number("I")

@@ -231,7 +231,7 @@ class HFCheckpointConverter:
         if resize_vocab_to_match_tokenizer and self.Vocab.size != Vocab.size:
             raise ValueError(
                 f"resize_vocab_to_match_tokenizer: the tokenizer has {self.Vocab.size} ids, {checkpoint.description} "
-                f"has {Vocab.size} rows; leave it out; rows beyond the tokenizer's ids do no harm"
+                f"has {Vocab.size} rows; leave it out; rows beyond the tokenizer's ids are harmless"
             )
         mesh, mapping = _placement(axis_mapping)
         module = abstract(lambda: architecture.build(Vocab, key=jax.random.PRNGKey(0)))

@@ -121,7 +121,7 @@ def header_length(first_bytes: bytes, *, file: str, size: int) -> int:
     return length
 
 
-_AGAIN = "download or copy the file again; its bytes are not those that were written"
+_AGAIN = "download or copy the file again; its content has changed since it was written"
 
 
 def parse_header(text: bytes, *, file: str, size: int) -> ShardHeader:

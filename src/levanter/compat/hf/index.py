@@ -87,7 +87,7 @@ def _without_standard_names(repository: Repository, allow_pickle: bool) -> tuple
     if found:
         raise CheckpointError(
             repository.name,
-            f"there is neither {SINGLE} nor {INDEX}but several other files:  {', '.join(found[:_LISTED])}",
+            f"there is neither {SINGLE} nor {INDEX}, but several other files: {', '.join(found[:_LISTED])}",
             suggestion=f"rename the intended one to {SINGLE}",
         )
     pickles = sorted(file for file in repository.files if file.endswith(_PICKLES))

@@ -153,7 +153,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
             raise CorruptFileError(repository.where(file), "it is not a tokenizer.json: it has no model")
         if not _are_tokens(definition.get("added_tokens")):
             raise CorruptFileError(
-                repository.where(file), "added_tokens is no list of tokens, each with content and id"
+                repository.where(file), "added_tokens is not a list of tokens, each with content and id"
             )
     elif file == DEFINITION and any(name in repository.files for name in _SLOW):
         definition = _convert(repository)

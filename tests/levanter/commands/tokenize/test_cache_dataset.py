@@ -95,7 +95,7 @@ def test_damage_is_found_by_verifying(folder, capsys):
     ids.write_bytes(content)
     assert run(path) == 0
     assert run(path, "--verify", "true") == 2
-    assert "shards/00001/ids/c/0: has other content than was written" in capsys.readouterr().err
+    assert "shards/00001/ids/c/0: its content has changed since it was written" in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_refused(folder, capsys):

@@ -12,7 +12,7 @@ from levanter.compat.hf.errors import CorruptFileError
 from levanter.compat.hf.header import read_header
 from levanter.compat.hf.readers import LocalFile
 
-AGAIN = "\n  → download or copy the file again; its bytes are not those that were written"
+AGAIN = "\n  → download or copy the file again; its content has changed since it was written"
 
 
 def write(path, header, data: bytes = b"", *, length: int | None = None):

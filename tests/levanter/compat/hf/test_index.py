@@ -135,7 +135,7 @@ def test_damaged_shards_are_reported_together(tmp_path):
         "length of its header\n"
         f"  [2] CKPT/{second.name}: corrupt safetensors header: it claims to be 18446744073709551615 bytes long "
         "(the format allows 100000000)\n"
-        "  → download or copy the file again; its bytes are not those that were written"
+        "  → download or copy the file again; its content has changed since it was written"
     )
 
 
