@@ -118,7 +118,7 @@ ROWS: list[tuple[str, str, Callable[[Path], object], int, tuple[str, ...]]] = [
     ("source-longer", "cache", lambda folder: (folder / A).write_text((folder / A).read_text() + " "), 2,
      ("made from something else", "4,000 bytes, has 4,001")),
     ("source-gone", "verify", lambda folder: (folder / A).unlink(), 2, ("in the store, not configured",)),
-    ("ids-flipped", "verify", lambda folder: flip(chunk(folder, "ids")), 2, (DAMAGED, "has other content")),
+    ("ids-flipped", "verify", lambda folder: flip(chunk(folder, "ids")), 2, (DAMAGED, "its content has changed")),
     ("ids-cut", "cache", lambda folder: cut(chunk(folder, "ids")), 2, (DAMAGED, "were written")),
     ("ids-gone", "train", lambda folder: chunk(folder, "ids").unlink(), 2, (DAMAGED, "is gone")),
     ("offsets-flipped", "cache", lambda folder: flip(chunk(folder, "offsets")), 2, ("is damaged",)),

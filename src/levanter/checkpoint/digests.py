@@ -1,4 +1,4 @@
-"""Digests of arrays: what a checkpoint records about each stored chunk, so that every reader can verify that it is intact.
+"""Digests of arrays: what a checkpoint records about each stored chunk, so that readers can verify that it is intact.
 
 A digest is of the values in row-major order, not of files: it covers all that lies between the memory that was saved
 and the memory that is read into. It costs next to nothing where values are copied anyway: pieces that fit a core's

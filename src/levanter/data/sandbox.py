@@ -133,7 +133,7 @@ def _check(name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
     given = [*args, *kwargs.values()]
     for value in given:
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > TEMPLATE_ITEMS:
-            raise SecurityError(f"{name}: {value:.3g} is more than {TEMPLATE_ITEMS:,}, the bound of a template")
+            raise SecurityError(f"{name}: {value:.3g} is more than {TEMPLATE_ITEMS:,}, the limit for a template")
     texts = [value for value in given if isinstance(value, str)]
     if name in ("format", "format_map") and texts:
         _check_format(texts[0])

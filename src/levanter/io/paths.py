@@ -181,7 +181,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
         said = f"{len(pattern):,} characters; a path has {PATTERN_CHARACTERS:,} at most"
         raise OutOfBoundsError(f"{pattern[:60]}…: {said}")
     if _brace_depth(pattern) > PATTERN_DEPTH:
-        raise OutOfBoundsError(f"{pattern}: braces are nested more than {PATTERN_DEPTH} deep, which is the bound")
+        raise OutOfBoundsError(f"{pattern}: braces are nested more than {PATTERN_DEPTH} deep, the limit")
     if pattern.count("{") != pattern.count("}"):
         raise ValueError(f"{pattern}: braces do not match")
     innermost = _INNERMOST_BRACES.search(pattern)
@@ -202,7 +202,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
         groups.append([pattern[position:start]])
         groups.append(list(itertools.islice(_alternatives(pattern[start + 1 : stop], pattern), PATTERN_FILES + 1)))
         if math.prod(map(len, groups)) > PATTERN_FILES:
-            said = f"names more than {PATTERN_FILES:,} files, which is the bound of a pattern"
+            said = f"names more than {PATTERN_FILES:,} files, the limit for a pattern"
             raise OutOfBoundsError(f"{pattern}: {said}")
         position = stop + 1
     for parts in itertools.product(*groups):

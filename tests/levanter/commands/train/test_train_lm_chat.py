@@ -257,6 +257,6 @@ def test_a_set_that_teaches_nothing_is_refused(folder):
     block = NEW.replace("talk-train.jsonl", "strange.jsonl")
     plan = describe(config_of(folder, block, name="strange"), LOCAL).check()
     with pytest.raises(
-        DataError, match=r"'talk': none of its .* tokens counts in the loss; nothing of what the template"
+        DataError, match=r"'talk': none of its .* tokens counts in the loss; nothing that the template"
     ):
         rows_of(plan)

@@ -166,7 +166,7 @@ def test_unusual_names(tmp_path):
     assert set(open_weights(LocalFolder(tmp_path)).tensors) == {"a"}
     save_file({"b": np.zeros(2, np.float32)}, tmp_path / "other.safetensors")
     assert refusal(tmp_path, CheckpointError) == (
-        f"CKPT: there is neither model.safetensors nor {INDEX}but several other files:  consolidated.safetensors, "
+        f"CKPT: there is neither model.safetensors nor {INDEX}, but several other files: consolidated.safetensors, "
         "other.safetensors\n  → rename the intended one to model.safetensors"
     )
 
