@@ -256,7 +256,5 @@ def test_a_set_that_teaches_nothing_is_refused(folder):
     (folder / "strange.jsonl").write_text("".join(json.dumps(record) + "\n" for record in strange))
     block = NEW.replace("talk-train.jsonl", "strange.jsonl")
     plan = describe(config_of(folder, block, name="strange"), LOCAL).check()
-    with pytest.raises(
-        DataError, match=r"'talk': none of its .* tokens counts in the loss; nothing that the template"
-    ):
+    with pytest.raises(DataError, match=r"'talk': none of its .* tokens counts in the loss; nothing that the template"):
         rows_of(plan)
