@@ -387,7 +387,8 @@ def show(name: str, found: dict, told: dict, args: argparse.Namespace) -> None:
     serial = f" ({found['serial'] / gigabytes:.2f} serial)" if args.unlimited else ""
     print(
         f"{name:10} {found['seconds']:7.2f} s {rate / 1e6:5.0f} MB/s {share:>8} "
-        f"{found['read'] / found['source']:6.3f}× {found['extra'] / found['source']:6.2%} {(found['peak'] - found['arrays']) / MIB:7.0f} MiB "
+        f"{found['read'] / found['source']:6.3f}× {found['extra'] / found['source']:6.2%} "
+        f"{(found['peak'] - found['arrays']) / MIB:7.0f} MiB "
         f"{found['cpu'] / gigabytes:5.2f} s/GB{serial}  {found['tally']}; {told['requests']} requests, at most "
         f"{told['most']} at a time; opened in {found['opened']:.2f} s, {found['exchanged']} exchanged; server "
         f"{told['cpu']:.1f} CPU s",
