@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from haliax_ext.abstract import leaves
 from haliax_ext.slices import to_slices
 from levanter.commands.memorize.config import EvalCarelessLmConfig
+from levanter.commands.shell.compiled import keep_compiled
 from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
@@ -141,6 +142,7 @@ def run(config: DemoConfig) -> tuple[Measurement, tuple[float, float]]:
 def learn(config: DemoConfig, ids: np.ndarray, folder: str) -> None:
     """Trains a model on `ids` with the Programs of `train_lm`, and writes it to `folder`."""
     found = local_devices(config.trainer.mesh)
+    keep_compiled(config.trainer, platform=found.platform)
     training = TrainLmConfig(
         data=LmDataConfig(tokenizer=folder),
         model=config.model,

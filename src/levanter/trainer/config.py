@@ -64,7 +64,8 @@ class TrainerConfig(Ranged):
             optimizer changed; arrays must have their shapes all the same.
         allow_partial_checkpoint: whether parameters that a checkpoint lacks are initialized instead.
         jax_config: options for `jax.config`.
-        jax_compilation_cache_dir: a folder for compiled programs that later runs read.
+        jax_compilation_cache_dir: a folder or URL for compiled programs that later runs read; true for one in this
+            user's cache, false for none; null is true on accelerators and false on CPUs.
         distributed: how the processes of the job find each other.
         require_accelerator: whether a run without TPU or GPU is refused; null allows it.
     """
@@ -102,7 +103,7 @@ class TrainerConfig(Ranged):
     allow_partial_checkpoint: bool = False
 
     jax_config: dict[str, bool | int | float | str] = field(default_factory=lambda: dict(JAX_CONFIG))
-    jax_compilation_cache_dir: PathText | None = None
+    jax_compilation_cache_dir: PathText | bool | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     require_accelerator: bool | None = None
 

@@ -26,16 +26,13 @@ def local_target(found: DeviceSet) -> Target:
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
-    """Sets JAX's options from `trainer.jax_config` and `trainer.jax_compilation_cache_dir`, and joins the other
-    processes of the run; call it first.
+    """Sets JAX's options from `trainer.jax_config`, and joins the other processes of the run; call it first.
 
     Raises:
         ValueError: an option that this JAX does not have (defaults of ours that it lacks are left out).
         RollCallError: not all processes of the run joined in time.
     """
     problems = set_jax_options(trainer)
-    if trainer.jax_compilation_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", trainer.jax_compilation_cache_dir)
     if problems:
         raise ValueError("\n".join(problems))
     join_processes(trainer.distributed)

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import jax
 
+from levanter.commands.shell.compiled import keep_compiled
 from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import shell
 from levanter.commands.shell.interrupts import raise_if_interrupted
@@ -80,6 +81,7 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
     configure_jax(trainer)
     found = local_devices(trainer.mesh)
     require_accelerator(wanted=trainer.require_accelerator, found=found)
+    keep_compiled(trainer, platform=found.platform)
     show = jax.process_index() == 0
     id_ = run_id(trainer)
     plan = entry.describe(config, local_target(found), written=written)

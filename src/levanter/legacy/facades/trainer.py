@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import Mesh
 
+from levanter.commands.shell.compiled import keep_compiled
 from levanter.commands.shell.devices import configure_jax
 from levanter.commands.shell.perform import run_id
 from levanter.io import setup_logging
@@ -40,7 +41,9 @@ def initialize(trainer: TrainerConfig) -> Callable[[], None]:
     def begin() -> None:
         setup_logging()
         configure_jax(trainer)
-        require_accelerator(wanted=trainer.require_accelerator, found=local_devices(trainer.mesh))
+        found = local_devices(trainer.mesh)
+        require_accelerator(wanted=trainer.require_accelerator, found=found)
+        keep_compiled(trainer, platform=found.platform)
         index = jax.process_index()
         set_global_tracker(start_trackers(trainer.trackers, run_id=run_id(trainer), process_index=index))
 
