@@ -92,7 +92,7 @@ def configured(**keys):
     return words
 
 
-FOUND = ("3 weights of 2 arrays are not finite", DOWN, "2 NaN", "allow_nonfinite")
+FOUND = ("3 weights in 2 arrays are not finite", DOWN, "2 NaN", "allow_nonfinite")
 ATTACKS = [
     Attack(name="nan-weights", command="eval_lm", words=evaluation(some_nan), code=BAD, says=FOUND),
     Attack(name="nan-weights-f32", command="eval_lm", words=evaluation(some_nan, np.float32), code=BAD, says=FOUND),
@@ -100,7 +100,7 @@ ATTACKS = [
     Attack(name="nan-weights-allowed", command="eval_lm", words=evaluation(some_nan, allow_nonfinite=True),
            code=INTERNAL, says=("continuing with them", "the loss is not finite", "token 2 of row 1 of docs", "docs")),
     Attack(name="too-large-for-f16", command="eval_lm", words=evaluation(too_large, np.float32, mp="f16"), code=BAD,
-           says=("1 weights of 1 arrays", "1 too large for the dtype they are loaded in")),
+           says=("1 weights in 1 arrays", "1 too large for the dtype they are loaded in")),
     Attack(name="overflow", command="eval_lm", words=evaluation(overflowing), code=INTERNAL,
            says=("the loss is not finite", "token 2 of row 1 of docs", "wider compute dtype")),
     Attack(name="memorization", command="eval_careless_lm", words=memorization(some_nan), code=BAD, says=FOUND),
