@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from haliax_ext.host_reader import READ_BYTES
 from haliax_ext.load_plan import LeafLoad, LoadPlan, LoadStep
 from haliax_ext.loading import default_memory_bytes
+from levanter.plan.load_ceilings import LoadCeiling
 
 READERS = 16
 """Reading threads of a host, at most; each has a buffer of one read."""
@@ -28,6 +29,7 @@ class LoadBudget:
         host_peak: host memory of one host (buffers; the shards themselves are on the devices).
         gigabytes_per_second: the rate of one host that `seconds` assumes.
         seconds: reading time of the host that reads most.
+        ceilings: what would bind it from an object store, the lowest first; none where the hosts are not known.
     """
 
     source_bytes: int
@@ -38,15 +40,28 @@ class LoadBudget:
     host_peak: int
     gigabytes_per_second: float
     seconds: float
+    ceilings: tuple[LoadCeiling, ...] = ()
+
+    @property
+    def store_seconds(self) -> float:
+        """Reading time from an object store, at the lowest ceiling."""
+        return max(self.bytes_by_host, default=0) / (self.ceilings[0].gigabytes_per_second * 1e9)
 
 
-def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_bytes: int | None = None) -> LoadBudget:
+def load_budget(
+    plan: LoadPlan,
+    *,
+    gigabytes_per_second: float = 1.0,
+    memory_bytes: int | None = None,
+    ceilings: tuple[LoadCeiling, ...] = (),
+) -> LoadBudget:
     """The budget of a LoadPlan.
 
     Args:
         plan: how every leaf is loaded.
         gigabytes_per_second: 10⁹ bytes that one host reads a second; all hosts read at a time.
         memory_bytes: the host-memory budget of the run; by default the one that `load` chooses.
+        ceilings: what would bind it from an object store.
     """
     assert gigabytes_per_second > 0, gigabytes_per_second
     shards = {load.path: shard_bytes(plan, load) for load in plan.loads}
@@ -71,6 +86,7 @@ def load_budget(plan: LoadPlan, *, gigabytes_per_second: float = 1.0, memory_byt
         host_peak=max(_host_peak(plan, host, memory_bytes) for host in range(plan.num_hosts)),
         gigabytes_per_second=gigabytes_per_second,
         seconds=max(by_host, default=0) / (gigabytes_per_second * 1e9),
+        ceilings=ceilings,
     )
 
 

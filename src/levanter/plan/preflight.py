@@ -32,6 +32,7 @@ from levanter.plan.drawn import Drawn, drawn_in
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.known import Known, known_of
 from levanter.plan.load_budget import LoadBudget, beside_loading, load_budget
+from levanter.plan.load_ceilings import load_ceilings
 from levanter.plan.offload import offloaded
 from levanter.plan.report.words import seconds_text, span_text
 from levanter.plan.room import shortage
@@ -137,7 +138,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
     if (short := shortage(plan)) is not None:
         plan = short[0]
     budget = _sharding(inquiry, plan, pod)
-    load = _loading(inquiry, plan)
+    load = _loading(inquiry, plan, pod)
     outcomes = _compile(inquiry, plan, pod, budget)
     if any(_beyond(plan, o) for o in outcomes.values()):
         budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
@@ -223,14 +224,14 @@ def _sharding(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budg
     return budget
 
 
-def _loading(inquiry: _Inquiry, plan: RunPlan) -> LoadBudget | None:
+def _loading(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None) -> LoadBudget | None:
     inquiry.begin()
     if plan.load is None:
         errors = any(f.error is not None for f in plan.sharding.findings)
         why = "not planned: the sharding has errors" if errors else "nothing is read: weights are initialized"
         inquiry.end("loading", why, status="skipped")
         return None
-    budget = load_budget(plan.load)
+    budget = load_budget(plan.load, ceilings=() if pod is None else load_ceilings(pod))
     limit, peak = plan.target.hbm_bytes, budget.device_peak
     rate = f"{span_text(budget.seconds, budget.seconds)} at {budget.gigabytes_per_second:g} GB/s a host"
     if limit is not None and peak > limit:

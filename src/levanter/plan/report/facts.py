@@ -15,6 +15,7 @@ from haliax_ext.hlo.scopes import UNNAMED
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.budget import Resident
 from levanter.plan.cost import StepTime
+from levanter.plan.load_budget import LoadBudget
 from levanter.plan.report.words import between, percent, percent_between, seconds_text, span_text, three_digits
 from levanter.plan.verdict import ProgramVerdict, Verdict
 from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, Workload
@@ -461,3 +462,10 @@ def reasons(verdict: Verdict) -> tuple[str, ...]:
 def largest(residents: Sequence[Resident], count: int) -> list[Resident]:
     """The residents that take the most room on a chip."""
     return sorted(residents, key=lambda resident: -resident.nbytes)[:count]
+
+
+def load_ceilings(load: LoadBudget) -> str:
+    """What binds loading from an object store, and what would bind it next, in GB/s of a host."""
+    first, *others = load.ceilings
+    said = ", ".join(f"{each.name} {three_digits(each.gigabytes_per_second)}" for each in others[:2])
+    return f"bound by {first.name}, {three_digits(first.gigabytes_per_second)} GB/s a host; {said}"

@@ -345,6 +345,8 @@ def _loading(verdict: Verdict) -> Content:
         ["at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"],
         ["time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"],
     ]
+    if load.ceilings:
+        rows.append(["from an object store", seconds_text(load.store_seconds), facts.load_ceilings(load)])
     return section("Loading", table(("", "", ""), rows, numbers=(1,)), note=facts.MODELLED)
 
 

@@ -200,6 +200,8 @@ def _loading(load: LoadBudget | None) -> list[str]:
         ("at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"),
         ("time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"),
     ]
+    if load.ceilings:
+        rows.append(("from an object store", seconds_text(load.store_seconds), facts.load_ceilings(load)))
     return [*_title(f"loading ({facts.MODELLED})"), *table(rows, align=("left", "right", "left"))]
 
 

@@ -96,6 +96,8 @@ def _loading(verdict: Verdict) -> dict[str, Any] | None:
     if load is None:
         return None
     leaf, transient = load.device_transient
+    ceilings = {each.name: each.gigabytes_per_second for each in load.ceilings}
+    from_store = {"store_seconds": load.store_seconds, "ceilings": ceilings} if ceilings else {}
     return {
         "source_bytes": load.source_bytes,
         "bytes_by_host": list(load.bytes_by_host),
@@ -106,6 +108,7 @@ def _loading(verdict: Verdict) -> dict[str, Any] | None:
         "host_peak_bytes": load.host_peak,
         "gigabytes_per_second": load.gigabytes_per_second,
         "seconds": load.seconds,
+        **from_store,
     }
 
 
