@@ -51,7 +51,7 @@ ATTACKS = [
     row("negative-epoch", "epoch: -1", "epoch: must not be negative, got -1"),
     row("negative-memory", "trainer: {mesh: {hbm_gib: -4}}", "trainer.mesh.hbm_gib: must be positive, got -4.0"),
     row("nameless-axis", "trainer: {mesh: {axes: {'': 2}}}", "axes: '' is not a name"),
-    row("nameless-mesh-axis", "trainer: {mesh: {param_mapping: {embed: ''}}}", "param_mapping.embed: '' is not a name"),
+    row("nameless-mesh-axis", "trainer: {mesh: {param_mapping: {embed: ''}}}", "embed: '' is not a valid mesh axis"),
     row("empty-checkpoint-path", "trainer: {checkpointer: {base_path: ''}}", "base_path: must name a file, a folder"),
     row("empty-begin", "initialize_from_checkpoint_path: ''", "initialize_from_checkpoint_path: must name"),
     row("many-digits", "trainer: {seed: " + "9" * 5000 + "}", "trainer.seed: expected an integer"),

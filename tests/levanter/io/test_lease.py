@@ -228,7 +228,7 @@ def test_a_lease_whose_files_are_damaged_while_it_is_held_is_written_again(place
     lease.beat()
     lease.check()
     assert fs.cat_file(path) == lease._holder.content()
-    assert "written again" in caplog.text
+    assert "rewriting them" in caplog.text
     lease.release()
     assert names(place) == []
 

@@ -5,7 +5,6 @@ the versions of JAX and the compiler, and the kind and layout of the devices; wh
 entry cannot be read, JAX warns and compiles.
 """
 
-import importlib.util
 import logging
 import os
 
@@ -49,8 +48,8 @@ def keep_compiled(trainer: TrainerConfig, *, platform: str) -> str | None:
         return None
     else:
         folder = str(cache_folder() / "compiled")
-        if importlib.util.find_spec("filelock") is not None:
-            jax.config.update("jax_compilation_cache_max_size", LARGEST_CACHE)
+        # JAX needs `filelock` for this, which huggingface_hub brings.
+        jax.config.update("jax_compilation_cache_max_size", LARGEST_CACHE)
     if not is_remote(folder):
         try:
             os.makedirs(folder, exist_ok=True)

@@ -181,7 +181,8 @@ def test_not_everything_is_asked_for_twice_when_everything_is_slow(monkeypatch):
         assert read_all(store, made) == CONTENT
     allowed = fetcher.HEDGES * PART + fetcher.HEDGED_SHARE * len(CONTENT)
     assert 0 < made.tally.hedged * PART <= allowed, made.tally
-    assert store.most <= 8 + fetcher.HEDGES
+    # The store notices a moment later that a request was given up.
+    assert store.most <= 8 + 2 * fetcher.HEDGES
 
 
 def test_how_many_are_under_way_is_bounded():
