@@ -30,12 +30,14 @@ class Attempt:
         codes: of its processes.
         promised: whether these were promised.
         text: what they printed.
+        too_late_after: seconds that the run took, where it was over before anything could happen to it.
     """
 
     disturbance: str
     codes: tuple[int, ...]
     promised: bool
     text: str
+    too_late_after: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +147,12 @@ def disturb(kind: str, work: Work, place: Place, chance: random.Random) -> Attem
     if kind == "slow disk":
         path = os.pathsep.join((str(SLOW_DISK), place.environment["PYTHONPATH"]))
         more = {"SOAK_SLOW_SECONDS": "0.2", "PYTHONPATH": path}
+    began = time.monotonic()
     running = Running(work, place, more=more)
     over = running.wait(chance.uniform(0.2, 0.95) * place.typical)
+    took = time.monotonic() - began if over else None
+    if over and kind not in ("slow disk", "damaged checkpoint"):
+        kind = "nothing"
     filler = place.folder / "filler"
     second: Running | None = None
     if not over:
@@ -182,7 +188,7 @@ def disturb(kind: str, work: Work, place: Place, chance: random.Random) -> Attem
         promised = promised and damaged is not None and damaged.name in text
         shutil.rmtree(damaged or place.folder / "none", ignore_errors=True)
     promised = promised and (kind == "SIGKILL" or "Traceback (most recent call last)" not in text)
-    return Attempt(disturbance=kind, codes=codes, promised=promised, text=text)
+    return Attempt(disturbance=kind, codes=codes, promised=promised, text=text, too_late_after=took)
 
 
 def _fill(path: Path, *, leave: int) -> None:
