@@ -126,7 +126,7 @@ def test_what_may_change_is_said(key, value, line):
 def test_nothing_changed_and_nothing_known():
     assert judge(saved(), *made()) == ()
     assert judge(saved(), *made(trainer__id="other", trainer__steps_per_eval=7)) == ()
-    assert "not known" in judge(saved(config=None), *made())[0]
+    assert "unknown" in judge(saved(config=None), *made())[0]
 
 
 def test_all_differences_are_listed():
