@@ -196,7 +196,7 @@ ROWS = [
         words=lambda folder: [
             "eval_lm",
             *evaluated(weights(Fault(status=500)))(folder),
-            "--target=cpu-1",
+            "--target=local",
             "--no-compile",
         ],
         code=OK,

@@ -27,6 +27,7 @@ from levanter.commands.memorize.config import EvalCarelessLmConfig
 from levanter.commands.shell.compiled import keep_compiled
 from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.shell.lifecycle import leave
 from levanter.commands.train.train_lm import TrainLmConfig, TrainWork
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.open import load_tokenizer
@@ -237,4 +238,4 @@ def main(config: DemoConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(DemoConfig, main))
+    leave(run_entry_point(DemoConfig, main))

@@ -13,6 +13,7 @@ import sys
 import numpy as np
 
 from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.shell.lifecycle import leave
 from levanter.commands.train.train_lm import TrainLmConfig, train
 from levanter.data import python_docs_text
 from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
@@ -44,4 +45,4 @@ def main(config: TrainLmConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(TrainLmConfig, main))
+    leave(run_entry_point(TrainLmConfig, main))

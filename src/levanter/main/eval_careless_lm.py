@@ -1,10 +1,9 @@
 """Asks a model to continue a book, window by window: how much of it has the model memorized?"""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.memorize.config import EvalCarelessLmConfig
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "EvalCarelessLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("eval_careless_lm"))
+    leave(enter("eval_careless_lm"))

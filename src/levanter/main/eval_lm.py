@@ -1,10 +1,9 @@
 """Evaluates a language model on text: loss, perplexity and bits per byte, per data set and per tag."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.evaluate.config import EvalLmConfig
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "EvalLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("eval_lm"))
+    leave(enter("eval_lm"))

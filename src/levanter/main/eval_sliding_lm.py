@@ -1,10 +1,9 @@
 """Asks a model to continue the prompts of a prepared set, row by row: how likely is exactly what follows?"""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.memorize.eval_sliding_lm import ENTRY_POINT, describe, execute, main
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "EvalSlidingLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("eval_sliding_lm"))
+    leave(enter("eval_sliding_lm"))

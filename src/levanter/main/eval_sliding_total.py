@@ -1,10 +1,9 @@
 """Alias of `eval_careless_lm`, for documents with several `books:`: the model is loaded once for all of them."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.memorize.config import EvalCarelessLmConfig
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "EvalCarelessLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("eval_sliding_total"))
+    leave(enter("eval_sliding_total"))

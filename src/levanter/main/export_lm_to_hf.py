@@ -1,10 +1,9 @@
 """Exports one of our checkpoints as a Hugging Face folder: config, weights, tokenizer, generation config."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.export.config import ConvertLmConfig
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "ConvertLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("export_lm_to_hf"))
+    leave(enter("export_lm_to_hf"))

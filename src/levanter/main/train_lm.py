@@ -1,10 +1,9 @@
 """Trains a language model."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.train.config import TrainLmConfig
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "TrainLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("train_lm"))
+    leave(enter("train_lm"))

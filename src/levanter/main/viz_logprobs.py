@@ -1,10 +1,9 @@
 """Writes a page that shows validation text token by token, each shaded by how much it surprised the model."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from haliax_ext.on_demand import export_on_demand
-from levanter.commands.shell.door import enter
+from levanter.commands.shell.door import enter, leave
 
 if TYPE_CHECKING:
     from levanter.commands.evaluate.config import VizLmConfig
@@ -14,4 +13,4 @@ __all__ = ["ENTRY_POINT", "VizLmConfig", "describe", "execute", "main"]
 export_on_demand(__name__)
 
 if __name__ == "__main__":
-    sys.exit(enter("viz_logprobs"))
+    leave(enter("viz_logprobs"))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.shell.entry import shell
 from levanter.commands.shell.interrupts import interrupts_wait
+from levanter.commands.shell.lifecycle import leave as leave
 from levanter.config import load_written
 from levanter.io import setup_logging
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from levanter.io import release_all, setup_logging
-from levanter.io.exit_codes import INTERNAL_ERROR, OK, PEER_LOST, PREEMPTED
+from levanter.io.exit_codes import INTERNAL_ERROR, INTERRUPTED, OK, PEER_LOST, PREEMPTED
 from levanter.processes.barrier import barrier, current_peers, set_peers
 from levanter.processes.distributed import DistributedConfig, find_place, join, on_tpu_pod, platforms, start_jax
 from levanter.processes.peers import PeerLostError, Peers
@@ -109,6 +109,17 @@ def end_alone(code: int, said: str) -> int:
         return code
     peers.leave(code, said)
     _exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the program with an entry point's exit code; the last call of a `__main__`.
+
+    After an interrupt the process ends at once: XLA may still be compiling in a thread of its own, and crashes if the
+    interpreter takes the devices down meanwhile. What had to be closed or given back has been.
+    """
+    if code == INTERRUPTED and "jax" in sys.modules:
+        _exit(code)
+    sys.exit(code)
 
 
 def is_said_already(said: str) -> bool:

@@ -163,7 +163,10 @@ def test_a_run_begins_with_another_ones_parameters_and_statistics(begun, devices
         assert parameters[name].tobytes() == fresh[name].tobytes(), name
     assert int(everything["step"]) == 0 == int(everything["optimizer.3.count"])
     assert int(everything["optimizer.1.count"]) == 4
-    with pytest.raises(ValueError, match=r"initialize_from_checkpoint_path and trainer\.initialize_from: a run begins from one of them only"):
+    with pytest.raises(
+        ValueError,
+        match=r"trainer\.initialize_from: a run begins from one of them only",
+    ):
         read(folder / "run.yaml", "--trainer.initialize_from", base, "--initialize_from_checkpoint_path", base)
 
 
