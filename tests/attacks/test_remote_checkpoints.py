@@ -191,7 +191,7 @@ ROWS = [
         says=("redirected more than 5 times",),
     ),
     Attack(
-        name="a plan of it, without a weight",
+        name="a plan of it, which fetches nothing",
         command="plan",
         words=lambda folder: [
             "eval_lm",
@@ -199,7 +199,8 @@ ROWS = [
             "--target=local",
             "--no-compile",
         ],
-        code=OK,
+        code=BAD,
+        says=("it is not on this machine",),
         never=("500 Internal",),
     ),
 ]
