@@ -21,6 +21,7 @@ from haliax_ext.program import Program
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.model.workloads import stage_program
+from levanter.commands.shell.interrupts import raise_if_interrupted
 from levanter.commands.train.changes import judge
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import PROGRAM, Evaluate, validation_rows
@@ -432,6 +433,8 @@ def _steps(
         return lambda state, batch: step(state, frozen, batch)
 
     def step_of(step: int) -> Step[LmBatch]:
+        # An interrupt that a library swallowed on the way here still ends the run.
+        raise_if_interrupted()
         program = stage_program(plan, plan.work.batches, step, watched=watched(step))
         if program.name not in jitted:
             jitted[program.name] = made(program)
