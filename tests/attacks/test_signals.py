@@ -98,7 +98,7 @@ def test_a_signal_in_training(tmp_path, number, code):
     steps = saved_steps(tmp_path)
     # Told to end, a run is saved as it is; interrupted, it says what is there.
     if code == INTERRUPTED:
-        assert ("the last checkpoint is of step" if steps else "no checkpoint was saved before") in err
+        assert ("the last checkpoint is of step" if steps else "no checkpoint was saved in") in err
     else:
         assert steps
     if code == PREEMPTED:
