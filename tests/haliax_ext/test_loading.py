@@ -148,9 +148,11 @@ def test_progress_counts_the_whole_job_and_ends_with_a_report(devices):
     found = load(plan, sharding, source, MESH.build(devices), progress=seen.append)
     last = seen[-1]
     assert last.bytes_done == last.bytes_total == last.job_bytes == source.nbytes
-    assert (last.path, last.layer, last.fraction, last.eta_seconds) == ("transformer.norm.weight", None, 1.0, 0.0)
+    assert (last.fraction, last.eta_seconds) == (1.0, 0.0)
     assert all(a.bytes_done <= b.bytes_done for a, b in itertools.pairwise(seen))
-    assert "(100%)" in str(last) and "transformer.norm.weight" in str(last)
+    # Leaves are read by several threads: which of them arrives last is not said beforehand, only that it has a name.
+    assert "(100%)" in str(last) and last.path in str(last)
+    assert {one.path for one in seen} <= {each.leaf.path for each in sharding.leaves}
     report = found.report
     assert isinstance(found, LoadedArrays) and report.slowest_host == 0
     assert report.bytes_per_device == sharding.bytes_per_device
