@@ -1,0 +1,291 @@
+"""Sampling: from the logits of each row to its next token, with log-probabilities of the model's own distribution.
+
+Every parameter is an array over rows (`RowParams`), so a new request compiles nothing. Which tokens may be sampled is
+decided by a threshold on logits, found bit by bit: float32 numbers in order are integers in order, so 32 masked sums
+give the largest threshold above which there is still enough (top-k: enough tokens; top-p: enough probability). That is
+exact, needs no sort, and of a sharded vocabulary each device adds up its own part. What equals the threshold stays.
+
+The token is the maximum of log-probability plus Gumbel noise, which is a draw from the distribution. The noise of an id
+depends on the row's seed and choice, the position and the id, and on nothing else: not on the batch, the mesh, or the
+rows that pad the vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, AxisSelector, NamedArray
+
+from levanter.inference.likeliest import likeliest
+from levanter.inference.params import MOST_TOP_LOGPROBS
+from levanter.inference.row_params import RowParams, Word
+from levanter.layers.attention.reference import HIDDEN
+
+Top = Axis("top", MOST_TOP_LOGPROBS)
+"""The likeliest tokens that are given with each token."""
+IN_PROMPT = 1
+"""The lowest bit of a count: the token is in the prompt. The others count how often it was generated."""
+GENERATED = 2
+"""What one generated token adds to its count."""
+MASK_BITS = 32
+"""Ids in a word of a mask."""
+
+
+class Sampled(eqx.Module):
+    """The next token of each row.
+
+    Attributes:
+        tokens: int32 `[batch]`.
+        logprobs: float32 `[batch]`, of the model's own distribution.
+        top_ids: int32 `[batch, top]`, the likeliest tokens, the likeliest first; 0 where nobody asks for them.
+        top_logprobs: float32 `[batch, top]`, theirs; 0 where nobody asks for them.
+        ok: boolean `[batch]`; false where there is no token to sample: the logits are no numbers, or all are forbidden.
+    """
+
+    tokens: NamedArray
+    logprobs: NamedArray
+    top_ids: NamedArray
+    top_logprobs: NamedArray
+    ok: NamedArray
+
+
+def sample(
+    logits: NamedArray,
+    params: RowParams,
+    noise: NamedArray,
+    position: NamedArray,
+    *,
+    counts: NamedArray | None = None,
+    mask: NamedArray | None = None,
+) -> Sampled:
+    """Samples a token for each row.
+
+    Args:
+        logits: float32 `[batch, vocab]`, of the model, with the rows that pad `vocab` hidden (`head_logits`).
+        params: of each row.
+        noise: uint32 `[batch, seed_word]`, see `row_noise`.
+        position: int32 `[batch]`, where in its sequence the token will be.
+        counts: int32 `[batch, vocab]`, which tokens were there (`IN_PROMPT`, `GENERATED`); None where no row has a
+            penalty.
+        mask: uint32 `[batch, mask_word]`, a bit for each id that may be sampled, lowest first; None for all.
+    """
+    Vocab = logits.resolve_axis("vocab")
+    assert logits.dtype == jnp.float32, f"logits must be float32, got {logits.dtype}"
+    logits = hax.auto_sharded(logits)
+    top = hax.max(logits, Vocab)
+    normalizer = hax.log(hax.sum(hax.exp(logits - top), Vocab)) + top
+    changed = hax.auto_sharded(changed_logits(logits, params, position, counts=counts, mask=mask))
+    best = hax.max(changed, Vocab)
+    ok = hax.isfinite(top) & (best > HIDDEN / 2)
+    scores = _scores(changed - best, params, noise, position)
+    ids = hax.arange(Vocab, dtype=jnp.int32).broadcast_to(logits.axes)
+    is_best = scores == hax.max(scores, Vocab)
+    # The lowest id of the best: a minimum, of which each device has its own first; argmax would be one of pairs.
+    tokens = hax.min(hax.where(is_best, ids, Vocab.size - 1), Vocab)
+    tokens = hax.where(ok, tokens, 0)
+    of_token = hax.sum(hax.where(ids == tokens, logits, 0.0), Vocab)
+    top_ids, top_logits = _top(logits, params)
+    asked = params.top_logprobs.broadcast_axis(Top) > 0
+    return Sampled(
+        tokens=tokens,
+        logprobs=hax.where(ok, of_token - normalizer, 0.0),
+        top_ids=top_ids,
+        top_logprobs=hax.where(asked, top_logits - normalizer, 0.0).rearrange(top_logits.axes),
+        ok=ok,
+    )
+
+
+def changed_logits(
+    logits: NamedArray,
+    params: RowParams,
+    position: NamedArray,
+    *,
+    counts: NamedArray | None = None,
+    mask: NamedArray | None = None,
+) -> NamedArray:
+    """The logits that are sampled from, before the temperature; see `sample` for the arguments.
+
+    In this order: biases, penalties, and what is forbidden (ends of text before `min_tokens`, and the mask).
+    """
+    biased = params.biased_ids.array >= 0
+    logits = _where_any(biased, lambda x: _biased(x, params), logits)
+    if counts is not None:
+        logits = _penalized(logits, params, counts)
+    early = position < params.first_end
+    has_stop = early.array[:, None] & (params.stop_ids.array >= 0)
+    logits = _where_any(has_stop, lambda x: _without_ends(x, params, early), logits)
+    if mask is not None:
+        logits = hax.where(_unpacked(mask, logits.resolve_axis("vocab")), logits, HIDDEN)
+    return logits
+
+
+def row_noise(seed: NamedArray, choice: NamedArray) -> NamedArray:
+    """The key of a row's noise, `fold_in(key(seed), choice)`; uint32 `[batch, seed_word]`.
+
+    Args:
+        seed: uint32 `[batch, seed_word]`.
+        choice: int32 `[batch]`.
+    """
+
+    def of_row(seed: jax.Array, choice: jax.Array) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(_key(seed), choice))
+
+    (Batch,) = choice.axes
+    return hax.named(jax.vmap(of_row)(seed.rearrange((Batch, Word)).array, choice.array), (Batch, Word))
+
+
+def gumbel_noise(noise: NamedArray, position: NamedArray, Vocab: Axis) -> NamedArray:
+    """Gumbel noise of every id, float32 `[batch, vocab]`, from the key `fold_in(noise, position)`.
+
+    From 32 random bits u in (0, 1) is made such that the smallest values are exact to the last bit, and they decide
+    what is sampled: with noise −log(−log1p(−u)) the smallest u wins.
+    """
+
+    def of_row(noise: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.bits(jax.random.fold_in(_key(noise), position), (Vocab.size,), jnp.uint32)
+
+    (Batch,) = position.axes
+    # Bits of an id that do not depend on how many ids there are, whatever the process has configured.
+    with jax.threefry_partitionable(True):
+        bits = jax.vmap(of_row)(noise.rearrange((Batch, Word)).array, position.array)
+    uniform = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    uniform = jnp.minimum(uniform, np.float32(1 - 2.0**-24))
+    return hax.auto_sharded(hax.named(-jnp.log(-jnp.log1p(-uniform)), (Batch, Vocab)))
+
+
+def _key(data: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def _scores(distance: NamedArray, params: RowParams, noise: NamedArray, position: NamedArray) -> NamedArray:
+    """What the maximum of is taken: the logits' distance to the largest one, and noise where a row is sampled."""
+    Vocab = distance.resolve_axis("vocab")
+    sampled = params.temperature > 0
+
+    def with_noise(distance: NamedArray) -> NamedArray:
+        x = distance / hax.where(sampled, params.temperature, 1.0)
+        drawn = x + gumbel_noise(noise, position, Vocab)
+        drawn = hax.where(kept(x, params), drawn, -jnp.inf)
+        return hax.where(sampled, drawn, distance).rearrange(distance.axes)
+
+    return _where_any(sampled.array, with_noise, distance)
+
+
+def kept(x: NamedArray, params: RowParams) -> NamedArray:
+    """Which tokens may be sampled, boolean `[batch, vocab]`: by top-k, then top-p of those, and min-p.
+
+    Args:
+        x: float32 `[batch, vocab]`, logits over the temperature, the largest of each row 0.
+        params: of each row.
+    """
+    Vocab = x.resolve_axis("vocab")
+    sampled = params.temperature > 0
+    keys, weights = _ordered(x), hax.exp(x)
+    has_k, has_p = sampled & (params.top_k > 0), sampled & (params.top_p < 1)
+    everything = hax.zeros(has_k.axes, dtype=jnp.uint32)
+
+    def by_count(_: NamedArray) -> NamedArray:
+        # A row without top-k has room for all.
+        k = hax.where(has_k & (params.top_k < Vocab.size), params.top_k, Vocab.size)
+        return _threshold(keys, lambda mask: hax.sum(mask.astype(jnp.int32), Vocab) >= k)
+
+    of_k = _where_any(has_k.array, by_count, everything)
+    stays = keys >= of_k
+
+    def by_probability(least: NamedArray) -> NamedArray:
+        left = hax.where(stays, weights, 0.0)
+        # The likeliest weighs 1; a share that rounds to 0 would be reached by nothing at all.
+        share = hax.maximum(params.top_p * hax.sum(left, Vocab), 1e-30)
+        enough = hax.where(has_p, share, jnp.inf)
+        found = _threshold(keys, lambda mask: hax.sum(hax.where(mask, left, 0.0), Vocab) >= enough)
+        return cast(NamedArray, hax.maximum(least, found))
+
+    of_p = _where_any(has_p.array, by_probability, of_k)
+    return cast(NamedArray, (keys >= of_p) & (weights >= params.min_p))
+
+
+def _threshold(keys: NamedArray, enough: Callable[[NamedArray], NamedArray]) -> NamedArray:
+    """The largest threshold, uint32 `[batch]`, that leaves enough of the keys at or above it; 0 if none does."""
+    rows = tuple(axis for axis in keys.axes if axis.name != "vocab")
+
+    def step(n: jax.Array, found: NamedArray) -> NamedArray:
+        bit = jnp.uint32(1) << (jnp.uint32(31) - n.astype(jnp.uint32))
+        tried = hax.named(found.array | bit, rows)
+        return hax.where(enough(keys >= tried).rearrange(rows), tried, found)
+
+    return jax.lax.fori_loop(0, 32, step, hax.zeros(rows, dtype=jnp.uint32))
+
+
+def _ordered(x: NamedArray) -> NamedArray:
+    """Unsigned integers in the order of the numbers; −0 and 0 are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x.array == 0, np.float32(0), x.array), jnp.uint32)
+    negative = bits >> 31 == 1
+    return hax.named(jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31)), x.axes)
+
+
+def _where_any(condition: jax.Array, change: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
+    """`change(x)` if the condition holds anywhere, else `x`: what no row asks for costs nothing."""
+    return jax.lax.cond(jnp.any(condition), lambda x: change(x).rearrange(x.axes), lambda x: x, x)
+
+
+def _biased(logits: NamedArray, params: RowParams) -> NamedArray:
+    ids, biases = params.biased_ids, params.biases
+    return _scattered(logits, ids, lambda at: at.add(biases.array, mode="drop"))
+
+
+def _without_ends(logits: NamedArray, params: RowParams, early: NamedArray) -> NamedArray:
+    ids = hax.where(early, params.stop_ids, -1).rearrange(params.stop_ids.axes)
+    return _scattered(logits, ids, lambda at: at.set(HIDDEN, mode="drop"))
+
+
+def _scattered(logits: NamedArray, ids: NamedArray, change: Callable) -> NamedArray:
+    """Changes the logits of the ids of each row; negative ones are none."""
+    (Batch, _), Vocab = ids.axes, logits.resolve_axis("vocab")
+    array = logits.rearrange((Batch, Vocab)).array
+    rows = jnp.arange(Batch.size)[:, None]
+    places = jnp.where(ids.array >= 0, ids.array, Vocab.size)
+    return hax.auto_sharded(hax.named(change(array.at[rows, places]), (Batch, Vocab)))
+
+
+def _penalized(logits: NamedArray, params: RowParams, counts: NamedArray) -> NamedArray:
+    generated = hax.named(counts.array >> 1, counts.axes)
+    logits = hax.where(
+        counts > 0, hax.where(logits > 0, logits / params.repetition, logits * params.repetition), logits
+    )
+    times = generated.astype(jnp.float32)
+    return logits - params.frequency * times - params.presence * (generated > 0).astype(jnp.float32)
+
+
+def _unpacked(mask: NamedArray, Vocab: Axis) -> NamedArray:
+    """Bits as booleans over `vocab`; ids behind the last word are forbidden."""
+    (Batch,) = (axis for axis in mask.axes if axis.name != "mask_word")
+    words = mask.rearrange((Batch.name, "mask_word")).array
+    bits = (words[:, :, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
+    flat = bits.reshape(Batch.size, -1)[:, : Vocab.size]
+    flat = jnp.pad(flat, [(0, 0), (0, Vocab.size - flat.shape[1])])
+    return hax.auto_sharded(hax.named(flat == 1, (Batch, Vocab)))
+
+
+def _top(logits: NamedArray, params: RowParams) -> tuple[NamedArray, NamedArray]:
+    """Ids and logits of the likeliest tokens, if anybody asks for them."""
+    Vocab = logits.resolve_axis("vocab")
+    (Batch,) = (axis for axis in logits.axes if axis != Vocab)
+    Found = Top.resize(min(Top.size, Vocab.size))
+
+    def found(logits: NamedArray) -> tuple[NamedArray, NamedArray]:
+        values, ids = likeliest(logits, Found)
+        more: dict[AxisSelector, tuple[int, int]] = {Found: (0, Top.size - Found.size)}
+        return (
+            hax.pad(ids, more).rearrange((Batch, Top)),
+            hax.pad(values, more, constant_values=-jnp.inf).rearrange((Batch, Top)),
+        )
+
+    def none(_: NamedArray) -> tuple[NamedArray, NamedArray]:
+        return hax.zeros((Batch, Top), dtype=jnp.int32), hax.zeros((Batch, Top), dtype=jnp.float32)
+
+    asked = jnp.any(params.top_logprobs.array > 0)
+    return cast("tuple[NamedArray, NamedArray]", jax.lax.cond(asked, found, none, logits))
