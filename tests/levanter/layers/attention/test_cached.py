@@ -1,0 +1,256 @@
+"""Attention to a cache means the formula over a row's whole history, written in NumPy, however the history came in.
+
+Four rows are given to the cache in three calls of unequal numbers of tokens, among them none at all.
+"""
+
+import functools
+
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from haliax_ext.abstract import abstract
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.program import Input, Program
+from levanter.layers.attention import AttentionMask, cached
+from levanter.layers.attention.cached import CachedLayers, NewPositions, attend_cached, page_axes
+
+ROWS, HEADS, GROUP, SIZE, LAYERS, LAYER = 4, 2, 2, 8, 3, 1
+PAGES, SLOTS, OF_ROW = 14, 4, 3
+"""Of a paged cache: pages, positions in one, pages of a row. A fixed cache has a page of 12 positions for each row."""
+COUNTS = np.array([[5, 0, 3, 7], [1, 6, 0, 2], [4, 1, 1, 3]], np.int32)
+CALL = 7
+Batch, Pos = Axis("batch", ROWS), Axis("position", CALL)
+KVHead, Queries, Size = Axis("kv_head", HEADS), Axis("q_heads_per_group", GROUP), Axis("head_size", SIZE)
+RULES = {
+    "all": {},
+    "window": {"window": 3},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": True},
+    "everything": {"window": 5, "soft_cap": 2.0, "sinks": True},
+}
+MESHES = {
+    "one": (MeshSpec.of(data=1), {}),
+    "data 2, model 2, group 2": (
+        MeshSpec.of(data=2, model=2, group=2),
+        {"batch": "data", "kv_head": "model", "q_heads_per_group": "group"},
+    ),
+    "heads on two axes, rows whole": (
+        MeshSpec.of(data=2, model=2),
+        {"kv_head": "data", "q_heads_per_group": "model"},
+    ),
+}
+
+
+@functools.cache
+def histories():
+    """For each row queries, keys and values of all its positions."""
+    rng = np.random.default_rng(0)
+    lengths = COUNTS.sum(0)
+    return [
+        tuple(rng.standard_normal((n, HEADS, *more, SIZE)).astype(np.float32) for more in ((GROUP,), (), ()))
+        for n in lengths
+    ]
+
+
+SINKS = np.random.default_rng(1).standard_normal((HEADS, GROUP)).astype(np.float32)
+
+
+def formula(row: int, *, window=None, soft_cap=None, sinks=False):
+    """`[position, kv_head, q_heads_per_group, head_size]` by float64 loops over positions."""
+    q, k, v = (x.astype(np.float64) for x in histories()[row])
+    found = np.zeros_like(q)
+    for at in range(len(q)):
+        first = 0 if window is None else max(0, at + 1 - window)
+        scores = np.einsum("hgd,khd->hgk", q[at], k[first : at + 1]) * 0.4
+        if soft_cap is not None:
+            scores = np.tanh(scores / soft_cap) * soft_cap
+        weights = np.exp(scores)
+        total = weights.sum(-1) + (np.exp(SINKS.astype(np.float64)) if sinks else 0)
+        found[at] = np.einsum("hgk,khd->hgd", weights / total[..., None], v[first : at + 1])
+    return found
+
+
+def calls():
+    """What each of the three calls is given: q, k, v with noise behind the tokens, the first position, how many."""
+    noise = np.random.default_rng(2)
+    first = np.zeros(ROWS, np.int32)
+    for count in COUNTS:
+        q, k, v = (
+            noise.standard_normal((ROWS, CALL, HEADS, *more, SIZE)).astype(np.float32) for more in ((GROUP,), (), ())
+        )
+        for row, n in enumerate(count):
+            for mine, whole in zip((q, k, v), histories()[row], strict=True):
+                mine[row, :n] = whole[first[row] : first[row] + n]
+        yield q, k, v, first, count
+        first = first + count
+
+
+def tables(ways: int) -> np.ndarray:
+    """Pages in disorder, each shard's own numbered from 0."""
+    order = np.random.default_rng(3).permutation(PAGES // ways)
+    numbers = [order[: ROWS // ways * OF_ROW] for _ in range(ways)]
+    return np.concatenate(numbers).reshape(ROWS, OF_ROW).astype(np.int32)
+
+
+def program(allocation: str, mapping, *, reach=None, dtype=np.float32, window=None, soft_cap=None, sinks=False):
+    """A call as a Program: q, k, v, pages, first, count, tables, sinks."""
+    Table = Axis("table", OF_ROW)
+    axes = page_axes(
+        layers=LAYERS,
+        pages=ROWS if allocation == "fixed" else PAGES,
+        slots=SLOTS * OF_ROW if allocation == "fixed" else SLOTS,
+        KVHead=KVHead,
+        HeadSize=Size,
+    )
+
+    def function(q, k, v, pages, first, count, table, sink):
+        new = NewPositions.following(first, count, Pos, tables=None if allocation == "fixed" else table, reach=reach)
+        state = CachedLayers(pages=pages, layer=jnp.int32(LAYER))
+        mixed, state = attend_cached(
+            q,
+            k,
+            v,
+            state,
+            new,
+            mask=AttentionMask.causal(sliding_window=window),
+            softmax_scale=0.4,
+            dtype=jnp.float32,
+            soft_cap=soft_cap,
+            sinks=sink if sinks else None,
+        )
+        return mixed, state.pages, state.layer
+
+    compute = AxisMapping({**mapping, "page": mapping.get("batch")})
+
+    def given(name, axes, dtype):
+        return Input(name=name, value=abstract(lambda: hax.zeros(axes, dtype=dtype)), placement=compute)
+
+    inputs = (
+        given("q", (Batch, Pos, KVHead, Queries, Size), dtype),
+        given("k", (Batch, Pos, KVHead, Size), dtype),
+        given("v", (Batch, Pos, KVHead, Size), dtype),
+        given("pages", axes, dtype),
+        given("first", (Batch,), np.int32),
+        given("count", (Batch,), np.int32),
+        given("table", (Batch, Table), np.int32),
+        given("sink", (KVHead, Queries), np.float32),
+    )
+    return Program(
+        name="attend", function=function, inputs=inputs, mappings=Mappings(compute=compute), donate=("pages",)
+    )
+
+
+def run_all(allocation: str, mesh: str, devices, *, fill=0.0, reach=None, **rule):
+    """What comes of each row's positions, and the pages in the end."""
+    spec, mapping = MESHES[mesh]
+    made = program(allocation, mapping, reach=reach, **rule)
+    call = made.jit(spec.build(devices[: spec.size]))
+    pages = hax.named(jnp.full(made.input("pages").value.array.shape, fill), made.input("pages").value.axes)
+    table = tables(spec.ways(made.mappings.compute.mesh_axes("batch")))
+    found: list[list[np.ndarray]] = [[] for _ in range(ROWS)]
+    for q, k, v, first, count in calls():
+        values = [q, k, v, None, first, count, table, SINKS]
+        named = [
+            pages if x is None else hax.named(jnp.asarray(x), declared.value.axes)
+            for declared, x in zip(made.inputs, values, strict=True)
+        ]
+        mixed, pages, layer = call(*named)
+        assert int(layer) == LAYER + 1
+        for row, n in enumerate(count):
+            found[row].append(np.asarray(mixed.array)[row, :n])
+    return [np.concatenate(each) for each in found], np.asarray(pages.array), table
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("allocation", ["fixed", "paged"])
+@pytest.mark.parametrize("rule", ["all", "everything"])
+def test_equals_the_formula_over_the_whole_row(rule, allocation, mesh, devices):
+    found, *_ = run_all(allocation, mesh, devices, **RULES[rule])
+    for row in range(ROWS):
+        np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name not in ("all", "everything")])
+def test_every_rule_by_itself(rule, devices):
+    found, *_ = run_all("paged", "one", devices, **RULES[rule])
+    for row in range(ROWS):
+        np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", ["all", "everything"])
+def test_by_blocks_of_keys_it_is_the_same(rule, devices, monkeypatch):
+    monkeypatch.setattr(cached, "MOST_SCORES", 0)
+    monkeypatch.setattr(cached, "DEFAULT_BLOCK", 5)
+    found, *_ = run_all("paged", "one", devices, **RULES[rule])
+    for row in range(ROWS):
+        np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
+
+
+@pytest.mark.parametrize("mesh", ["one", "data 2, model 2, group 2"])
+@pytest.mark.parametrize("allocation", ["fixed", "paged"])
+def test_only_what_is_new_is_written_and_to_its_own_place(allocation, mesh, devices):
+    _, pages, table = run_all(allocation, mesh, devices, fill=7.0)
+    expected = np.full_like(pages, 7.0)
+    ways = 2 if mesh.startswith("data 2") else 1
+    for row, (_, k, v) in enumerate(histories()):
+        for at in range(len(k)):
+            if allocation == "fixed":
+                page, slot = row, at
+            else:
+                # The tables count within a shard; the array has the shards one behind another.
+                page, slot = row // (ROWS // ways) * (PAGES // ways) + table[row, at // SLOTS], at % SLOTS
+            expected[LAYER, page, :, 0, slot], expected[LAYER, page, :, 1, slot] = k[at], v[at]
+    np.testing.assert_array_equal(pages, expected)
+
+
+@pytest.mark.parametrize("allocation", ["fixed", "paged"])
+def test_a_shorter_reach_reads_less_and_gives_the_same(allocation, devices):
+    """All rows end before position 9 but one, which has 12: its last positions miss what they do not read."""
+    found, *_ = run_all(allocation, "one", devices, reach=9)
+    for row in range(ROWS):
+        expected = formula(row)
+        np.testing.assert_allclose(found[row][:9], expected[:9], atol=2e-6)
+    assert COUNTS.sum(0).tolist() == [10, 7, 4, 12]
+
+
+def test_what_is_not_finite_stays_with_its_own_row(devices):
+    """A page that a lost row leaves behind must not spoil the next row's sums, where it is multiplied by 0."""
+    made = program("fixed", {})
+    call = made.jit(MESHES["one"][0].build(devices[:1]))
+    q, k, v, first, count = next(iter(calls()))
+    k, v = k.copy(), v.copy()
+    v[3, 6], k[3, 5] = np.nan, np.inf
+    pages = hax.zeros(made.input("pages").value.axes)
+    for new in ((q, k, v, first, count), (*(x for x in next(iter(calls()))[:3]), first, np.minimum(count, 2))):
+        values = [*new[:3], None, *new[3:], tables(1), SINKS]
+        named = [
+            pages if x is None else hax.named(jnp.asarray(x), declared.value.axes)
+            for declared, x in zip(made.inputs, values, strict=True)
+        ]
+        mixed, pages, _ = call(*named)
+    assert np.isfinite(np.asarray(pages.array)).all()
+    np.testing.assert_allclose(np.asarray(mixed.array)[3, :2], formula(3)[:2], atol=2e-6)
+
+
+def test_nothing_is_communicated(devices):
+    """Rows, heads and pages are cut alike: each device has all that it needs."""
+    spec, mapping = MESHES["data 2, model 2, group 2"]
+    for allocation in ("fixed", "paged"):
+        text = program(allocation, mapping).lower(spec.build(devices)).compile().as_text() or ""
+        assert not [word for word in ("all-gather", "all-reduce", "all-to-all", "permute") if word in text]
+
+
+def test_a_rule_that_is_not_about_positions_is_our_bug():
+    q = hax.zeros((Batch, Pos, KVHead, Queries, Size))
+    k = hax.zeros((Batch, Pos, KVHead, Size))
+    axes = page_axes(layers=1, pages=ROWS, slots=CALL, KVHead=KVHead, HeadSize=Size)
+    new = NewPositions.following(hax.zeros(Batch, dtype=jnp.int32), hax.zeros(Batch, dtype=jnp.int32), Pos)
+    segments = AttentionMask.causal().with_segment_ids(hax.zeros((Batch, Pos), dtype=jnp.int32))
+    with pytest.raises(AssertionError):
+        attend_cached(
+            q, k, k, CachedLayers.entering(hax.zeros(axes)), new, mask=segments, softmax_scale=1.0, dtype=jnp.float32
+        )  # fmt: skip
