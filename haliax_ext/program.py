@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_ext.abstract import Leaf, leaf_of
+from haliax_ext.compiler_options import refusing_options
 from haliax_ext.hlo.memory import MemoryFigures, MemoryStats, memory_figures
 from haliax_ext.mapping import AxisMapping, Mappings, mapping_in_scope, mappings_in_scope
 from haliax_ext.meshspec import AnyMesh, mesh_in_scope
@@ -110,7 +111,7 @@ class Program:
             assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
             for declared, value in zip(self.inputs, values, strict=True):
                 _assert_same_arrays(self.name, declared, value)
-            with self._scope(mesh):
+            with self._scope(mesh), refusing_options(self.name, self.compiler_options):
                 flat = compiled.jitted(*[_arrays(value) for value in values])
             return compiled.rebuild(flat)
 
@@ -124,7 +125,7 @@ class Program:
         compiled = self._on(mesh)
         for declared, value in zip(self.inputs, values, strict=True):
             _assert_same_arrays(self.name, declared, value)
-        with self._scope(mesh):
+        with self._scope(mesh), refusing_options(self.name, self.compiler_options):
             # JAX finds this executable again when the jit is called with arrays of these shardings.
             executable = compiled.jitted.lower(*[_arrays(value) for value in values]).compile()
         compiled.prepared = True

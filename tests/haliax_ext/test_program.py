@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from haliax_ext.abstract import abstract, leaves, with_arrays
+from haliax_ext.compiler_options import CompilerOptionError
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
@@ -180,8 +181,12 @@ def test_compiler_options_reach_the_run_and_the_plan(devices):
     lowered = prog.lower(mesh)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
         lowered.compile()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
+    # Where a run compiles, that is bad input, in the compiler's own words.
+    said = "program loss: .*No such compile option: 'xla_no_such_option'"
+    with pytest.raises(CompilerOptionError, match=said):
         prog.jit(mesh)(model, x)
+    with pytest.raises(CompilerOptionError, match=said):
+        prog.prepare(mesh, model, x)
     known, _ = program(spec, compiler_options={"xla_cpu_enable_fast_math": "True"})
     known.lower(mesh).compile()
     known.jit(mesh)(model, x)

@@ -1,34 +1,161 @@
 """What XLA is told for an accelerator, beyond its defaults.
 
-The options belong to the Program, so the run on the devices and the plan without them are compiled alike. Each has the
-measurement that put it here; a platform without one gets none, and no option of one platform ever reaches another,
-whose compiler would refuse it.
-
-Tried for v6e and left out, with Llama 3.1 405B scoring on v6e-64 (data 8 × model 8), libtpu 0.0.42.1:
-
-    as it is                                   2.74 s of cycles + 1.71 s exposed, compiled in 29 s
-    no windowed einsum                         2.06 s           + 2.32 s: the gathers that it hid; no faster
-    xla_tpu_scoped_vmem_limit_kib=98304        2.23 s           + 1.71 s, compiled in 466 s (on a busy machine)
-
-The last is what tuned runs are published with. It is 18 % fewer cycles for a compiler that takes several times longer.
+The options belong to the Program, so the run on the devices and the plan without them are compiled alike. *Default*
+options are those without which published speeds are not reproduced; *tuned* ones are added where `trainer.compiler:
+tuned` asks for them: what publishers set for a generation, as far as this compiler takes it and makes something of it.
+Each option says why it is there; `benchmarks/compiler_options.py` compares them (docs/preflight.md, *Compiler
+options*). No option of one platform reaches another, whose compiler would refuse it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-_TPU: Mapping[str, Mapping[str, str]] = {
+CompilerMode = Literal["default", "tuned"]
+Work = Literal["train", "score"]
+"""Which Programs are tuned: train steps, and those that score. What draws, loads and saves arrays takes the default."""
+
+WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+NO_OPERAND_MIB = "1000000"
+"""A size that no operand has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerOption:
+    """An option of XLA, and why it is set.
+
+    Attributes:
+        name: XLA's.
+        value: as text.
+        why: the reason, a line.
+    """
+
+    name: str
+    value: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value} ({self.why})"
+
+
+_DEFAULT: Mapping[str, tuple[CompilerOption, ...]] = {
     # Windowed einsum cuts a matmul whose operand is gathered into a ring of small ones, to overlap the two. On v4 the
     # compiler chooses it for every FSDP matmul and then estimates 36 % more cycles for the same step of Llama 2 7B on
     # v4-32 than without (and the published runs, which turn it off, are reproduced without). The threshold is the size
     # of an operand, in MiB, from which it is considered: one that no operand has.
-    "TPU v4": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
+    "TPU v4": (
+        CompilerOption(
+            name=WINDOWED,
+            value=NO_OPERAND_MIB,
+            why="rings of small matmuls (windowed einsum) take 36 % more cycles here than whole gathers",
+        ),
+    ),
 }
 
+PUBLISHED: Collection[str] = frozenset(
+    (
+        WINDOWED,
+        "xla_enable_async_all_gather",
+        "xla_enable_async_all_reduce",
+        "xla_enable_async_collective_permute",
+        "xla_enable_async_reduce_scatter_fusion",
+        "xla_latency_hiding_scheduler_rerun",
+        "xla_lhs_prioritize_async_depth_over_stall",
+        "xla_max_concurrent_async_collective_permutes",
+        "xla_max_concurrent_host_send_recv",
+        "xla_sc_disable_megacore_partitioning",
+        "xla_sc_enable_instruction_fusion",
+        "xla_should_add_loop_invariant_op_in_chain",
+        "xla_should_allow_loop_variant_parameter_in_chain",
+        "xla_tpu_aggressive_opt_barrier_removal",
+        "xla_tpu_assign_all_reduce_scatter_layout",
+        "xla_tpu_choose_faster_windowed_einsum_over_mem",
+        "xla_tpu_data_parallel_opt_different_sized_ops",
+        "xla_tpu_decompose_all_gather_einsum",
+        "xla_tpu_decompose_einsum_reduce_scatter",
+        "xla_tpu_enable_ag_backward_pipelining",
+        "xla_tpu_enable_all_experimental_scheduler_features",
+        "xla_tpu_enable_all_gather_offload_tracing",
+        "xla_tpu_enable_all_reduce_offload_tracing",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_enable_data_parallel_all_reduce_opt",
+        "xla_tpu_enable_latency_hiding_scheduler",
+        "xla_tpu_enable_scheduler_memory_pressure_tracking",
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        "xla_tpu_enable_windowed_einsum_for_all_gather",
+        "xla_tpu_enable_windowed_einsum_for_reduce_scatter",
+        "xla_tpu_host_transfer_overlap_limit",
+        "xla_tpu_megacore_fusion_allow_ags",
+        "xla_tpu_overlap_compute_collective_tc",
+        "xla_tpu_prefer_async_allgather_to_allreduce",
+        "xla_tpu_relayout_group_size_threshold_for_reduce_scatter",
+        "xla_tpu_scheduler_percent_shared_memory_limit",
+        "xla_tpu_scoped_vmem_limit_kib",
+        "xla_tpu_spmd_threshold_for_allgather_cse",
+        "xla_tpu_use_bundle_aware_cost_model_for_fusions",
+        "xla_tpu_use_minor_sharding_for_major_trivial_input",
+    )
+)
+"""Options that publishers of fast TPU runs set and that this compiler knows."""
 
-def compiler_options(platform: str, kind: str) -> dict[str, str]:
-    """The options of XLA for programs on these devices.
+_OWNERS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("xla_cpu_",),
+    "gpu": ("xla_gpu_",),
+    "tpu": ("xla_tpu_", "xla_jf_", "xla_sc_", "xla_msa_", "xla_mosaic_"),
+}
+"""Platform → how the names of its options begin."""
+
+
+def default_options(platform: str, kind: str) -> tuple[CompilerOption, ...]:
+    """What every Program on these devices is compiled with.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
         kind: the vendor's name of one device, as JAX reports it (`TPU v4`).
     """
-    return dict(_TPU.get(kind, {})) if platform == "tpu" else {}
+    return _DEFAULT.get(kind, ()) if platform == "tpu" else ()
+
+
+def tuned_options(platform: str, kind: str, *, work: Work, gathered: bool) -> tuple[CompilerOption, ...]:
+    """What Programs of a kind are compiled with where the compiler is to be tuned, the default options among them.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`.
+        kind: the vendor's name of one device.
+        work: what the Programs do.
+        gathered: whether parameters are sharded over the mesh axes that shard the batch, and gathered for use.
+    """
+    del work, gathered
+    return default_options(platform, kind)
+
+
+def as_values(options: Iterable[CompilerOption]) -> dict[str, str]:
+    """Options as XLA takes them: name → value."""
+    return {option.name: option.value for option in options}
+
+
+def compiler_options(platform: str, kind: str) -> dict[str, str]:
+    """The default options of XLA for programs on these devices, name → value.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`.
+        kind: the vendor's name of one device.
+    """
+    return as_values(default_options(platform, kind))
+
+
+def platform_of_option(name: str) -> str | None:
+    """The platform that alone has an option of this name; None where the name does not say.
+
+    Args:
+        name: of an option of XLA.
+    """
+    if name in PUBLISHED:
+        return "tpu"
+    return next((platform for platform, starts in _OWNERS.items() if name.startswith(starts)), None)

@@ -33,6 +33,22 @@ class TimeCalibration:
     estimate: bool = False
 
 
+def with_other_options(found: TimeCalibration, generation: str) -> TimeCalibration:
+    """What a time rests on if its Program has other compiler options than those by default.
+
+    Publishers tuned their compilers and we fitted our defaults to their speeds, so a scale of the cycles holds what
+    tuning gains already.
+
+    Args:
+        found: what it would rest on with the default options.
+        generation: its name.
+    """
+    if generation not in CALIBRATED:
+        return found
+    said = f"not calibrated for other compiler options than the default ones: {generation}'s scale was fitted to those"
+    return TimeCalibration(said="; ".join(filter(None, (found.said, said))), spread=BEYOND)
+
+
 def calibration(generation: str, parameters: float | None) -> TimeCalibration:
     """What a time on a generation of accelerators rests on.
 

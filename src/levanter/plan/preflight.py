@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 from haliax_ext.errors import gib
 from haliax_ext.hlo import OutOfMemory
-from levanter.hardware import Accelerator, parse_accelerator
+from levanter.hardware import Accelerator, compiler_options, parse_accelerator
 from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, Outcome, Refused, WorkerBadInput, compile_programs
 from levanter.plan.blame import raised_in_library
 from levanter.plan.budget import Budget, budget_of
 from levanter.plan.by_arithmetic import estimated_time
+from levanter.plan.calibration import with_other_options
 from levanter.plan.comms import Network
 from levanter.plan.cost import StepTime, mfu, step_time
 from levanter.plan.drawn import Drawn, drawn_in
@@ -463,9 +464,16 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
     time_ = step_time(
         outcome.figures, network, model_flops=flops, parameters=_parameters(plan), experts=experts or None
     )
+    if time_ is not None and _other_options(plan, verdict.name):
+        time_ = replace(time_, calibration=with_other_options(time_.calibration, pod.generation.name))
     if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
         time_ = replace(time_, transfers=verdict.offloaded.seconds)
     return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
+
+
+def _other_options(plan: RunPlan, name: str) -> bool:
+    """Whether a Program is compiled with other options than its devices' default ones."""
+    return dict(plan.program(name).compiler_options) != compiler_options(plan.target.platform, plan.target.kind)
 
 
 def _estimated(verdict: ProgramVerdict, plan: RunPlan, pod: Accelerator) -> ProgramVerdict:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from haliax_ext.compiler_options import refusing_options
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.blame import raised_in_library
@@ -156,9 +157,11 @@ class Shop:
                 return {**answer.said, **own, **self._written(program, answer.text), "kept_since": answer.compiled_at}
         said: dict[str, Any] = {"lower_seconds": lower_seconds}
         text = None
+        own_options: Mapping[str, str] = getattr(program, "compiler_options", {})
         try:
             # The program's own options are in what was lowered; these come over them.
-            compiled = lowered.compile(compiler_options=dict(self.options) or None)
+            with refusing_options(program.name, {**own_options, **self.options}):
+                compiled = lowered.compile(compiler_options=dict(self.options) or None)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -5,11 +5,13 @@ device: the mesh is text until `levanter.mesh` resolves it, precision policies a
 them. Old spellings are translated in `levanter.config.legacy` before this class is built.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from levanter.config.ranges import Count, PathText, PositiveInt, PositiveOrAll, Ranged, Seed
+from levanter.hardware.compiler import CompilerMode
 from levanter.io.names import name_problem
 from levanter.mesh.config import MeshConfig
 from levanter.models.precision import PolicyText
@@ -24,6 +26,7 @@ from levanter.trainer.parts import (
     refuse,
 )
 
+_OPTION_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 JAX_CONFIG = {"jax_threefry_partitionable": True, "jax_softmax_custom_jvp": True}
 
 
@@ -66,6 +69,10 @@ class TrainerConfig(Ranged):
         jax_config: options for `jax.config`.
         jax_compilation_cache_dir: a folder or URL for compiled programs that later runs read; true for one in this
             user's cache, false for none; null is true on accelerators and false on CPUs.
+        compiler: what XLA is told beside the Programs: `default`, or `tuned` for the options of this kind of TPU, kind
+            of Program and layout that were measured (docs/preflight.md); the plan lists them.
+        compiler_options: options of XLA by XLA's names, over those, for train steps and scoring; those of another
+            platform are left out. The compiler refuses names that it does not know.
         distributed: how the processes of the job find each other.
         require_accelerator: whether a run without TPU or GPU is refused; null allows it.
     """
@@ -104,6 +111,8 @@ class TrainerConfig(Ranged):
 
     jax_config: dict[str, bool | int | float | str] = field(default_factory=lambda: dict(JAX_CONFIG))
     jax_compilation_cache_dir: PathText | bool | None = None
+    compiler: CompilerMode = "default"
+    compiler_options: dict[str, bool | int | float | str] = field(default_factory=dict[str, bool | int | float | str])
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     require_accelerator: bool | None = None
 
@@ -123,6 +132,10 @@ class TrainerConfig(Ranged):
             except ValueError as error:
                 yield f"mp: {error}"
         yield from self._batch_problems()
+        for name in self.compiler_options:
+            if not _OPTION_NAME.fullmatch(name):
+                bare = re.sub(r"\W+", "_", name.strip("- ").partition("=")[0]) or "xla_…"
+                yield f"compiler_options: {name!r} is not the name of an option; expected it bare, like {bare}"
         if self.load_checkpoint and self.initialize_from is not None:
             yield "load_checkpoint and initialize_from: one resumes a run, the other starts a new one; keep one"
 

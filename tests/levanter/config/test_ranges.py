@@ -25,8 +25,12 @@ from levanter.config.schema import (
     strip,
 )
 
-FREE = {"TrainerConfig.jax_config", "ProfileOptionsConfig.advanced_configuration"}
-"""Options of JAX by JAX's names, which JAX judges."""
+FREE = {
+    "TrainerConfig.jax_config",
+    "TrainerConfig.compiler_options",
+    "ProfileOptionsConfig.advanced_configuration",
+}
+"""Options of JAX and XLA by their names, which JAX and XLA judge."""
 
 MINUS_ONE = {
     # -1 stands for what is left, or for what follows from other numbers.

@@ -51,6 +51,7 @@ def test_a_run_described_twice_has_the_same_and_every_program_has_one(name):
         "--optimizer.weight_decay=0.3",
         "--trainer.jax_config.jax_default_matmul_precision=highest",
         "--z_loss_weight=0.001",
+        "--trainer.compiler_options.xla_tpu_scoped_vmem_limit_kib=65536",
     ],
 )
 def test_what_changes_the_step_changes_its_fingerprint(override):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from haliax_ext.compiler_options import CompilerOptionError
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
@@ -177,6 +178,15 @@ def test_the_worker_compiles_once_and_says_the_same_again(kept, tmp_path, device
     # Without a folder nothing is found, and nothing kept.
     shop(None, tmp_path, devices).outcome(described.programs[0], described)
     assert len(compilations) == 2
+
+
+def test_an_option_that_the_compiler_does_not_know_is_bad_input_and_not_kept(kept, tmp_path, devices):
+    described = Described(options={"xla_no_such_option": "1"})
+    with pytest.raises(CompilerOptionError, match=r"program small: .*No such compile option: 'xla_no_such_option'"):
+        shop(kept, tmp_path, devices).outcome(described.programs[0], described)
+    with pytest.raises(CompilerOptionError, match="No such compile option: 'xla_other'"):
+        shop(kept, tmp_path, devices, xla_other="1").outcome(Described().programs[0], Described())
+    assert not files(kept, "answer")
 
 
 def test_whatever_changes_the_answer_is_compiled(kept, tmp_path, devices, compilations, monkeypatch):

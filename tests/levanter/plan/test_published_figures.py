@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from levanter.hardware import parse_accelerator
-from levanter.plan.calibration import BEYOND, CALIBRATED, TimeCalibration, calibration
+from levanter.plan.calibration import BEYOND, CALIBRATED, TimeCalibration, calibration, with_other_options
 from levanter.plan.cost import CYCLE_SCALE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_step_times.py"
@@ -85,6 +85,16 @@ def test_a_time_that_nothing_calibrates_has_room_for_every_published_run():
 def test_what_is_not_calibrated_says_so(generation, parameters, said):
     found = calibration(generation, parameters)
     assert said in found.said and found.spread == BEYOND
+
+
+@pytest.mark.parametrize(("generation", "parameters"), [("v4", 7e9), ("v6e", 0.78e9)])
+def test_other_options_are_outside_of_every_calibration(generation, parameters):
+    before = calibration(generation, parameters)
+    found = with_other_options(before, generation)
+    assert found.spread == BEYOND and found.said.startswith(before.said)
+    assert "not calibrated for other compiler options" in found.said
+    # Where no scale was fitted, none is lost.
+    assert with_other_options(calibration("v5e", 16e9), "v5e") == calibration("v5e", 16e9)
 
 
 @pytest.mark.parametrize(("generation", "sizes"), CALIBRATED.items())

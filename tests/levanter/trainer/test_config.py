@@ -49,7 +49,7 @@ UPSTREAM_KEYS = """
 """
 
 
-OUR_KEYS = "allow_nonfinite resume_with_changes skip_nonfinite_steps trainable"
+OUR_KEYS = "allow_nonfinite compiler compiler_options resume_with_changes skip_nonfinite_steps trainable"
 
 
 def test_the_keys_are_upstream_s():
@@ -59,6 +59,7 @@ def test_the_keys_are_upstream_s():
     assert not found & not_carried
     # What is ours does nothing where it is not written.
     ours = TrainerConfig()
+    assert (ours.compiler, ours.compiler_options) == ("default", {})
     assert (ours.allow_nonfinite, ours.skip_nonfinite_steps, ours.trainable, ours.resume_with_changes) == (
         False,
         0,

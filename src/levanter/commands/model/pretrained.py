@@ -16,12 +16,12 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
+from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import find_saved
 from levanter.data import Tokenizer
-from levanter.hardware import compiler_options
 from levanter.mesh import ResolvedMesh, resolve
 from levanter.models.axes import model_axes
 from levanter.models.precision import Precision
@@ -76,7 +76,7 @@ class PretrainedModel:
         sharding: where every parameter goes.
         activations: the named activations under the compute mapping.
         load_plan: which bytes each host reads; None if `sharding` has errors.
-        compiler_options: XLA's, for the Programs of this run.
+        compiler_options: XLA's, for the Programs that score.
         checks: those made so far.
         notes: decisions the user did not write.
     """
@@ -175,6 +175,8 @@ def describe_pretrained(
             message=f"{precision}; weights are loaded as {precision.compute.name}, in which they are used",
         ),
     ]
+    compiler = choose_compiler(trainer, target, resolved)
+    checks += compiler.checks
     Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     sharding = plan_sharding(
@@ -203,7 +205,7 @@ def describe_pretrained(
         sharding=sharding,
         activations=activations,
         load_plan=load_plan,
-        compiler_options=compiler_options(target.platform, target.kind),
+        compiler_options=compiler.score,
         checks=tuple(checks),
         notes=resolved.notes,
     )

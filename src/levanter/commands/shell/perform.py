@@ -18,6 +18,7 @@ from levanter.commands.shell.devices import configure_jax, local_target
 from levanter.commands.shell.entry import shell
 from levanter.commands.shell.interrupts import raise_if_interrupted
 from levanter.commands.shell.lifecycle import left_to_process_0
+from levanter.commands.shell.options import try_compiler_options
 from levanter.commands.shell.outputs import try_outputs
 from levanter.commands.shell.sameness import require_same_config
 from levanter.config import Written, load_written, plain
@@ -106,7 +107,9 @@ def perform(entry: EntryPoint[C, W, R], config: C, *, written: Written | None = 
             tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh), **entry.facts(plan)})
             session = Session(run_id=id_, show=show, tracker=tracker)
         try:
-            result = entry.execute(plan, plan.mesh.build(found.devices), session)
+            mesh = plan.mesh.build(found.devices)
+            try_compiler_options(trainer, plan, mesh)
+            result = entry.execute(plan, mesh, session)
         except KeyboardInterrupt as stop:
             if entry.left is None:
                 raise

@@ -75,6 +75,9 @@ SAID = frozenset(
         "trainer.crash_on_inf",
         "trainer.allow_nonfinite",
         "trainer.jax_config",
+        # The same sums in another order.
+        "trainer.compiler",
+        "trainer.compiler_options",
         "trainer.initialize_from",
         "hf_save_path",
         "hf_save_steps",

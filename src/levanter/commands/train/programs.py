@@ -1,6 +1,6 @@
 """The Programs of a training run: its first state, its steps, its evaluation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import optax
 
 from haliax_ext.program import Program
+from levanter.commands.model.compiler import CompilerChoice
 from levanter.commands.model.workloads import WATCHED, distinct, program_name
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import evaluate_program
@@ -40,7 +41,7 @@ class TrainedRun:
         partition: which part of the model is trained.
         frozen: the rest of it, abstract; None if there is none.
         state_plan: its placement.
-        compiler_options: XLA's.
+        compiler: what XLA is told.
         kind: the objective, before the configuration's settings are applied.
     """
 
@@ -54,7 +55,7 @@ class TrainedRun:
     partition: Partition
     frozen: LmHeadModel | None
     state_plan: StatePlan
-    compiler_options: Mapping[str, str]
+    compiler: CompilerChoice
     kind: LmObjective = field(default_factory=LmObjective)
 
     @property
@@ -79,7 +80,7 @@ def first_programs(run: TrainedRun) -> list[Program]:
             first.append(init_frozen_program(plan, run.build, run.precision, partition))
     if run.frozen is not None:
         first.append(digest_program(run.frozen, plan))
-    return [replace(program, compiler_options=run.compiler_options) for program in first]
+    return [replace(program, compiler_options=run.compiler.default) for program in first]
 
 
 def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Program]:
@@ -119,7 +120,7 @@ def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str =
         ),
         mappings=run.resolved.mappings,
         name=program_name(stage) + suffix,
-        compiler_options=run.compiler_options,
+        compiler_options=run.compiler.train,
     )
 
 
@@ -139,5 +140,5 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
         positions=run.config.positions,
         precision=run.precision,
         resolved=run.resolved,
-        compiler_options=run.compiler_options,
+        compiler_options=run.compiler.score,
     )

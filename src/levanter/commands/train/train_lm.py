@@ -21,6 +21,7 @@ from haliax_ext.parts import parts_program
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from haliax_ext.saving import saving_programs
+from levanter.commands.model.compiler import CompilerChoice, choose_compiler
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import planned_activations, planned_loading, vocabulary_axis
@@ -42,7 +43,7 @@ from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.config import Written
 from levanter.data import EvaluationData, Tokenizer
-from levanter.hardware import compiler_options
+from levanter.hardware.compiler import Work
 from levanter.mesh import ResolvedMesh, resolve
 from levanter.models.axes import model_axes
 from levanter.models.base import LmHeadModel
@@ -174,7 +175,7 @@ def _trained(
         partition=partition,
         frozen=frozen,
         state_plan=plan_state(state, resolved.mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
-        compiler_options=compiler_options(target.platform, target.kind),
+        compiler=settled.compiler,
         kind=objective,
     )
 
@@ -208,6 +209,7 @@ class _Settled:
     resolved: ResolvedMesh
     batches: tuple[BatchStage, ...]
     transformation: optax.GradientTransformation
+    compiler: CompilerChoice
     checks: tuple[Check, ...]
 
 
@@ -239,6 +241,9 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
         target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.position_ways
     )
     refuse_kernels(config.optimizer, model)
+    works: tuple[Work, ...] = ("train",) if validation is None else ("train", "score")
+    compiler = choose_compiler(trainer, target, resolved, works=works)
+    checks += compiler.checks
     checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]
     checks += [
         Check(name="schedule", status="note", message=line)
@@ -255,6 +260,7 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
         resolved=resolved,
         batches=batches,
         transformation=transformation,
+        compiler=compiler,
         checks=(*checks, *vocab_checks),
     )
 

@@ -110,6 +110,17 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
     assert '"eval/loss"' in tracked
 
 
+def test_compiler_options_of_this_platform_are_used_and_others_left_out(tmp_path, folder, texts, capsys):
+    written = {"xla_tpu_scoped_vmem_limit_kib": 65536, "xla_cpu_enable_fast_math": False}
+    path = config_file(tmp_path, folder, texts, trainer__compiler="tuned", trainer__compiler_options=written)
+    assert run(path) == 0
+    expected, _ = torch_loss(folder, texts, 48)
+    assert json.loads((tmp_path / "out.json").read_text())["sets"]["docs"]["loss"] == pytest.approx(expected, abs=2e-4)
+    shown = capsys.readouterr().out
+    assert "xla_tpu_scoped_vmem_limit_kib: no options of cpu programs, left out here" in shown
+    assert "trainer.compiler_options: xla_cpu_enable_fast_math=False" in shown
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -129,6 +140,7 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
         ({"trainer__mp": "f33"}, "f33"),
         ({"trainer__quantization": {"int8": True}}, "quantization"),
         ({"trainer__jax_config": {"jax_no_such_option": True}}, "jax_no_such_option"),
+        ({"trainer__compiler_options": {"xla_no_such_option": 1}}, "No such compile option: 'xla_no_such_option'"),
         ({"trainer__distributed": {"coordinator_address": "host:1"}}, "trainer.distributed.num_processes"),
         ({"trainer__require_accelerator": True}, "require_accelerator"),
     ],

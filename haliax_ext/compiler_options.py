@@ -1,0 +1,43 @@
+"""What is said where a compiler does not take an option that a Program gives it.
+
+XLA judges the options of a compilation itself, in words of its own and as an internal error. They come from a
+configuration, so they are bad input: `refusing_options` makes a `CompilerOptionError` of what the compiler says.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+import contextlib
+import re
+from collections.abc import Generator, Mapping
+
+# XLA knows no option of a name; or cannot read an option's value.
+_SAID = re.compile(r"No such compile option|While setting option|Failed to parse .* into flag")
+
+
+class CompilerOptionError(ValueError):
+    """A compiler does not take an option of a Program; its own words are in the message."""
+
+    def __init__(self, program: str, options: Mapping[str, str], said: str):
+        self.options = dict(options)
+        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        super().__init__(f"program {program}: the compiler does not take its options: {said}\n  options: {given}")
+
+
+@contextlib.contextmanager
+def refusing_options(program: str, options: Mapping[str, str]) -> Generator[None]:
+    """Makes a `CompilerOptionError` of what a compiler says of options inside.
+
+    Args:
+        program: what is compiled.
+        options: those that it is compiled with.
+
+    Raises:
+        CompilerOptionError: the compiler does not know one of them, or cannot read its value.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # jax.errors.JaxRuntimeError is one, and nothing else that says such a thing.
+        said = str(error).partition("\n")[0]
+        if not options or not _SAID.search(said):
+            raise
+        raise CompilerOptionError(program, options, said) from error

@@ -1,0 +1,115 @@
+"""What a run tells its compiler: `trainer.compiler` and `trainer.compiler_options`, for its devices and its layout.
+
+The same options go into the Programs that run and into those that are planned. Each of them, with its reason, is a
+line of the plan.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from levanter.config.errors import did_you_mean
+from levanter.hardware.compiler import (
+    PUBLISHED,
+    CompilerOption,
+    Work,
+    as_values,
+    default_options,
+    platform_of_option,
+    tuned_options,
+)
+from levanter.mesh import ResolvedMesh
+from levanter.run import Check, Target
+from levanter.trainer.config import TrainerConfig
+
+_WORK: Mapping[Work, str] = {"train": "train steps", "score": "scoring"}
+_WRITTEN = "trainer.compiler_options"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerChoice:
+    """The compiler options of a run's Programs.
+
+    Attributes:
+        default: of those that draw, load and save arrays.
+        train: of train steps.
+        score: of those that score.
+        checks: a line for each option that is not a default, with its reason.
+    """
+
+    default: Mapping[str, str]
+    train: Mapping[str, str]
+    score: Mapping[str, str]
+    checks: tuple[Check, ...]
+
+
+def choose_compiler(
+    trainer: TrainerConfig, target: Target, resolved: ResolvedMesh, *, works: Iterable[Work] = ("score",)
+) -> CompilerChoice:
+    """Chooses the options of a run.
+
+    Args:
+        trainer: what the user wrote.
+        target: the devices.
+        resolved: mesh and mappings.
+        works: what the run does, of which its plan tells.
+    """
+    default = default_options(target.platform, target.kind)
+    gathered = gathers_parameters(resolved)
+    written, left_out = _written(trainer, target.platform)
+    chosen: dict[Work, tuple[CompilerOption, ...]] = dict.fromkeys(_WORK, default)
+    if trainer.compiler == "tuned":
+        chosen = {work: tuned_options(target.platform, target.kind, work=work, gathered=gathered) for work in _WORK}
+    said = [*_tuned_notes(trainer, target, {work: chosen[work] for work in works}, default, written)]
+    said += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
+    if left_out:
+        said.append(f"{_WRITTEN}: {', '.join(left_out)}: no options of {target.platform} programs, left out here")
+    return CompilerChoice(
+        default=as_values(default),
+        train={**as_values(chosen["train"]), **written},
+        score={**as_values(chosen["score"]), **written},
+        checks=tuple(Check(name="compiler", status="note", message=line) for line in said),
+    )
+
+
+def gathers_parameters(resolved: ResolvedMesh) -> bool:
+    """Whether parameters are sharded over mesh axes that shard the batch (FSDP), and gathered for use."""
+    mappings = resolved.mappings
+    batch = {axis for axis in mappings.compute.mesh_axes(resolved.batch_axis) if resolved.spec.shape[axis] > 1}
+    return bool(batch & mappings.params.used_mesh_axes)
+
+
+def _written(trainer: TrainerConfig, platform: str) -> tuple[dict[str, str], list[str]]:
+    """The options as the user wrote them, as text; and the names of those that are another platform's."""
+    given = {name: _text(value, platform) for name, value in trainer.compiler_options.items()}
+    left_out = [name for name in given if platform_of_option(name) not in (None, platform)]
+    return {name: value for name, value in given.items() if name not in left_out}, left_out
+
+
+def _text(value: bool | int | float | str, platform: str) -> str:
+    """A value as the compiler reads it: XLA's own options want `True`, those of TPUs `true`."""
+    return str(value).lower() if isinstance(value, bool) and platform == "tpu" else str(value)
+
+
+def _unknown(name: str) -> str:
+    """What is said of an option that none of our own measurements knows."""
+    hint = "" if name in PUBLISHED or platform_of_option(name) != "tpu" else did_you_mean(name, PUBLISHED)
+    return f" (as written{hint})"
+
+
+def _tuned_notes(
+    trainer: TrainerConfig,
+    target: Target,
+    chosen: Mapping[Work, tuple[CompilerOption, ...]],
+    default: tuple[CompilerOption, ...],
+    written: Mapping[str, str],
+) -> list[str]:
+    if trainer.compiler != "tuned":
+        return []
+    lines = []
+    for work, options in chosen.items():
+        added = [option for option in options if option not in default and option.name not in written]
+        if added:
+            lines += [f"tuned for {_WORK[work]} on {target.kind}: {option}" for option in added]
+        else:
+            lines.append(f"trainer.compiler: tuned has nothing for {_WORK[work]} on {target.kind} laid out like this")
+    return lines

@@ -1,0 +1,32 @@
+"""Compiler options tried before anything is loaded: a compiler that refuses one says so now, not after the weights."""
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from haliax_ext.program import Program
+from levanter.run import RunPlan
+from levanter.trainer.config import TrainerConfig
+
+PROGRAM = "compiler_options"
+"""The Program that is compiled for nothing but its options; it never runs."""
+
+
+def try_compiler_options(trainer: TrainerConfig, plan: RunPlan, mesh: Mesh) -> None:
+    """Compiles a Program of one number with the options of each Program of a run, where the user chose any.
+
+    Args:
+        trainer: what the user chose.
+        plan: of the run.
+        mesh: its devices.
+
+    Raises:
+        CompilerOptionError: the compiler does not know an option, or cannot read its value.
+    """
+    if trainer.compiler == "default" and not trainer.compiler_options:
+        return
+    for options in {tuple(program.compiler_options.items()) for program in plan.computing}:
+        if options:
+            nothing = Program(
+                name=PROGRAM, function=lambda: {"zero": jnp.zeros(())}, inputs=(), compiler_options=dict(options)
+            )
+            nothing.prepare(mesh)
