@@ -9,52 +9,13 @@ import haliax as hax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from haliax_ext.mapping import AxisMapping, ways_in_scope
-from haliax_ext.meshspec import MeshSpec
+from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.mask import AttentionMask
 from levanter.models.base import LmHeadModel
 from levanter.models.head_chunks import HeadScoring
 from levanter.models.head_loss import LossSums, weighted_loss
+from levanter.models.head_plan import default_chunk
 from levanter.models.head_scores import target_scores
-from levanter.models.registry import LmConfig
-
-LOGITS_BYTES = 256 << 20
-"""How many bytes of logits may exist on a device at a time."""
-
-
-def default_chunk(*, rows: int, vocab: int, parts: int = 1) -> int:
-    """Positions scored at a time, where nobody says: as many as `LOGITS_BYTES` of logits hold.
-
-    Each chunk reads the whole head, and in the backward pass reads and writes its whole gradient. With few tokens a
-    chunk, that and not the products is the time it takes: Llama 3.1 8B on v6e-128 has one sequence a device, and spent
-    27 % of its step on chunks of 128 tokens.
-
-    Args:
-        rows: sequences on a device.
-        vocab: entries of the head on a device.
-        parts: shards of the positions of a sequence.
-    """
-    return max(1, LOGITS_BYTES // (4 * rows * vocab)) * parts
-
-
-def planned_chunk(config: LmConfig, *, batch: tuple[str, int], vocab: int, mapping: AxisMapping, mesh: MeshSpec) -> int:
-    """The chunk that `token_logprobs` takes by itself under a compute mapping and a mesh that are not in scope.
-
-    Args:
-        config: the model's.
-        batch: the batch axis, name and size.
-        vocab: entries of the head.
-        mapping: of activations.
-        mesh: what it maps to.
-    """
-    if config.cross_entropy_block_size is not None:
-        return config.cross_entropy_block_size
-
-    def ways(name: str) -> int:
-        return mesh.ways(mapping.mesh_axes(name))
-
-    rows, entries = -(-batch[1] // ways(batch[0])), -(-vocab // ways("vocab"))
-    return default_chunk(rows=rows, vocab=entries, parts=ways("position"))
 
 
 def token_logprobs(

@@ -129,7 +129,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
 
         Where a subclass has sums, terms or log-probabilities of its own, they are what is differentiated.
         """
-        if not self._is_plain:
+        if not self.gradient_in_loop:
             return super().total(model, batch, scale)
         outputs = model(batch.tokens, segment_ids=batch.segment_ids, auxiliary=tuple(self.auxiliary_weights))
         counts = batch.counts() * scale
@@ -149,8 +149,8 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
             return minimized, Sums({LOSS: found.loss, **z, **auxiliary})
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether what is minimized is what this class says."""
+    def gradient_in_loop(self) -> bool:
+        """Whether the gradient is made in the loop that scores: where what is minimized is what this class says."""
         said = ("terms", "sums", "minimized", "logprobs")
         return all(getattr(type(self), name) is getattr(LmObjective, name) for name in said)
 

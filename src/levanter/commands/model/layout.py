@@ -27,9 +27,9 @@ from levanter.commands.shell.sameness import require_same_weights
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.activations import transformer_activations
+from levanter.models.head_plan import planned_chunk
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import planned_chunk
 from levanter.processes.barrier import barrier
 from levanter.processes.together import jit_together
 from levanter.run import Check, Target
@@ -44,7 +44,14 @@ def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:
 
 
 def planned_activations(
-    model: LmConfig, resolved: ResolvedMesh, *, rows: int, positions: int, Vocab: hax.Axis, precision: Precision
+    model: LmConfig,
+    resolved: ResolvedMesh,
+    *,
+    rows: int,
+    positions: int,
+    Vocab: hax.Axis,
+    precision: Precision,
+    chunk: int | None = None,
 ) -> ShardingPlan:
     """Where the named activations of a forward pass with chunked scoring go.
 
@@ -55,9 +62,10 @@ def planned_activations(
         positions: tokens per sequence.
         Vocab: rows of the head.
         precision: the dtype policy.
+        chunk: positions scored at a time; scoring's own choice by default.
     """
-    batch = (resolved.batch_axis, rows)
-    chunk = planned_chunk(model, batch=batch, vocab=Vocab.size, mapping=resolved.mappings.compute, mesh=resolved.spec)
+    batch, mapping = (resolved.batch_axis, rows), resolved.mappings.compute
+    chunk = chunk or planned_chunk(model, batch=batch, vocab=Vocab.size, mapping=mapping, mesh=resolved.spec)
     named = transformer_activations(
         model, batch=batch, positions=positions, vocab=Vocab.size, chunk=chunk, dtype=precision.compute
     )

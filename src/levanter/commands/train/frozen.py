@@ -78,6 +78,26 @@ def spared_flops(
     return lambda _: weights
 
 
+def learned_by_head(model: LmConfig, trained: LmHeadModel) -> tuple[str, ...]:
+    """What the head is differentiated by: itself (`head`), what it reads (`activations`), or both.
+
+    Args:
+        model: the architecture.
+        trained: the model with its trained leaves, abstract; None in place of frozen ones.
+    """
+    tied, found = bool(getattr(model, "tie_word_embeddings", False)), set[str]()
+
+    def look(parameter: Parameter, value: hax.NamedArray) -> None:
+        is_head = "head" in parameter.roles
+        if is_head or (tied and parameter.role == "embedding" and "vocab" in [axis.name for axis in value.axes]):
+            found.add("head")
+        if not is_head:
+            found.add("activations")
+
+    map_parameters(look, trained)
+    return tuple(sorted(found, reverse=True))
+
+
 def partition_notes(plan: StatePlan) -> list[Check]:
     """How much of the model is trained, if not all of it."""
     if not plan.frozen:

@@ -6,15 +6,20 @@ from typing import Any
 
 import haliax as hax
 import jax
+import numpy as np
 import optax
 
+from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from levanter.commands.model.compiler import CompilerChoice
+from levanter.commands.model.layout import planned_activations
 from levanter.commands.model.workloads import WATCHED, distinct, program_name
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import evaluate_program
+from levanter.commands.train.frozen import learned_by_head
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
+from levanter.models.head_plan import HeadPlan, plan_head
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
@@ -33,6 +38,7 @@ class TrainedRun:
     Attributes:
         config: as the user wrote it, completed by its checkpoint.
         model: the architecture, with the choices for this platform made.
+        Vocab: rows of embedding and head.
         build: initializes the model from a key.
         transformation: the optimizer.
         precision: the dtype policy.
@@ -42,11 +48,13 @@ class TrainedRun:
         frozen: the rest of it, abstract; None if there is none.
         state_plan: its placement.
         compiler: what XLA is told.
+        platform: of the devices.
         kind: the objective, before the configuration's settings are applied.
     """
 
     config: TrainLmConfig
     model: LmConfig
+    Vocab: hax.Axis
     build: Callable[[jax.Array], Any]
     transformation: optax.GradientTransformation
     precision: Precision
@@ -56,6 +64,7 @@ class TrainedRun:
     frozen: LmHeadModel | None
     state_plan: StatePlan
     compiler: CompilerChoice
+    platform: str
     kind: LmObjective = field(default_factory=LmObjective)
 
     @property
@@ -66,6 +75,42 @@ class TrainedRun:
             segments=self.config.data.block_cross_document_attention,
             z_loss_weight=self.config.z_loss_weight,
             auxiliary_weights=self.model.auxiliary_weights,
+        )
+
+    def head(self, rows: int) -> HeadPlan:
+        """How a microbatch goes through the head.
+
+        Args:
+            rows: sequences of it, over all devices.
+        """
+        return plan_head(
+            self.model,
+            batch=(self.resolved.batch_axis, rows),
+            positions=self.config.positions,
+            vocab=self.Vocab.size,
+            mapping=self.resolved.mappings.compute,
+            mesh=self.resolved.spec,
+            dtype=np.dtype(self.precision.compute),
+            platform=self.platform,
+            asked=self.kind.chunk,
+            in_loop=self.kind.gradient_in_loop,
+            learned=learned_by_head(self.model, self.state.model),
+        )
+
+    def activations(self, rows: int) -> ShardingPlan:
+        """The named activations of a microbatch.
+
+        Args:
+            rows: sequences of it, over all devices.
+        """
+        return planned_activations(
+            self.model,
+            self.resolved,
+            rows=rows,
+            positions=self.config.positions,
+            Vocab=self.Vocab,
+            precision=self.precision,
+            chunk=self.head(rows).chunk,
         )
 
 
@@ -95,7 +140,7 @@ def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Prog
 def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRecipe[LmBatch]:
     trainer, optimizer = run.config.trainer, run.config.optimizer
     return StepRecipe(
-        objective=run.objective,
+        objective=replace(run.objective, chunk=run.head(batches.microbatch).chunk),
         optimizer=run.transformation,
         schedule=optimizer.schedule(trainer.num_train_steps),
         precision=run.precision,
@@ -132,11 +177,12 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
     """
     per_device = run.config.trainer.per_device_eval_parallelism
+    rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
     return evaluate_program(
-        run.objective,
+        replace(run.objective, chunk=run.head(rows).chunk),
         bind(run.state.model, run.frozen),
         run.state_plan,
-        rows=run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device),
+        rows=rows,
         positions=run.config.positions,
         precision=run.precision,
         resolved=run.resolved,

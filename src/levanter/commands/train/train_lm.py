@@ -24,7 +24,7 @@ from haliax_ext.saving import saving_programs
 from levanter.commands.model.compiler import CompilerChoice, choose_compiler
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import layer_checks
-from levanter.commands.model.layout import planned_activations, planned_loading, vocabulary_axis
+from levanter.commands.model.layout import planned_loading, vocabulary_axis
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
@@ -93,9 +93,7 @@ def describe(
     part = frozen_part(trainer, state_plan, begun_from=config.reference or config.begun_from_checkpoint)
     checks += partition_notes(state_plan)
     largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
-    activations = planned_activations(
-        model, resolved, rows=largest.microbatch, positions=positions, Vocab=Vocab, precision=settled.precision
-    )
+    checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
     load = None
     if origin is not None and not state_plan.parameters.errors:
         load, found = planned_loading(origin, model, Vocab, state_plan.parameters, target)
@@ -111,7 +109,7 @@ def describe(
         mesh=resolved.spec,
         checks=tuple(checks),
         sharding=state_plan.resident,
-        activations=activations,
+        activations=run.activations(largest.microbatch),
         load=load,
         computing=tuple(programs),
         saving=saving,
@@ -167,6 +165,7 @@ def _trained(
     return TrainedRun(
         config=settled.config,
         model=model,
+        Vocab=Vocab,
         build=build,
         transformation=settled.transformation,
         precision=settled.precision,
@@ -176,6 +175,7 @@ def _trained(
         frozen=frozen,
         state_plan=plan_state(state, resolved.mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
         compiler=settled.compiler,
+        platform=target.platform,
         kind=objective,
     )
 
