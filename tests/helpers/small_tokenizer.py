@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from levanter.data.text_stream import WindowStream
+from levanter.data.tokenizer import TextStream
+
 WORDS = ("the ", "and ", "日本", "é", "\n\n")
 PAD, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3
@@ -42,6 +45,9 @@ class SmallTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         pieces = [WORDS[i - FIRST_WORD].encode() if i >= FIRST_WORD else bytes([i - 3]) for i in ids if i >= 3]
         return b"".join(pieces).decode(errors="replace")
+
+    def stream(self) -> TextStream:
+        return WindowStream(self.decode)
 
     @property
     def hash(self) -> str:

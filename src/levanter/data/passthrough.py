@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from levanter.data.errors import DataError
+from levanter.data.text_stream import WindowStream
+from levanter.data.tokenizer import TextStream
 
 _NUMBER = re.compile(r"\S+")
 
@@ -48,6 +50,10 @@ class PassthroughTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The ids in decimal digits, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
+
+    def stream(self) -> TextStream:
+        """A new text of numbers."""
+        return WindowStream(self.decode)
 
     @property
     def hash(self) -> str:

@@ -10,6 +10,21 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 
+class TextStream(Protocol):
+    """The text of ids that come one at a time.
+
+    What is given piece by piece is, joined, the text of all ids decoded together.
+    """
+
+    def push(self, id: int) -> str:
+        """The text that one more id completes; nothing where a later one may still change it."""
+        ...
+
+    def finish(self) -> str:
+        """The rest of the text: there are no more ids."""
+        ...
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """Text to token ids and back, with the spans and byte counts that scoring needs."""
@@ -53,6 +68,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of a sequence of ids."""
+        ...
+
+    def stream(self) -> TextStream:
+        """A new text, decoded as its ids come, without special tokens."""
         ...
 
     @property

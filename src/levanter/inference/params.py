@@ -6,7 +6,7 @@ made, once, and everything that is wrong is listed. Names and defaults are OpenA
 """
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
@@ -220,6 +220,26 @@ def _asks_for_nothing(name: str, value: object, fields: Mapping[str, object]) ->
     if name == "suffix":
         return value == ""
     return name in ("num_beams", "beam_width") and value == 1 and not isinstance(value, bool)
+
+
+def stop_ids_of(params: SamplingParams, model_ends: Sequence[int]) -> tuple[int, ...]:
+    """The ids that end a row, each once.
+
+    Args:
+        params: of the request.
+        model_ends: the model's own ends of text.
+
+    Raises:
+        ValueError: there are more than a row has room for.
+    """
+    ends = () if params.ignore_eos else tuple(model_ends)
+    found = tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+    if len(found) > MOST_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids: {len(params.stop_token_ids)} ids and the model's own {len(ends)} ends of text are more "
+            f"than {MOST_STOP_IDS}"
+        )
+    return found
 
 
 def lone_surrogate(text: str) -> int | None:

@@ -106,26 +106,6 @@ class RowSampling:
     stop_ids: tuple[int, ...]
 
 
-def stop_ids_of(params: SamplingParams, model_ends: Sequence[int]) -> tuple[int, ...]:
-    """The ids that end a row, each once.
-
-    Args:
-        params: of the request.
-        model_ends: the model's own ends of text.
-
-    Raises:
-        ValueError: there are more than a row has room for.
-    """
-    ends = () if params.ignore_eos else tuple(model_ends)
-    found = tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
-    if len(found) > MOST_STOP_IDS:
-        raise ValueError(
-            f"stop_token_ids: {len(params.stop_token_ids)} ids and the model's own {len(ends)} ends of text are more "
-            f"than {MOST_STOP_IDS}"
-        )
-    return found
-
-
 def host_params(rows: Sequence[RowSampling | None]) -> dict[str, np.ndarray]:
     """The arrays of `RowParams` by name, for rows in the order of `batch`; None where nobody is."""
     arrays = {

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from levanter.inference.params import NEVER, ParamsError, SamplingParams, params_of
-from levanter.inference.row_params import stop_ids_of
+from levanter.inference.params import NEVER, ParamsError, SamplingParams, params_of, stop_ids_of
 
 
 def test_defaults_are_openai_s():

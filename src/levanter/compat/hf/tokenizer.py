@@ -19,7 +19,8 @@ import tokenizers
 from levanter.compat.hf.byte_lengths import byte_lengths, count_ids
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.repository import Repository, read_json
-from levanter.data.tokenizer import Tokenizer
+from levanter.data.text_stream import WindowStream
+from levanter.data.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -99,6 +100,23 @@ class FastTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of a sequence of ids, special tokens written out."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def stream(self) -> TextStream:
+        """A new text, decoded as its ids come, without special tokens."""
+        return WindowStream(self.decode, skipped=self._special_ids, parts=self._byte_ids)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.definition.get("added_tokens") or ()
+        return frozenset(token["id"] for token in added if token.get("special"))
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        """The ids of single bytes, whose meaning depends on the bytes around them; none if it decodes otherwise."""
+        if '"ByteFallback"' not in json.dumps(self.definition.get("decoder")):
+            return frozenset()
+        ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(i for i in ids if i is not None)
 
     def token(self, i: int) -> str | None:
         """A token as the vocabulary writes it."""

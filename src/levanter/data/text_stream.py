@@ -1,0 +1,68 @@
+"""`WindowStream`: text from ids that come one at a time, by decoding a short window of them again and again.
+
+A decoder cannot be asked for one token at a time: a character may be cut into several tokens, and the first token of a
+text may lose a space that it has elsewhere. So the window begins a piece before what is new, and what is new is what
+the text of the window has more than before.
+
+Text is given only when no later id can change it. The replacement character at the end of a text may be the first bytes
+of a character. Where a vocabulary has tokens for single bytes, a run of them is text as a whole or not at all (that is
+how `tokenizers` decodes: one wrong byte makes all of the run replacement characters), so a run is given at its end.
+`tokenizers.DecodeStream` gives such a run character by character, and fails when a later byte takes it back.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character, or not yet."""
+
+
+class WindowStream:
+    """Implements `TextStream` over a function that decodes several ids together.
+
+    Args:
+        decode: from ids to their text.
+        skipped: ids that have no text.
+        parts: ids of single bytes, which are text only together with those around them.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        skipped: Collection[int] = (),
+        parts: Collection[int] = (),
+    ):
+        self._decode = decode
+        self._skipped, self._parts = skipped, parts
+        self._window: list[int] = []
+        self._given = 0
+        """How many ids of the window were there when it began: they only give context."""
+        self._shown = ""
+        """The text of the window that has been given."""
+
+    def push(self, id: int) -> str:
+        """The text that one more id completes; nothing where a later one may still change it."""
+        if id in self._skipped:
+            return ""
+        self._window.append(id)
+        if id in self._parts:
+            return ""
+        text = self._decode(self._window)
+        settled = text.removesuffix(REPLACEMENT)
+        if len(settled) <= len(self._shown) or not settled.startswith(self._shown):
+            return ""
+        new = settled[len(self._shown) :]
+        self._shown = settled
+        if settled == text:
+            # A clean end: the next window begins with what has just been given.
+            self._window = self._window[self._given :]
+            self._given = len(self._window)
+            self._shown = self._decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        """The rest of the text: there are no more ids."""
+        text = self._decode(self._window)
+        rest = text[len(self._shown) :] if text.startswith(self._shown) else ""
+        self._window, self._given, self._shown = [], 0, ""
+        return rest

@@ -1,0 +1,250 @@
+"""Answers in the order of the requests, in a file that is complete or not there, whatever is killed when.
+
+Answers come in any order and are written in that of their requests. While a run goes on they are in *parts*, each a
+file with a run of lines that appears complete or not at all, in a folder beside the output; the next run with the same
+*identity* (input, model, parameters) goes on behind them. At the end the parts become the output, in one step, and are
+removed. As each answer depends on its request alone, what an interrupted run and its successors write is, byte for
+byte, what one run would have written.
+"""
+
+import json
+import logging
+import re
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from levanter.inference.jsonl import BrokenLine
+from levanter.inference.requests import ChoiceId, Request
+from levanter.io import Lease, atomic_write, exists, join, open_read
+from levanter.io.paths import base_name, filesystem
+from levanter.io.values import Json
+
+logger = logging.getLogger(__name__)
+
+PART_LINES = 256
+"""Answers in a part, at most."""
+PART_SECONDS = 15.0
+"""How long an answer waits for others before it is stored, at most."""
+_IDENTITY = "run.json"
+_PART = re.compile(r"part-(\d{9})\.jsonl")
+LOGPROB_DIGITS = 5
+"""Behind the point: the last bits of a float32 depend on which rows were computed together."""
+
+
+class OtherAnswersError(ValueError):
+    """The output's folder has answers of another run, or the output is there already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What became of one choice.
+
+    Attributes:
+        of: which.
+        text: its text.
+        tokens: its ids, one that ended it included.
+        reason: `stop` or `length`.
+        logprobs: of its tokens; None if nobody asked.
+        top: the likeliest tokens at each, as pairs of id and log-probability.
+    """
+
+    of: ChoiceId
+    text: str
+    tokens: tuple[int, ...]
+    reason: str
+    logprobs: tuple[float, ...] | None = None
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+def answer_line(request: Request, choices: Sequence[Choice]) -> bytes:
+    """The answer to a request."""
+    return _line(
+        {
+            "id": request.id,
+            "seed": request.seed,
+            "prompt_tokens": len(request.tokens),
+            "choices": [_choice(one) for one in sorted(choices, key=lambda one: one.of.choice)],
+        }
+    )
+
+
+def _choice(choice: Choice) -> dict[str, Json]:
+    found: dict[str, Json] = {
+        "index": choice.of.choice,
+        "text": choice.text,
+        "tokens": list(choice.tokens),
+        "finish_reason": choice.reason,
+    }
+    if choice.logprobs is not None:
+        found["logprobs"] = [round(one, LOGPROB_DIGITS) for one in choice.logprobs]
+    if choice.top:
+        found["top_logprobs"] = [[[id, round(value, LOGPROB_DIGITS)] for id, value in one] for one in choice.top]
+    return found
+
+
+def error_line(broken: BrokenLine) -> bytes:
+    """The answer to a line that is no request, or to a request that failed."""
+    # The error may quote what no text has.
+    error = broken.error.encode("utf-8", "backslashreplace").decode()
+    return _line({"id": broken.id, "line": broken.line, "error": error})
+
+
+def _line(value: Mapping[str, Json]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+class Answers:
+    """The answers of one run on their way into its output.
+
+    Args:
+        path: of the output, local or a URL.
+        identity: everything that the answers depend on, as JSON.
+        lease: of the folder of parts, in a process that is not alone.
+    """
+
+    def __init__(self, path: str, identity: Mapping[str, Json], *, lease: Lease | None = None):
+        self.path = path
+        self._identity = dict(identity)
+        self._lease = lease
+        self._waiting: dict[int, bytes] = {}
+        self._ready: list[bytes] = []
+        self._stored = self._taken = 0
+        self._since = time.monotonic()
+
+    @property
+    def folder(self) -> str:
+        """Where the parts are."""
+        return f"{self.path}.parts"
+
+    @property
+    def done(self) -> int:
+        """How many answers have come, from the first one on without a gap."""
+        return self._taken
+
+    def begin(self) -> int:
+        """Finds what earlier runs have stored.
+
+        Returns:
+            How many requests, from the first one on, have their answers.
+
+        Raises:
+            OtherAnswersError: they are another run's, or the output is there already.
+        """
+        self._check_lease()
+        known = join(self.folder, _IDENTITY)
+        if exists(known):
+            self._same(_read_json(known))
+        elif exists(self.path):
+            raise OtherAnswersError(f"{self.path} is there already; remove it, or name another output")
+        else:
+            with atomic_write(known) as file:
+                file.write(json.dumps(self._identity, indent=1, sort_keys=True).encode() + b"\n")
+        self._stored = self._taken = sum(len(part) for part in self._parts())
+        fs, _ = filesystem(self.folder)
+        for first, name in self._stored_names().items():
+            if first >= self._stored:  # behind a damaged one
+                fs.rm_file(filesystem(join(self.folder, name))[1])
+        return self._taken
+
+    def add(self, index: int, line: bytes) -> None:
+        """Takes the answer to a request.
+
+        Args:
+            index: of the request, from 0; each once.
+            line: its answer.
+        """
+        assert index >= self._taken and index not in self._waiting, f"request {index} is answered twice"
+        assert line.endswith(b"\n") and line.count(b"\n") == 1
+        self._waiting[index] = line
+        while self._taken in self._waiting:
+            self._ready.append(self._waiting.pop(self._taken))
+            self._taken += 1
+        if len(self._ready) >= PART_LINES or (self._ready and time.monotonic() - self._since >= PART_SECONDS):
+            self.store()
+
+    def store(self) -> None:
+        """Stores what is ready: it survives whatever happens to this process."""
+        if not self._ready:
+            return
+        self._check_lease()
+        body = b"".join(self._ready)
+        head = {"first": self._stored, "lines": len(self._ready), "crc32": zlib.crc32(body)}
+        with atomic_write(join(self.folder, f"part-{self._stored:09}.jsonl")) as file:
+            file.write(json.dumps(head).encode() + b"\n" + body)
+        self._stored += len(self._ready)
+        self._ready = []
+        self._since = time.monotonic()
+
+    def finish(self) -> int:
+        """Makes the output of the parts, and removes them.
+
+        Returns:
+            How many answers it has.
+        """
+        assert not self._waiting, f"request {self._taken} has no answer"
+        self.store()
+        self._check_lease()
+        count = 0
+        with atomic_write(self.path) as file:
+            for part in self._parts():
+                file.write(b"".join(part))
+                count += len(part)
+        assert count == self._taken, f"{count} answers are stored, {self._taken} came"
+        fs, folder = filesystem(self.folder)
+        fs.rm(folder, recursive=True)
+        return count
+
+    def _parts(self) -> Iterable[list[bytes]]:
+        """The stored parts, up to the first that is missing or damaged."""
+        starts, first = self._stored_names(), 0
+        while first in starts:
+            part = _read_part(join(self.folder, starts[first]), first)
+            if part is None:
+                logger.warning("%s is damaged; its requests are answered again", join(self.folder, starts[first]))
+                return
+            yield part
+            first += len(part)
+
+    def _stored_names(self) -> Mapping[int, str]:
+        """The names of the parts by their first request."""
+        fs, folder = filesystem(self.folder)
+        fs.invalidate_cache()
+        names = (base_name(name) for name in fs.ls(folder, detail=False))
+        return {int(match[1]): match[0] for name in names if (match := _PART.fullmatch(name))}
+
+    def _same(self, there: object) -> None:
+        ours = json.loads(json.dumps(self._identity))
+        found = there if isinstance(there, dict) else {}
+        keys = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
+        if keys:
+            lines = [f"  {key}: there {found.get(key)!r}, now {ours.get(key)!r}" for key in keys]
+            raise OtherAnswersError(
+                f"{self.folder} has answers of another run, which this one cannot continue:\n"
+                + "\n".join(lines)
+                + "\nname another output, or remove the folder"
+            )
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+
+def _read_part(path: str, first: int) -> list[bytes] | None:
+    with open_read(path) as file:
+        head, _, body = file.read().partition(b"\n")
+    lines = body.splitlines(keepends=True)
+    expected = {"first": first, "lines": len(lines), "crc32": zlib.crc32(body)}
+    try:
+        return lines if lines and json.loads(head) == expected else None
+    except ValueError:
+        return None
+
+
+def _read_json(path: str) -> object:
+    with open_read(path) as file:
+        try:
+            return json.loads(file.read())
+        except ValueError:
+            return None

@@ -1,0 +1,277 @@
+"""Requests as lines of JSON: one object a line, one answer a line, in the same order.
+
+A request has
+
+- `prompt`: a text, or a list of token ids; or `messages`: a conversation, for models with a chat template;
+- `id`: a string, unique in its file; the line's number by default;
+- the parameters of `SamplingParams`, by their names;
+- at most one of `json_object` (true), `json_schema` (an object), `regex` and `grammar` (strings): what its text has to
+  conform to.
+
+Its answer has `id`, `seed`, `prompt_tokens` and `choices`, each with `index`, `text`, `tokens`, `finish_reason`
+(`stop` or `length`), and where they were asked for `logprobs` and `top_logprobs`. A line that is no request has an
+answer with `id` (null if it has none), `line` and `error`; it concerns no other line.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from levanter.bounds import MIB, OutOfBoundsError, parse_json, shown_bytes
+from levanter.inference.params import ParamsError, SamplingParams, lone_surrogate, params_of, stop_ids_of
+from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request
+
+LINE_BYTES = 32 * MIB
+"""Of a request."""
+ID_CHARACTERS = 256
+"""Of an id."""
+_CONSTRAINTS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
+_BESIDE = frozenset({"id", "prompt", "messages", *_CONSTRAINTS})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedLine:
+    """A line that is a request, as it is written.
+
+    Attributes:
+        line: its number in the file, from 1.
+        id: its own, or that number.
+        prompt: a text or ids; None where there are messages.
+        messages: a conversation.
+        params: how it is sampled.
+        constraint: what its text conforms to.
+    """
+
+    line: int
+    id: str
+    prompt: str | tuple[int, ...] | None
+    messages: tuple[Mapping[str, object], ...] = ()
+    params: SamplingParams
+    constraint: ConstraintSpec | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenLine:
+    """A line that is no request.
+
+    Attributes:
+        line: its number in the file, from 1.
+        id: its own, if it has a usable one.
+        error: everything that is wrong with it.
+    """
+
+    line: int
+    id: str | None
+    error: str
+
+
+def request_lines(file: IO[bytes], *, defaults: Mapping[str, object] | None = None) -> Iterator[AskedLine | BrokenLine]:
+    """The requests of a file, in order; lines of spaces are no lines.
+
+    Args:
+        file: open for reading.
+        defaults: parameters that a line does not name, as JSON values.
+    """
+    seen: dict[str, int] = {}
+    for number, line in _lines(file):
+        if isinstance(line, str):
+            yield BrokenLine(line=number, id=None, error=line)
+        elif line.strip():
+            found = _read(number, line, defaults or {})
+            if found.id is not None and (first := seen.setdefault(found.id, number)) != number:
+                found = BrokenLine(line=number, id=found.id, error=f"id: {found.id!r} is also that of line {first}")
+            yield found
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | str]]:
+    """The lines by number; in the place of one that is too long what is wrong with it."""
+    number = 0
+    while line := file.readline(LINE_BYTES + 1):
+        number += 1
+        if len(line) <= LINE_BYTES:
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MIB)
+        yield number, f"more than {shown_bytes(LINE_BYTES)}, the limit for a line"
+
+
+def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> AskedLine | BrokenLine:
+    twice: list[str] = []
+
+    def pairs(given: list[tuple[str, object]]) -> dict[str, object]:
+        made = dict(given)
+        if len(made) < len(given):
+            names = [name for name, _ in given]
+            twice.extend(sorted({name for name in names if names.count(name) > 1}))
+        return made
+
+    try:
+        value = parse_json(line.decode().strip(), object_pairs_hook=pairs)
+    except UnicodeDecodeError as error:
+        return BrokenLine(line=number, id=None, error=f"not UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return BrokenLine(line=number, id=None, error=f"not JSON: {error.msg} at character {error.pos + 1}")
+    except OutOfBoundsError as error:
+        return BrokenLine(line=number, id=None, error=str(error))
+    if not isinstance(value, dict):
+        kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+        return BrokenLine(line=number, id=None, error=f"expected an object, got {kind}")
+    problems = [f"{name}: written twice" for name in twice]
+    id = _id(value.get("id"), number, problems)
+    if (where := _surrogate(value, "")) is not None:
+        problems.append(f"{where[1:]}: half of a surrogate pair, which no text has")
+    prompt, messages = _prompt(value, problems)
+    constraint = _constraint(value, problems)
+    params = None
+    try:
+        params = params_of({**defaults, **value}, beside=_BESIDE)
+    except ParamsError as error:
+        problems += error.problems
+    if problems or params is None:
+        return BrokenLine(line=number, id=id, error="\n".join(dict.fromkeys(problems)))
+    return AskedLine(
+        line=number,
+        id=id or str(number),
+        prompt=prompt,
+        messages=messages,
+        params=params,
+        constraint=constraint,
+    )
+
+
+def _id(value: object, number: int, problems: list[str]) -> str | None:
+    if value is None:
+        return str(number)
+    if not isinstance(value, str) or not value or len(value) > ID_CHARACTERS or lone_surrogate(value) is not None:
+        problems.append(f"id: expected a string of 1 to {ID_CHARACTERS} characters")
+        return None
+    return value
+
+
+def _prompt(
+    value: Mapping[str, object], problems: list[str]
+) -> tuple[str | tuple[int, ...] | None, tuple[Mapping[str, object], ...]]:
+    prompt, messages = value.get("prompt"), value.get("messages")
+    if (prompt is None) == (messages is None):
+        problems.append("prompt: expected either `prompt` or `messages`" + (", not both" if prompt is not None else ""))
+        return None, ()
+    if messages is not None:
+        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+            problems.append("messages: expected a list of objects, at least one")
+            return None, ()
+        return None, tuple(messages)
+    if isinstance(prompt, str):
+        return prompt, ()
+    if isinstance(prompt, list) and all(type(one) is int and 0 <= one < 2**31 for one in prompt):
+        return tuple(prompt), ()
+    problems.append("prompt: expected a string or a list of token ids")
+    return None, ()
+
+
+def _constraint(value: Mapping[str, object], problems: list[str]) -> ConstraintSpec | None:
+    given: list[ConstraintKind] = [kind for kind in _CONSTRAINTS if value.get(kind) not in (None, False)]
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)}: a text can conform to one of them")
+    if len(given) != 1:
+        return None
+    kind = given[0]
+    wanted = value[kind]
+    if kind == "json_object":
+        if wanted is not True:
+            problems.append("json_object: expected true or false")
+        return ConstraintSpec(kind=kind)
+    if kind == "json_schema":
+        try:
+            if isinstance(wanted, dict):
+                return ConstraintSpec(kind=kind, text=json.dumps(wanted, allow_nan=False))
+        except ValueError:
+            problems.append("json_schema: NaN and infinity are no JSON")
+            return None
+        problems.append("json_schema: expected an object")
+        return None
+    if not isinstance(wanted, str) or not wanted:
+        problems.append(f"{kind}: expected a string that is not empty")
+        return None
+    return ConstraintSpec(kind=kind, text=wanted)
+
+
+def _surrogate(value: object, where: str) -> str | None:
+    """Where in a JSON value a string has half of a surrogate pair."""
+    if isinstance(value, str):
+        return where if lone_surrogate(value) is not None else None
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if lone_surrogate(key) is not None:
+                return f"{where}.{key.encode('ascii', 'backslashreplace').decode()}"
+            if (found := _surrogate(one, f"{where}.{key}")) is not None:
+                return found
+    if isinstance(value, list):
+        for n, one in enumerate(value):
+            if (found := _surrogate(one, f"{where}[{n}]")) is not None:
+                return found
+    return None
+
+
+def request_of(
+    asked: AskedLine,
+    *,
+    encode: Callable[[str], Sequence[int]],
+    chat: Callable[[Sequence[Mapping[str, object]]], str] | None,
+    vocab_size: int,
+    model_ends: Sequence[int],
+    seed: int,
+) -> Request:
+    """A line as a request to the engine.
+
+    Args:
+        asked: the line.
+        encode: from a text to its ids, with what a text begins with (BOS).
+        chat: from a conversation to its text, which has its own beginning; None for a model without a template.
+        vocab_size: ids of the model.
+        model_ends: the model's own ends of text.
+        seed: of the run; a request without one gets its own, from this and its id.
+
+    Raises:
+        ValueError: lists what is wrong with it for this model.
+    """
+    problems: list[str] = []
+    if asked.prompt is None:
+        if chat is None:
+            raise ValueError("messages: this model has no chat template; write the text as `prompt`")
+        tokens = tuple(int(i) for i in encode(chat(asked.messages)))
+    elif isinstance(asked.prompt, str):
+        tokens = tuple(int(i) for i in encode(asked.prompt)) if asked.prompt else ()
+    else:
+        tokens = asked.prompt
+    if not tokens:
+        problems.append("prompt: empty; a text needs at least one token to begin with")
+    wrong = [f"prompt[{n}]: id {i}" for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        problems.append(f"{wrong[0]} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1}){more}")
+    stop_ids: tuple[int, ...] = ()
+    try:
+        asked.params.check_ids(vocab_size)
+        stop_ids = stop_ids_of(asked.params, model_ends)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    own = asked.params.seed
+    return Request(
+        id=asked.id,
+        tokens=tokens,
+        params=asked.params,
+        seed=seed_of(seed, asked.id) if own is None else own,
+        stop_ids=stop_ids,
+        constraint=asked.constraint,
+    )
+
+
+def seed_of(seed: int, id: str) -> int:
+    """The seed of a request that names none: the same in every run of the same file, whatever was done before."""
+    digest = hashlib.blake2b(f"{seed} {id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

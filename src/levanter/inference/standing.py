@@ -1,0 +1,128 @@
+"""`Standing`: who waits, who runs, and who holds which page, between two calls of the device.
+
+A value: `Schedule` makes a new one of an old one. The device runs behind the host, so a row may have tokens that were
+planned and not read yet (`due`); what they are does not matter for planning, how many there may be does.
+"""
+
+from dataclasses import dataclass, replace
+
+from levanter.inference.pages import PagePool
+from levanter.inference.requests import ChoiceId, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One choice of a request, waiting or running.
+
+    Attributes:
+        id: which choice it is.
+        request: whose.
+        order: how many choices came before it. Who came first is served first and gives way last.
+        limit: tokens that it may have at most.
+        made: the tokens that were read from the device.
+        due: for each call that was planned and not read: how many tokens it brings at most.
+        place: its index in `batch`; None while it waits.
+        target: how many tokens it was admitted with: those are prefilled, what comes behind them is decoded.
+        shared: positions that it did not have to compute: another row had.
+        written: positions whose keys and values are in the cache when all planned calls have run.
+        pages: the pages that it holds, in the order of its positions.
+        names: the names of its full pages, as far as their tokens are known.
+        named: how many of its pages the pool has been told about.
+        gave_way: whether it ran before.
+    """
+
+    id: ChoiceId
+    request: Request
+    order: int
+    limit: int
+    made: tuple[int, ...] = ()
+    due: tuple[int, ...] = ()
+    place: int | None = None
+    target: int = 0
+    shared: int = 0
+    written: int = 0
+    pages: tuple[int, ...] = ()
+    names: tuple[bytes, ...] = ()
+    named: int = 0
+    gave_way: bool = False
+
+    @property
+    def known(self) -> int:
+        """How many of its tokens are known, the prompt's included."""
+        return len(self.request.tokens) + len(self.made)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Its tokens as far as they are known."""
+        return self.request.tokens + self.made
+
+    @property
+    def left(self) -> int:
+        """How many tokens may be planned for it beside those that are."""
+        return self.limit - len(self.made) - sum(self.due)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether it runs and part of its prompt has not been planned yet."""
+        return self.place is not None and self.written < self.target
+
+    @property
+    def surely_written(self) -> int:
+        """Positions whose keys and values are in the cache by all that is known.
+
+        A row may have ended in a call that was not read yet, so only what its known tokens say counts: a token's key
+        and value are there when the next token is.
+        """
+        return min(self.written, max(self.target, self.known - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The rows and the pages at one moment.
+
+    Attributes:
+        queue: the choices that wait, in their order.
+        rows: the choice at each place of `batch`; None where there is none.
+        pools: the pages of each shard of the cache.
+        arrived: how many choices have come so far.
+        released: places whose rows have ended since the last step.
+    """
+
+    queue: tuple[Row, ...]
+    rows: tuple[Row | None, ...]
+    pools: tuple[PagePool, ...]
+    arrived: int = 0
+    released: tuple[int, ...] = ()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits and nobody runs."""
+        return not self.queue and not any(self.rows)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the prompts that have never run."""
+        return sum(len(row.request.tokens) for row in self.queue if not row.gave_way)
+
+    def find(self, id: ChoiceId) -> Row | None:
+        """A choice, waiting or running; None if it is neither."""
+        return next((row for row in (*self.rows, *self.queue) if row is not None and row.id == id), None)
+
+    def with_row(self, row: Row) -> "Standing":
+        """The same with another value for a choice that is there."""
+        if row.place is None:
+            return replace(self, queue=tuple(row if each.id == row.id else each for each in self.queue))
+        return replace(self, rows=(*self.rows[: row.place], row, *self.rows[row.place + 1 :]))
+
+    def read(self, id: ChoiceId, tokens: tuple[int, ...]) -> "Standing":
+        """The standing when the tokens of a choice's oldest unread call are known; itself if the choice has ended.
+
+        Args:
+            id: the choice.
+            tokens: what the call brought; fewer than planned if the row was done.
+        """
+        row = self.find(id)
+        if row is None:
+            return self
+        assert row.due and len(tokens) <= row.due[0], f"{id}: {len(tokens)} tokens, {row.due} due"
+        return self.with_row(replace(row, made=row.made + tokens, due=row.due[1:]))
