@@ -10,6 +10,8 @@ from levanter.inference.params import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 """Why a choice ended well: an end of text or a stop string, `max_tokens` or the context, or its client left."""
+MASK_BITS = 32
+"""Ids in a word of a mask of ids that may come next."""
 ConstraintKind: TypeAlias = Literal["json_object", "json_schema", "regex", "grammar"]
 
 

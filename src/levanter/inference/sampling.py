@@ -22,6 +22,7 @@ from haliax import Axis, AxisSelector, NamedArray
 
 from levanter.inference.likeliest import likeliest
 from levanter.inference.params import MOST_TOP_LOGPROBS
+from levanter.inference.requests import MASK_BITS
 from levanter.inference.row_params import RowParams, Word
 from levanter.layers.attention.reference import HIDDEN
 
@@ -31,8 +32,6 @@ IN_PROMPT = 1
 """The lowest bit of a count: the token is in the prompt. The others count how often it was generated."""
 GENERATED = 2
 """What one generated token adds to its count."""
-MASK_BITS = 32
-"""Ids in a word of a mask."""
 
 
 class Sampled(eqx.Module):

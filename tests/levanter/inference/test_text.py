@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from helpers.small_byte_level import END, byte_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -14,21 +15,6 @@ from levanter.data.text_stream import WindowStream
 from levanter.inference.text import ChoiceText, StopStrings
 
 TEXT = "Naïve café: 日本語のテキスト, 😀👩‍👩‍👧‍👦🇯🇵 and  two spaces.\n\nAlice: Hi!\tÅ ﬁ \u00a0x"
-EOT = "<|eot|>"
-
-
-def byte_level() -> FastTokenizer:
-    """Bytes as GPT-2 writes them, a few merges, one special token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: n for n, piece in enumerate(alphabet)}
-    merges = [("Ġ", "a"), ("Ġa", "n"), ("i", "c"), ("æ", "Ĺ"), ("ð", "Ł")]
-    for pair in merges:
-        vocabulary["".join(pair)] = len(vocabulary)
-    built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    built.add_special_tokens([AddedToken(EOT, special=True)])
-    return FastTokenizer(json.loads(built.to_str()), name="bytes")
 
 
 def byte_fallback(*, strip: bool) -> FastTokenizer:
@@ -39,7 +25,7 @@ def byte_fallback(*, strip: bool) -> FastTokenizer:
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     built.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip else [])])
-    built.add_special_tokens([AddedToken(EOT, special=True)])
+    built.add_special_tokens([AddedToken(END, special=True)])
     return FastTokenizer(json.loads(built.to_str()), name="pieces")
 
 
@@ -68,7 +54,7 @@ def streamed(tokenizer, ids):
 
 def decoded(tokenizer, ids):
     """All at once, without special tokens."""
-    special = [i for i in ids if isinstance(tokenizer, FastTokenizer) and tokenizer.token(i) == EOT]
+    special = [i for i in ids if isinstance(tokenizer, FastTokenizer) and tokenizer.token(i) == END]
     return tokenizer.decode([i for i in ids if i not in special])
 
 
@@ -120,10 +106,10 @@ def test_a_wrong_byte_takes_back_nothing_that_was_given():
 
 def test_special_tokens_are_no_text():
     tokenizer = TOKENIZERS["byte level"]
-    special = tokenizer._tokenizer.token_to_id(EOT)
+    special = tokenizer._tokenizer.token_to_id(END)
     (ids,) = tokenizer.encode_batch(["😀"])
     assert "".join(streamed(tokenizer, [special, ids[0], special, *ids[1:], special])) == "😀"
-    assert tokenizer.decode([special]) == EOT
+    assert tokenizer.decode([special]) == END
 
 
 def test_a_decoder_that_changes_its_mind_is_not_followed():

@@ -1,0 +1,138 @@
+"""Texts that conform to something: JSON, a JSON schema, a regular expression, a grammar; as masks of the next token.
+
+llguidance follows a text through a grammar and says which tokens may come next, a bit for each. It is an extra
+(`pip install 'levanter[constraint]'`), and this is the only file that knows it. A mask is made on the host for each
+token, so a constrained row is decoded one token a call.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from levanter.inference.requests import MASK_BITS, ConstraintSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+class ConstraintError(ValueError):
+    """A constraint that cannot be used: it is not what it says, it is too large, or llguidance is not installed."""
+
+
+class Constraints:
+    """What one model's texts can be made to conform to.
+
+    Args:
+        definition: the tokenizer's, as `tokenizer.json` has it.
+        vocab_size: ids of the model.
+        ends: ids that end a text; allowed where the text is complete.
+    """
+
+    def __init__(self, definition: Mapping[str, Any], *, vocab_size: int, ends: Sequence[int]):
+        self._definition, self._ends = definition, list(ends)
+        self.vocab_size = vocab_size
+
+    @property
+    def words(self) -> int:
+        """Words of a mask."""
+        return -(-self.vocab_size // MASK_BITS)
+
+    @cached_property
+    def _tokenizer(self) -> "LLTokenizer":
+        """The vocabulary as llguidance has it; takes about a second for 50,000 ids."""
+        llguidance = _llguidance()
+        if not self._ends:
+            raise ConstraintError("a text cannot be made to conform: the model has no end of text")
+        try:
+            return llguidance.LLTokenizer(json.dumps(self._definition), n_vocab=self.vocab_size, eos_token=self._ends)
+        except (ValueError, TypeError) as error:
+            raise ConstraintError(f"llguidance cannot read this tokenizer ({_short(str(error))})") from error
+
+    def start(self, spec: ConstraintSpec) -> "Constraint":
+        """A new text that has to conform to something.
+
+        Raises:
+            ConstraintError: says what is wrong with the schema, the expression or the grammar.
+        """
+        matcher = _llguidance().LLMatcher
+        try:
+            if spec.kind == "json_object":
+                grammar = matcher.grammar_from_json_schema({"type": "object"})
+            elif spec.kind == "json_schema":
+                grammar = matcher.grammar_from_json_schema(spec.text)
+            elif spec.kind == "regex":
+                grammar = matcher.grammar_from_regex(spec.text)
+            else:
+                grammar = matcher.grammar_from_lark(spec.text)
+        except ValueError as error:
+            raise ConstraintError(f"{spec.kind}: {_short(str(error))}") from error
+        started = matcher(self._tokenizer, grammar, log_level=0)
+        if started.is_error():
+            raise ConstraintError(f"{spec.kind}: {_short(started.get_error())}")
+        return Constraint(started, spec, self.words)
+
+
+class Constraint:
+    """One text on its way through a grammar; made by `Constraints.start`."""
+
+    def __init__(self, matcher: "LLMatcher", spec: ConstraintSpec, words: int):
+        self._matcher, self.spec, self._words = matcher, spec, words
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text conforms as it is."""
+        return self._matcher.is_accepting()
+
+    def mask(self) -> np.ndarray:
+        """The ids that may come next, uint32 `[words]`, a bit each, lowest first.
+
+        Raises:
+            ConstraintError: no text conforms, or finding out takes too much.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.dtype("<u4")).astype(np.uint32)
+        self._check()
+        found = np.zeros(self._words, np.uint32)
+        found[: len(bits)] = bits[: self._words]
+        return found
+
+    def accept(self, id: int) -> None:
+        """Follows the text one token on.
+
+        Raises:
+            ConstraintError: the token was not allowed.
+        """
+        if not self._matcher.consume_token(id):
+            self._check()
+            raise ConstraintError(f"{self.spec.kind}: token {id} is not allowed here")
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(f"{self.spec.kind}: {_short(self._matcher.get_error())}")
+
+
+def row_masks(constraints: Sequence[Constraint | None], words: int) -> np.ndarray:
+    """The masks of rows, uint32 `[batch, mask_word]`; all ones for a row that may say anything."""
+    masks = np.full((len(constraints), words), 0xFFFFFFFF, np.uint32)
+    for n, constraint in enumerate(constraints):
+        if constraint is not None:
+            masks[n] = constraint.mask()
+    return masks
+
+
+def _llguidance():
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConstraintError(
+            "JSON, regular expressions and grammars need llguidance: pip install 'levanter[constraint]'"
+        ) from error
+    return llguidance
+
+
+def _short(text: str) -> str:
+    """A message of llguidance on one line."""
+    words = " ".join(text.split())
+    return "not understood" if not words else words if len(words) <= 300 else f"{words[:299]}…"
