@@ -101,7 +101,7 @@ ATTACKS = [
            says=(*TAKEN, "trainer.id"), never=("step 2",)),
     Attack(name="two-memorize", command="eval_careless_lm", words=found_there("eval_careless_lm", alive), code=2,
            says=(*TAKEN, "output_base_path"), never=("loading weights",)),
-    Attack(name="stale", command="cache_dataset", code=0, says=("took over the lease", "no sign of life for 3,60"),
+    Attack(name="stale", command="cache_dataset", code=0, says=("took over the lease", "no sign of life for 3,6"),
            words=found_there("cache_dataset", lambda place: claimed(place, age=3600))),
     Attack(name="of-a-dead-process", command="cache_dataset", code=0, says=("that process is gone",),
            words=found_there("cache_dataset", lambda place: claimed(place, pid=2**22 + 1, **HERE))),

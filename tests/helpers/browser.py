@@ -46,7 +46,7 @@ _FLAGS = (
 )
 # Chromium talks on descriptors 3 and 4; subprocess cannot put ours there.
 _LAUNCH = "import os,sys;os.dup2(int(sys.argv[1]),3);os.dup2(int(sys.argv[2]),4);os.execv(sys.argv[3],sys.argv[3:])"
-_TIMEOUT = 60.0
+_TIMEOUT = 200.0
 
 
 def chromium() -> str | None:

@@ -396,9 +396,11 @@ class _Handler(BaseHTTPRequestHandler):
             until = max(own.at(len(piece), now), store.total.at(len(piece), now))
             if until > now and store.stopped.wait(until - now):
                 return
+            # Before it is sent: whoever has received it may look at once.
+            with store.lock:
+                store.sent += len(piece)
             self.wfile.write(piece)
             at += len(piece)
-            store.sent += len(piece)
 
 
 def _slices(content: bytes | Path, start: int, stop: int) -> Iterator[memoryview]:

@@ -7,6 +7,7 @@ with Run(tmp_path, 2, ["levanter.main.eval_lm", "--config_path", path], devices=
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,10 +25,19 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on, of those that the kernel gives to no connection meanwhile."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 32768
+    dice = random.SystemRandom()
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", dice.randrange(first // 2, first)))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def test_the_disk_is_full_for_two_saves(devices, tmp_path, limit):
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     # What Orbax logs of the same failure, a traceback from each of its threads, is left out.

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers.processes import free_port
 
 from levanter.checkpoint import RestoreTarget, find_checkpoints, restore
 
@@ -18,9 +18,7 @@ SCRIPT = Path(__file__).with_name("save_together.py")
 
 
 def run_two(base: Path, mode: str) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     running = [
         subprocess.Popen(
@@ -33,7 +31,7 @@ def run_two(base: Path, mode: str) -> list[dict]:
         for number in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in running]
+        outputs = [process.communicate(timeout=250) for process in running]
     finally:
         for process in running:
             process.kill()

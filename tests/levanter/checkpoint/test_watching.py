@@ -12,26 +12,32 @@ from levanter.checkpoint.watching import log
 
 
 def test_a_save_tells_how_long_it_takes_where_it_is_and_what_it_allocated(devices, tmp_path, caplog, monkeypatch):
-    watch = SaveWatch(interval=0.2, stacks_after=0.5, frames=4, top=3)
+    watch = SaveWatch(interval=0.05, stacks_after=0.1, frames=4, top=3)
     kept = []
 
+    def said_of(*words):
+        messages = [record.getMessage() for record in caplog.records if record.name == log.name]
+        return [line for line in messages if all(word in line for word in words)]
+
     def slow(ref):
+        """Lasts until everything has been said that is said of a save that lasts."""
         kept.append(bytearray(10 << 20))
-        time.sleep(1.2)
+        deadline = time.monotonic() + 100
+        while len(said_of("running for", "GiB resident")) < 2 or not said_of("stacks after"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     array = jax.device_put(np.arange(8), devices[0])
     caplog.set_level(logging.INFO, logger=log.name)
     with Checkpointer(str(tmp_path), keep=[(1, None)], save_interval_seconds=None, watch=watch) as checkpointer:
         monkeypatch.setattr(checkpointer, "_retire", slow)
         checkpointer.save(1, {"weight": array}, {})
-    said = [record.getMessage() for record in caplog.records if record.name == log.name]
-    assert all(line.startswith("saving step 1: ") for line in said)
-    lines = [line for line in said if "running for" in line and "GiB resident" in line]
-    assert len(lines) >= 2
-    (stacks,) = [line for line in said if "stacks after" in line]
+    assert all(line.startswith("saving step 1: ") for line in said_of())
+    assert len(said_of("running for", "GiB resident")) >= 2
+    (stacks,) = said_of("stacks after")
     assert "thread MainThread:" in stacks and "thread checkpoint_0:" in stacks
-    assert any("ended after" in line for line in said)
-    allocated = [line for line in said if line.startswith("saving step 1: allocated ")]
+    assert said_of("ended after")
+    allocated = said_of("saving step 1: allocated ")
     assert len(allocated) == 3 and any("test_watching.py" in line for line in allocated)
 
 

@@ -281,7 +281,7 @@ def test_an_error_in_a_document_ends_the_build_and_keeps_what_is_done(tmp_path, 
 def test_two_processes_do_not_build_one_store(tmp_path, texts):
     words = [sys.executable, str(BUILD), str(tmp_path / "sources"), str(tmp_path / "cache")]
     running = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    outcomes = [process.communicate(timeout=100)[1] for process in running]
+    outcomes = [process.communicate(timeout=250)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], outcomes
     run_build(tmp_path, "alone")
     assert tree(tmp_path / "cache") == tree(tmp_path / "alone")

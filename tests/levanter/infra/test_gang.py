@@ -77,7 +77,7 @@ def test_an_error_of_one_is_shown_and_ends_the_rest(capsys, tmp_path):
 
 def assert_ended(folder: Path) -> None:
     """The processes whose numbers are in the files of a folder are no more, or wait to be collected."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     left = {file.name: Path("/proc") / file.read_text() / "stat" for file in folder.iterdir()}
     while left and time.monotonic() < deadline:
         left = {name: path for name, path in left.items() if _runs(path)}
@@ -112,8 +112,12 @@ def surviving(folder: Path, *, needed: int) -> str:
         "attempt = 1 + len([p for p in folder.iterdir() if p.name.endswith(f'-{me}')])\n"
         "(folder / f'{attempt}-{me}').write_text(str(os.getpid()))\n"
         f"if attempt >= {needed}: sys.exit(0)\n"
-        "if me == 1: time.sleep(100)\n"
-        "time.sleep(0.5); raise RuntimeError('connection closed by peer')\n"
+        "if me == 1: time.sleep(1000)\n"
+        "other = folder / f'{attempt}-1'\n"
+        "while not (other.exists() and other.read_text()): time.sleep(0.01)\n"
+        "stat = pathlib.Path('/proc') / other.read_text() / 'stat'\n"
+        "while stat.exists() and stat.read_text().rsplit(')', 1)[1].split()[0] != 'Z': time.sleep(0.01)\n"
+        "raise RuntimeError('connection closed by peer')\n"
     )
 
 
@@ -150,7 +154,7 @@ def test_whoever_lets_go_of_a_process_ends_all_it_started(tmp_path):
     child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(100)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     host.start(["python", "-c", parent], {}, grace=5.0)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     host.stop()

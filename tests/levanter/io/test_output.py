@@ -18,7 +18,7 @@ def run(program: str, *, shell: str = "", **environment: str) -> tuple[int, byte
         capture_output=True,
         check=False,
         env={**os.environ, **environment},
-        timeout=60,
+        timeout=250,
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -452,7 +452,7 @@ sys.meta_path.insert(0, No)
 import levanter.main.train_lm, levanter.main.eval_lm, levanter.main.cache_dataset, levanter.main.migrate
 import levanter.main.plan, levanter.legacy.imports, levanter.legacy.facades.trainer
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr
 
 

@@ -243,5 +243,5 @@ def test_ctrl_c(tmp_path, folder):
                 break
         running.send_signal(signal.SIGINT)
         assert "interrupted" in running.stderr.read()
-        assert running.wait(timeout=30) == 130
+        assert running.wait(timeout=200) == 130
     assert list(scratch.iterdir()) == []

@@ -145,10 +145,10 @@ def test_ctrl_c_ends_the_worker_and_leaves_no_lock_file(tmp_path):
         assert len(_workers_with(str(scratch))) == 1
         caller.send_signal(signal.SIGINT)
         assert caller.stdout.readline() == "interrupted\n"
-        assert caller.wait(timeout=30) == 130
+        assert caller.wait(timeout=200) == 130
     assert not lock.exists()
     assert list(scratch.iterdir()) == []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while _workers_with(str(scratch)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _workers_with(str(scratch)) == []
@@ -162,7 +162,7 @@ def test_a_caller_that_is_killed_leaves_no_worker(tmp_path):
         assert caller.stdout.readline() == "compiling\n"
         assert len(_workers_with(str(tmp_path))) == 1
         caller.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while _workers_with(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _workers_with(str(tmp_path)) == []

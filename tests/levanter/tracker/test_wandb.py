@@ -39,7 +39,7 @@ def run_offline(tmp_path, mode):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=250,
     )
 
 

@@ -221,7 +221,7 @@ def test_the_command_prints_the_plan_before_it_looks_at_the_text(tmp_path):
         [*command, "--trainer.checkpointer.base_path", str(tmp_path / "checkpoints")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 2, done.stderr

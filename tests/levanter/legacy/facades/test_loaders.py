@@ -132,7 +132,7 @@ def test_a_background_iterable_passes_on_what_fails_and_stops():
     endless.stop()
     with pytest.raises(StopIteration):
         next(iterator)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 100
     while any(thread.name == "make-items" for thread in threading.enumerate()) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(thread.name == "make-items" for thread in threading.enumerate())
