@@ -1,7 +1,7 @@
 """Names of earlier generations that are not carried over, and what to use instead.
 
     GONE_IN["levanter.trainer"]["Trainer TrainerHooks"]    names of a module (or class, `module:Class`), and why
-    GONE_MODULES["levanter.inference"]                     a module with all that is in it and below it, and why
+    GONE_MODULES["levanter.lora"]                          a module with all that is in it and below it, and why
 
 `levanter.legacy.imports` refuses them with the reason, `levanter.legacy.migration_tables` lists them in
 `docs/migrating.md`.
@@ -26,6 +26,7 @@ _PREFERENCES = (
 _STORE = "tokens live in token stores: levanter.data.build_tokens writes and reads them"
 _SPEECH = "this project trains on text only"
 _SAMPLING = "sampling is not implemented yet; an exported folder (hf_save_path) works with any inference tool"
+_SERVING = "serving over HTTP is not implemented yet"
 _LAYERS = "models are one decoder built from specs: levanter.models.decoder, levanter.layers"
 _OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
 _LAUNCH = "levanter.infra.launch starts runs on TPU VMs, under Slurm and Ray"
@@ -190,6 +191,11 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "ActivationFunction JaxActivationFunction TO_FN TO_JAX_FN": "levanter.layers.activation.ACTIVATIONS",
     },
     "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config decodes the types it knows"},
+    "levanter.inference.engine": {
+        "DecodeResult GenState GenerationResult InferenceEngine InferenceEngineConfig PrefillWork "
+        "TokenSequenceLogprobs score_token_sequence_logprobs": "levanter.inference is written anew: `Request` and "
+        "`SamplingParams` say what is wanted, `Schedule` who runs, `RowState` what the device knows",
+    },
     "levanter.layers": {
         "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
     },
@@ -325,7 +331,12 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.generator": _SAMPLING,
     "levanter.grad_accum": "a step splits its batch into microbatches automatically: trainer.per_device_parallelism",
     "levanter.grug": "array-first models are not here; every model has named axes",
-    "levanter.inference": _SAMPLING,
+    "levanter.inference.jit_scheduler": "levanter.inference.schedule plans on the host, levanter.inference.rows is the "
+    "state on the device",
+    "levanter.inference.openai": _SERVING,
+    "levanter.inference.openai_protocol": _SERVING,
+    "levanter.inference.page_table": "levanter.inference.pages and levanter.inference.standing say who has which page",
+    "levanter.inference.utils": _PARTS,
     "levanter.infra.cli_helpers": _LAUNCH,
     "levanter.infra.docker": _LAUNCH,
     "levanter.infra.ray_tpu": _LAUNCH,
@@ -336,7 +347,7 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.layers.kv_cache": _SAMPLING,
     "levanter.layers.normalization": "levanter.layers.norm",
     "levanter.layers.page_table": _SAMPLING,
-    "levanter.layers.sampler": _SAMPLING,
+    "levanter.layers.sampler": "levanter.inference.sampling.sample samples a token for each row",
     "levanter.megascale": _LAUNCH,
     "levanter.metrics": "levanter.trainer.metrics",
     "levanter.main.model_init": "levanter.commands.model.pretrained describes and loads models",

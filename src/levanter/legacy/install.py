@@ -28,6 +28,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.data.mixture": (),
     "levanter.data.packing": (),
     "levanter.eval": (),
+    "levanter.inference.engine": (),
     "levanter.layers": (),
     "levanter.layers.attention": (),
     "levanter.layers.attention.mask": ("AttentionMask",),
