@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,6 +12,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Servers of these tests are on this machine.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 import hypothesis
 import jax
@@ -20,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A landing is judged by the same examples every time; new ones are searched for on developers' machines. How long one
+# A change is judged by the same examples every time; `HYPOTHESIS_PROFILE=developer` searches for new ones. How long one
 # takes says more about the machine than about the code.
 _UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("ci", derandomize=True, **_UNTIMED)
+hypothesis.settings.register_profile("judge", derandomize=True, **_UNTIMED)
 hypothesis.settings.register_profile("developer", **_UNTIMED)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "developer")
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "judge"))
 
 
 # A shell's background job ignores Ctrl-C, and what `nohup` starts ignores a hangup; every process that a test starts
@@ -42,3 +45,12 @@ def devices() -> list[jax.Device]:
     found = jax.devices()
     assert len(found) == 8, "tests need 8 virtual CPU devices; XLA was started before conftest"
     return found
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> Iterator[None]:
+    """What this module's tests compile here is compiled quickly, and alike computations once."""
+    from helpers.compile_once import compile_once
+
+    with compile_once():
+        yield

@@ -4,6 +4,7 @@ Torch gets its weights by another way than ours: dequantized by the `gguf` libra
 row order of q and k undone in NumPy.
 """
 
+from functools import cache
 from typing import Any
 
 import gguf
@@ -36,8 +37,9 @@ def torch_name(name):
     return f"model.layers.{layer}.{NAMES[part]}.weight"
 
 
+@cache
 def torch_smollm2() -> Any:
-    """The model in float32."""
+    """The model in float32; one for all tests of a process, none of which changes it."""
     path = open_checkpoint(MODEL).where
     weights = {}
     for tensor in gguf.GGUFReader(path).tensors:

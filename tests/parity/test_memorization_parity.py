@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 from helpers.hf_folder import TEXTS, tensors, write_folder
-from helpers.torch_suffixes import SMOLLM2, log_pz_by_torch, torch_smollm2
+from helpers.torch_smollm2 import MODEL as SMOLLM2
+from helpers.torch_smollm2 import torch_smollm2
+from helpers.torch_suffixes import log_pz_by_torch
 from tokenizers import Tokenizer
 
 from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main

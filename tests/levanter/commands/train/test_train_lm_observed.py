@@ -13,6 +13,8 @@ from levanter.config import load
 from levanter.run import OK, Target
 from levanter.trainer.metrics import Peak
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 RUN = """
 data:
   tokenizer: passthrough
