@@ -88,6 +88,23 @@ class Inputs:
             {"per_device_eval_parallelism": 1},
         )
 
+    def generate(self, folder: Path, **inference: Any) -> list[str]:
+        """The command that answers 7 prompts, in `folder/answers.jsonl`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [{"prompt": "the cat sat on the mat"[: 3 * n + 1], "n": n % 2 + 1} for n in range(7)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return self._command(
+            folder,
+            "generate",
+            {
+                "hf_checkpoint": str(self.model),
+                "input_path": str(folder / "prompts.jsonl"),
+                "output_path": str(folder / "answers.jsonl"),
+                "inference": {"max_rows": 4, "prefill_chunk": 8, **inference},
+            },
+            {},
+        )
+
     def train_lm(self, folder: Path, *, steps: int, **more: Any) -> list[str]:
         """The command of a training run whose checkpoints and numbers are in `folder`."""
         trainer = {

@@ -77,6 +77,18 @@ def test_eval_careless_lm(tmp_path, inputs, count):
     assert names(found, "score") == ["score"]
 
 
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_generate(tmp_path, inputs, count):
+    found = heard(tmp_path, count, inputs.generate(tmp_path), inputs)
+    check(found)
+    assert [name for name in names(found, "") if not name.startswith("load.")] == [
+        "start_rows",
+        "prefill_4x8",
+        "decode_4",
+    ]
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 7
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_train_lm_saves_evaluates_exports_and_goes_on(tmp_path, inputs, count):
     def train(steps: int, attempt: str) -> list[Heard]:

@@ -83,6 +83,7 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "ConvertLmConfig",
                 "a checkpoint as a Hugging Face folder",
             ),
+            ("generate", "generate.generate", "generate.config", "GenerateConfig", "text behind prompts, line by line"),
             (
                 "viz_logprobs",
                 "evaluate.viz_logprobs",

@@ -43,6 +43,10 @@ MINUS_ONE = {
     "PowerLrSchedule.b",
     # An id that no token has.
     "LmDataConfig.ignore_token_id",
+    # All of them; less of what was there.
+    "SamplingParams.top_k",
+    "SamplingParams.presence_penalty",
+    "SamplingParams.frequency_penalty",
 }
 ZERO = {
     # None of it, or from the beginning.
@@ -80,6 +84,17 @@ ZERO = {
     "TensorboardConfig.max_queue",
     "TrackioConfig.background_finish_timeout",
     "WandbConfig.background_finish_timeout",
+    # Of a text: off, none of them, the likeliest token, the first id.
+    "SamplingParams.temperature",
+    "SamplingParams.top_k",
+    "SamplingParams.min_p",
+    "SamplingParams.seed",
+    "SamplingParams.presence_penalty",
+    "SamplingParams.frequency_penalty",
+    "SamplingParams.min_tokens",
+    "SamplingParams.max_tokens",
+    "SamplingParams.stop_token_ids",
+    "SamplingParams.logprobs",
     # A model's: no such part, derived from the others, or a layer's number.
     "DecoderConfig.initializer_range",
     "Gpt2Config.intermediate_dim",

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
-from haliax_ext.mapping import compute_mapping_in_scope
+from haliax_ext.mapping import AxisMapping, compute_mapping, compute_mapping_in_scope
 from levanter.layers.attention.backends import DEFAULT_BLOCK, BackendChoice, attend
 from levanter.layers.attention.mask import AttentionMask
 
@@ -199,16 +199,18 @@ class _CachedAttention:
         Pos, KeyPos = q.resolve_axis("position"), keys.resolve_axis("key_position")
         whole = Pos.size == 1 or Pos.size * KeyPos.size <= MOST_SCORES
         name, block = ("reference", None) if whole else ("blockwise", DEFAULT_BLOCK)
-        mixed = attend(
-            q.astype(self.dtype),
-            keys.astype(self.dtype),
-            values.astype(self.dtype),
-            self.mask.with_positions(query_positions=positions),
-            choice=BackendChoice(name=name, reason="by the number of scores", block_size=block),
-            softmax_scale=self.softmax_scale,
-            soft_cap=self.soft_cap,
-            sinks=more.pop(0) if more else None,
-        )
+        # Haliax's functions constrain what they make by the mapping in scope; here are a device's own parts.
+        with compute_mapping(AxisMapping()):
+            mixed = attend(
+                q.astype(self.dtype),
+                keys.astype(self.dtype),
+                values.astype(self.dtype),
+                self.mask.with_positions(query_positions=positions),
+                choice=BackendChoice(name=name, reason="by the number of scores", block_size=block),
+                softmax_scale=self.softmax_scale,
+                soft_cap=self.soft_cap,
+                sinks=more.pop(0) if more else None,
+            )
         return mixed.rearrange(q.axes).array.astype(q.dtype), written
 
     def _read(
@@ -216,15 +218,22 @@ class _CachedAttention:
     ) -> tuple[NamedArray, NamedArray]:
         """Keys and values of the rows, `[batch, kv_head, key_position, head_size]`."""
         slots, size = pages.shape[4:]
+        rows, heads = Batch.size, KVHead.size
         if tables is None:
             reach = min(self.reach or slots, slots)
-            own = jax.lax.dynamic_slice(pages, (layer, 0, 0, 0, 0, 0), (1, Batch.size, KVHead.size, 2, reach, size))[0]
+            shape = (1, rows, heads, 1, reach, size)
+            # Each by itself: a product reads its own part of the cache where it lies.
+            keys, values = (
+                jax.lax.dynamic_slice(pages, (layer, 0, 0, which, 0, 0), shape)[0, :, :, 0] for which in (0, 1)
+            )
         else:
             some = tables.array[:, : -(-(self.reach or slots * tables.array.shape[1]) // slots)]
-            own = pages.at[layer, some].get(mode="clip")
-            own = own.transpose(0, 2, 3, 1, 4, 5).reshape(Batch.size, KVHead.size, 2, -1, size)
-        axes = (Batch, KVHead, Axis("key_position", own.shape[3]), Axis("head_size", size))
-        return hax.named(own[:, :, 0], axes), hax.named(own[:, :, 1], axes)
+            keys, values = (
+                pages.at[layer, some, :, which].get(mode="clip").swapaxes(1, 2).reshape(rows, heads, -1, size)
+                for which in (0, 1)
+            )
+        axes = (Batch, KVHead, Axis("key_position", keys.shape[2]), Axis("head_size", size))
+        return hax.named(keys, axes), hax.named(values, axes)
 
 
 def _written(
@@ -244,7 +253,10 @@ def _written(
     else:
         number = jnp.take_along_axis(tables.array, positions // slots, axis=1, mode="clip")
         there = there & (positions < slots * tables.array.shape[1])
-    number = jnp.where(there, number, pages.shape[1])
+    # One scatter of vectors along `head_size`: with heads or `kv` in what is written at a time, the TPU compiler lays
+    # the cache out anew for it, all of it.
+    at = jnp.where(there, number, pages.shape[1])[:, :, None, None]
+    head, which = jnp.arange(pages.shape[2])[:, None], jnp.arange(2)
     new = jnp.stack([k, v], axis=3)
     new = jnp.where(jnp.isfinite(new), new, 0).astype(pages.dtype)
-    return pages.at[layer, number, :, :, positions % slots].set(new, mode="drop")
+    return pages.at[layer, at, head, which, (positions % slots)[:, :, None, None]].set(new, mode="drop")

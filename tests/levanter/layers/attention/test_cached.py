@@ -181,11 +181,11 @@ def test_every_rule_by_itself(rule, devices):
         np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
 
 
-@pytest.mark.parametrize("rule", ["all", "everything"])
-def test_by_blocks_of_keys_it_is_the_same(rule, devices, monkeypatch):
+@pytest.mark.parametrize(("rule", "mesh"), [("all", "one"), ("everything", "data 2, model 2, group 2")])
+def test_by_blocks_of_keys_it_is_the_same(rule, mesh, devices, monkeypatch):
     monkeypatch.setattr(cached, "MOST_SCORES", 0)
     monkeypatch.setattr(cached, "DEFAULT_BLOCK", 5)
-    found, *_ = run_all("paged", "one", devices, **RULES[rule])
+    found, *_ = run_all("paged", mesh, devices, **RULES[rule])
     for row in range(ROWS):
         np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
 

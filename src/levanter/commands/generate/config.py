@@ -1,0 +1,59 @@
+"""The configuration of `generate`."""
+
+from dataclasses import dataclass, field
+
+from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import PathText, PositiveFloat, Ranged
+from levanter.inference.config import InferenceConfig
+from levanter.inference.params import SamplingParams
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Ranged):
+    """What `generate` goes on from, with which model, and where.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        checkpoint_path: a checkpoint of our own training runs, or a run's folder for its newest one.
+        tokenizer: another tokenizer than the checkpoint's own.
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        trainer: devices, mesh, precision, trackers.
+        inference: rows and their cache.
+        sampling: how tokens are chosen where a line does not say.
+        enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
+        input_path: prompts, one JSON object a line: `{"id": …, "prompt": "text" or [ids], …parameters}`.
+        output_path: a line of JSON for each of them. What is there from an interrupted run is kept, and the run goes on
+            behind it.
+        plan: assumptions for planning that a run would find out by itself.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+    """
+
+    hf_checkpoint: PathText | None = None
+    checkpoint_path: PathText | None = None
+    tokenizer: PathText | None = None
+    model: LmConfig | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    enforce_bos: bool = True
+    input_path: PathText | None = None
+    output_path: PathText | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    allow_pickle: bool = False
+    load_memory_gib: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.checkpoint_path and self.hf_checkpoint:
+            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+        elif not (self.checkpoint_path or self.hf_checkpoint or self.model):
+            problems.append(
+                "no model: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a checkpoint "
+                "of train_lm)"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))

@@ -1,0 +1,195 @@
+"""What `generate` will do, before it does it: the model, its cache, and the Programs that fill and read it."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from levanter.commands.generate.config import GenerateConfig
+from levanter.commands.model.not_carried import not_carried
+from levanter.commands.model.origin import ModelBlock
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.shell.outputs import output_checks
+from levanter.config import Written
+from levanter.inference.cache import CachePlan, plan_cache
+from levanter.inference.config import InferenceConfig
+from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.programs import ServedModel
+from levanter.io import exists
+from levanter.mesh.config import DEFAULT_BATCH_AXES
+from levanter.models.decoder.config import DecoderConfig
+from levanter.run import Check, RunPlan, Target, Workload
+from levanter.trainer.config import TrainerConfig
+
+NAME = "generate"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateWork:
+    """What `execute` needs besides the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        pretrained: the model.
+        programs: what fills and reads the cache.
+    """
+
+    config: GenerateConfig
+    pretrained: PretrainedModel
+    programs: GenerationPrograms
+
+
+def describe(config: GenerateConfig, target: Target, *, written: Written | None = None) -> RunPlan[GenerateWork]:
+    """Describes the run for `target`; reads metadata, no weights.
+
+    Args:
+        config: what is generated.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+
+    Raises:
+        ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
+    """
+    written = Written.in_python(config) if written is None else written
+    inference = config.inference
+    trainer, notes = _whole_parameters(config.trainer, written)
+    pretrained = describe_pretrained(
+        ModelChoice(
+            reference=config.hf_checkpoint,
+            model=ModelBlock.of(config.model, written),
+            tokenizer=config.tokenizer,
+            trainer=trainer,
+            allow_pickle=config.allow_pickle,
+            memory_gib=config.load_memory_gib,
+            saved=config.checkpoint_path,
+        ),
+        target,
+        batch=lambda _: inference.max_rows,
+        positions=inference.prefill_chunk,
+    )
+    model = pretrained.config
+    if not isinstance(model, DecoderConfig):
+        raise ValueError(f"text cannot be generated with a {type(model).__name__} yet: it has no cache")
+    length = inference.max_seq_len or model.max_seq_len
+    cache = plan_cache(
+        model,
+        pretrained.resolved.mappings,
+        pretrained.resolved.spec,
+        batch_axis=pretrained.resolved.batch_axis,
+        rows=inference.max_rows,
+        max_seq_len=length,
+        dtype=_cache_dtype(inference, pretrained),
+        allocation=inference.allocation,
+        page_size=inference.page_size,
+        pages=inference.pages,
+        hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
+    )
+    programs = _programs(pretrained, cache, inference)
+    # Which kernel attends within whole sequences says nothing of attention to a cache.
+    checks = [check for check in pretrained.checks if check.name != "kernels"]
+    checks += [*not_carried(config, written), *_length_checks(length, model)]
+    checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
+    checks.append(Check(name="cache", status="ok", message=str(cache)))
+    checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
+    checks += _file_checks(config)
+    parameters = pretrained.sharding.bytes_per_device
+    return RunPlan(
+        entry_point=NAME,
+        target=target,
+        mesh=pretrained.resolved.spec,
+        checks=tuple(checks),
+        sharding=pretrained.sharding,
+        activations=pretrained.activations,
+        load=pretrained.load_plan,
+        computing=programs.all,
+        workloads=_workloads(pretrained, programs),
+        notes=(*pretrained.notes, *notes),
+        work=GenerateWork(config=config, pretrained=pretrained, programs=programs),
+        resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
+        beside={programs.start.name: parameters},
+        searchable="layouts of generation are not searched yet",
+    )
+
+
+def _whole_parameters(trainer: TrainerConfig, written: Written) -> tuple[TrainerConfig, tuple[str, ...]]:
+    """The trainer with parameters that lie as they are used: gathering them would cost every token all of them."""
+    mesh = trainer.mesh
+    if "embed" in mesh.param_mapping and "trainer.mesh.param_mapping" in written:
+        return trainer, ()
+    rules = {**mesh.param_mapping, "embed": None}
+    allowed = [*mesh.allow_replicated, *DEFAULT_BATCH_AXES]
+    changed = replace(mesh, param_mapping=rules, allow_replicated=allowed)
+    note = "trainer.mesh.param_mapping: embed is whole on every device, so that no token waits for gathered weights"
+    return replace(trainer, mesh=changed), (note,)
+
+
+def _cache_dtype(inference: InferenceConfig, pretrained: PretrainedModel) -> np.dtype:
+    import jax.numpy as jnp
+
+    return pretrained.precision.compute if inference.cache_dtype is None else jnp.dtype(inference.cache_dtype)
+
+
+def _programs(pretrained: PretrainedModel, cache: CachePlan, inference: InferenceConfig) -> GenerationPrograms:
+    """The run's Programs: short parts of prompts are taken several at a time."""
+    served = ServedModel(
+        abstract=pretrained.abstract,
+        sharding=pretrained.sharding,
+        counts_tokens=inference.penalties,
+        matmul_precision=pretrained.precision.matmul,
+        compiler_options=dict(pretrained.compiler_options),
+    )
+    longest = min(inference.prefill_chunk, cache.max_seq_len)
+    prefill = [(min(max(1, longest // size), cache.rows_of_shard, 8), size) for size in inference.parts(longest)]
+    return generation_programs(served, cache, prefill=prefill, steps=inference.steps)
+
+
+def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
+    """Refuses or notes rows that are longer than anything the model was trained on."""
+    if length <= model.max_seq_len:
+        return []
+    message = f"inference.max_seq_len: {length} positions exceed the model's max_seq_len, {model.max_seq_len}"
+    if not model.learned_positions:
+        return [Check(name="rows", status="note", message=f"{message}; it was not trained on longer texts")]
+    error = ValueError(f"{message}; it has no positions beyond\n  → inference.max_seq_len: {model.max_seq_len}")
+    return [Check(name="rows", status="error", message=str(error), error=error)]
+
+
+def _file_checks(config: GenerateConfig) -> list[Check]:
+    checks = []
+    for key, path in (("input_path", config.input_path), ("output_path", config.output_path)):
+        if path is None:
+            error = ValueError(f"{key}: a run needs it; a plan does not")
+            checks.append(Check(name=key, status="unchecked", message=str(error), error=error))
+    if config.input_path is not None and not exists(config.input_path):
+        error = ValueError(f"input_path: {config.input_path}: no such file")
+        checks.append(Check(name="input_path", status="unchecked", message=str(error), error=error))
+    if config.output_path is not None:
+        checks += output_checks("output_path", config.output_path)
+    return checks
+
+
+def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tuple[Workload, ...]:
+    """A decode step at full length, and a call of each size for prompts."""
+    cache = programs.cache
+
+    def of(rows: int, tokens: int, kind: Literal["causal", "full"]) -> float:
+        each = pretrained.config.flops(
+            vocab_size=pretrained.Vocab.size, context_length=cache.max_seq_len, attention=kind
+        )
+        return rows * tokens * each.scoring
+
+    sizes = [(programs.decode.name, cache.rows, programs.steps)]
+    sizes += [(program.name, rows, tokens) for (rows, tokens), program in programs.prefill.items()]
+    return tuple(
+        Workload(
+            program=name,
+            tokens=rows * tokens,
+            unit="tokens",
+            items=rows * tokens,
+            flops_full=of(rows, tokens, "full"),
+            flops_causal=of(rows, tokens, "causal"),
+            executions=None,
+            reason="how many depends on the prompts and on how long the texts get",
+        )
+        for name, rows, tokens in sizes
+    )

@@ -1,0 +1,121 @@
+"""`DeviceRows`: the cache and the rows on the devices, and the two calls that change them.
+
+Calls are dispatched in order and return at once, with arrays that are still being computed; whoever reads those waits.
+So the next call can be on its way before the tokens of the last one are read: what it needs of them is on the devices.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from haliax_ext.batches import place
+from haliax_ext.program import Jit, Program
+from haliax_ext.pytree import PyTree
+from levanter.inference.generation import GenerationPrograms
+from levanter.inference.programs import SampledRows
+from levanter.inference.row_params import RowSampling, host_params
+from levanter.inference.step_plan import DecodeRow, PrefillPart
+
+
+class DeviceRows:
+    """The rows of one model on one mesh.
+
+    Args:
+        programs: what is run.
+        mesh: the devices.
+        model: the model on them.
+        jit: makes a Program callable.
+    """
+
+    def __init__(self, programs: GenerationPrograms, mesh: Mesh, model: PyTree, *, jit: Jit = Program.jit):
+        self.programs = programs
+        self._mesh, self._model, self._jit = mesh, model, jit
+        self._calls: dict[str, Callable[..., PyTree]] = {}
+        self._cache, self._state = self._call(programs.start)
+
+    def prefill(
+        self,
+        bucket: tuple[int, int],
+        parts: Sequence[PrefillPart],
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+    ) -> SampledRows:
+        """Takes parts of prompts.
+
+        Args:
+            bucket: rows and tokens of the call.
+            parts: of different rows.
+            tables: `[row, table]`, the pages of all rows, numbered within their shards.
+            sampling: how each row is sampled; None for a row that nobody uses.
+
+        Returns:
+            What was sampled, over the lanes of the call; it means something where a prompt ended.
+        """
+        rows, length = bucket
+        names = ("first", "count", "row", "fresh", "ends", "left", "prompt")
+        given: dict[str, np.ndarray] = {name: np.zeros(rows, np.int32) for name in names}
+        given["row"][:] = self.programs.cache.rows
+        given["tokens"] = np.zeros((rows, length), np.int32)
+        given["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
+        of_lane: list[RowSampling | None] = [None] * rows
+        for part in parts:
+            own = of_lane[part.lane] = sampling[part.place]
+            assert own is not None, f"{part.id} has no parameters"
+            given["tokens"][part.lane, : len(part.tokens)] = part.tokens
+            given["tables"][part.lane] = tables[part.place]
+            values = (part.start, len(part.tokens), part.place, part.fresh, part.ends, part.left, own.prompt_tokens)
+            for name, value in zip(names, values, strict=True):
+                given[name][part.lane] = value
+        return self._step(self.programs.prefill[bucket], given, host_params(of_lane))
+
+    def decode(
+        self, rows: Sequence[DecodeRow], tables: np.ndarray, sampling: Sequence[RowSampling | None]
+    ) -> SampledRows:
+        """Gives rows their next tokens.
+
+        Args:
+            rows: which.
+            tables, sampling: see `prefill`.
+
+        Returns:
+            What was sampled, over all rows, with an axis `step` in front.
+        """
+        given: dict[str, np.ndarray] = {"tables": tables, "going": np.zeros(len(sampling), np.int32)}
+        given["going"][[row.place for row in rows]] = 1
+        return self._step(self.programs.decode, given, host_params(sampling))
+
+    def _step(self, program: Program, given: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray]) -> SampledRows:
+        named: dict[str, np.ndarray | Mapping[str, np.ndarray]] = {"params": params, **given}
+        values = [place(one, named[one.name], self._mesh) for one in program.inputs[3:]]
+        self._cache, self._state, drawn = self._call(program, self._model, self._cache, self._state, *values)
+        for array in jax.tree.leaves(drawn):
+            array.copy_to_host_async()
+        return drawn
+
+    def _call(self, program: Program, *values: PyTree) -> PyTree:
+        if program.name not in self._calls:
+            self._calls[program.name] = self._jit(program, self._mesh)
+        return self._calls[program.name](*values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOnHost:
+    """`SampledRows` on the host, by array: each is over rows, behind steps where there are several."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    ok: np.ndarray
+    there: np.ndarray
+    finite: np.ndarray
+
+
+def fetched(drawn: SampledRows) -> RowsOnHost:
+    """What was drawn, on this host; waits for it."""
+    own = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), drawn)
+    sampled = {name: getattr(own.sampled, name).array for name in ("tokens", "logprobs", "top_ids", "top_logprobs")}
+    return RowsOnHost(**sampled, ok=own.sampled.ok.array, there=own.there.array, finite=own.finite.array)

@@ -1,0 +1,168 @@
+"""`Engine`: requests come in, tokens come out, as many rows at a time as there is room for.
+
+Rows are independent: one that ends makes room for the next prompt at once, and no row waits for another. What the next
+calls are, `Schedule` says; the engine dispatches them before it reads the tokens of the calls before, so that the
+devices work while the host looks at text. A row that ended is known to have ended on the devices; the host, which
+learns of it a call later, drops nothing but what was never sampled.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from levanter.inference.device import DeviceRows, RowsOnHost, fetched
+from levanter.inference.generation import GenerationPrograms
+from levanter.inference.programs import SampledRows
+from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
+from levanter.inference.row_params import RowSampling
+from levanter.inference.schedule import Schedule
+from levanter.inference.standing import Standing
+from levanter.inference.step_plan import DecodeRow, PrefillPart, StepPlan
+
+
+def schedule_of(programs: GenerationPrograms, *, share_prefixes: bool = False) -> Schedule:
+    """What shares a run's Programs out among rows.
+
+    Args:
+        programs: the run's.
+        share_prefixes: whether rows that begin alike share pages.
+    """
+    cache = programs.cache
+    return Schedule(
+        rows=cache.rows,
+        pages=cache.pages // cache.shards,
+        page_size=cache.slots,
+        context=cache.max_seq_len,
+        buckets=tuple(programs.prefill),
+        steps=programs.steps,
+        shards=cache.shards,
+        fixed=cache.allocation == "fixed",
+        share_prefixes=share_prefixes,
+    )
+
+
+NOT_FINITE = (
+    "the model's activations are not finite: a token has no probability, or the model overflowed; try a wider compute "
+    "dtype (trainer.mp: f32)"
+)
+"""What is said of a row that cannot go on."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """A dispatched call: whom it is about, and what comes of it."""
+
+    parts: tuple[PrefillPart, ...] = ()
+    rows: tuple[DecodeRow, ...] = ()
+    drawn: SampledRows
+
+
+@dataclass(eq=False)
+class Engine:
+    """The loop.
+
+    Attributes:
+        device: the rows on the devices.
+        schedule: who runs next.
+        behind: calls in flight before the first of them is read.
+    """
+
+    device: DeviceRows
+    schedule: Schedule
+    behind: int = 2
+    _standing: Standing = field(init=False)
+    _calls: "deque[_Call]" = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        self._standing = self.schedule.start()
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """Goes on with each prompt until it ends; events in the order in which they come.
+
+        Requests are taken as there is room for them.
+
+        Raises:
+            RefusedError: a request that could never finish; see `Schedule.check`.
+        """
+        source = iter(requests)
+        while True:
+            while len(self._standing.queue) < self.schedule.rows and (request := next(source, None)) is not None:
+                self._standing = self.schedule.offered(self._standing, request)
+            plan = self.schedule.step(self._standing)
+            self._standing = plan.after
+            self._dispatch(plan)
+            while self._calls and (len(self._calls) > self.behind or plan.empty):
+                yield from self._read(self._calls.popleft())
+                if plan.empty:
+                    break
+            if plan.empty and self._standing.idle and not self._calls:
+                return
+
+    def give_up(self, of: ChoiceId) -> None:
+        """Ends a choice; what comes of it from here on is dropped."""
+        self._standing = self.schedule.ended(self._standing, of)
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        """Sends a step's calls. Rows first that have text: who ends a prompt in this step goes on in the next one."""
+        sampling = [None if row is None else _sampling(row.request, row.id) for row in plan.after.rows]
+        if plan.decode:
+            drawn = self.device.decode(plan.decode, plan.tables, sampling)
+            self._calls.append(_Call(rows=plan.decode, drawn=drawn))
+        if plan.bucket is not None:
+            drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling)
+            self._calls.append(_Call(parts=plan.prefill, drawn=drawn))
+
+    def _read(self, call: _Call) -> Iterator[Event]:
+        """Waits for a call's tokens and gives them."""
+        drawn = fetched(call.drawn)
+        for part in call.parts:
+            at = (part.lane,)
+            if not drawn.finite[at]:
+                yield from self._lose(part.id)
+            elif part.ends:
+                yield from self._tokens(part.id, drawn, [at])
+        for row in call.rows:
+            places = [(step, row.place) for step, there in enumerate(drawn.there[:, row.place]) if there]
+            yield from self._tokens(row.id, drawn, places)
+
+    def _tokens(self, of: ChoiceId, drawn: RowsOnHost, places: list[tuple[int, ...]]) -> Iterator[Event]:
+        row = self._standing.find(of)
+        if row is None:
+            return
+        good = [at for at in places if drawn.ok[at]]
+        ids = tuple(int(drawn.tokens[at]) for at in good)
+        self._standing = self._standing.read(of, ids)
+        request, made = row.request, len(row.made)
+        for at, id_ in zip(good, ids, strict=True):
+            made += 1
+            is_end = id_ in request.stop_ids
+            if is_end or made >= row.limit:
+                # Before anybody hears of it, so that who gives up the choice now does no more than that.
+                self.give_up(of)
+            asked, count = request.params.logprobs is not None, request.params.logprobs or 0
+            top = zip(drawn.top_ids[at][:count].tolist(), drawn.top_logprobs[at][:count].tolist(), strict=True)
+            yield Token(of=of, id=id_, logprob=float(drawn.logprobs[at]) if asked else None, top=tuple(top))
+            if is_end or made >= row.limit:
+                yield Finished(of=of, reason="stop" if is_end else "length", matched=id_ if is_end else None)
+            if self._standing.find(of) is None:
+                return
+        if len(good) < len(places):
+            yield from self._lose(of)
+
+    def _lose(self, of: ChoiceId) -> Iterator[Event]:
+        row = self._standing.find(of)
+        if row is not None:
+            # Nobody may begin with its pages.
+            self._standing = self._standing.with_row(replace(row, written=0))
+            self.give_up(of)
+            yield Failed(of=of, error=NOT_FINITE)
+
+
+def _sampling(request: Request, of: ChoiceId) -> RowSampling:
+    return RowSampling(
+        params=request.params,
+        seed=request.seed,
+        choice=of.choice,
+        prompt_tokens=len(request.tokens),
+        stop_ids=request.stop_ids,
+    )

@@ -1,0 +1,255 @@
+"""The Programs of generating text: an empty cache, prompts into it, one more token for every row.
+
+`prefill_RxT` takes up to T tokens of the prompts of R rows, in any part of them; `decode_R` gives each running row its
+next tokens. The cache and the state of the rows are donated and updated in place; tables, lengths and what a request
+asks for are small host arrays that come with every call, so that no request is ever a reason to compile.
+
+The cache is sharded; the state of the rows, a few integers each, is on every device.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.program import Input, Program
+from haliax_ext.pytree import PyTree, is_named
+from levanter.inference.cache import CachePlan
+from levanter.inference.row_params import RowParams
+from levanter.inference.rows import RowState
+from levanter.inference.sampling import Sampled, row_noise, sample
+from levanter.layers.attention.cached import NewPositions
+from levanter.models.decoder.cached import KvCache, advance
+from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.models.head_chunks import head_logits
+
+T = TypeVar("T")
+
+
+class SampledRows(eqx.Module):
+    """The next tokens of some rows.
+
+    Attributes:
+        sampled: what was sampled.
+        there: boolean, whether the row was running, so that this is about it.
+        finite: boolean, whether all activations of its tokens were. Of a part of a prompt too: what comes of the parts
+            behind it means nothing then.
+    """
+
+    sampled: Sampled
+    there: NamedArray
+    finite: NamedArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedModel:
+    """A model as Programs take it.
+
+    Attributes:
+        abstract: the module without memory.
+        sharding: where its parameters lie.
+        counts_tokens: whether rows count their tokens, which penalties go by.
+        matmul_precision: see `Program`.
+        compiler_options: see `Program`.
+    """
+
+    abstract: DecoderLmHeadModel
+    sharding: ShardingPlan
+    counts_tokens: bool = False
+    matmul_precision: str | None = None
+    compiler_options: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def start_program(model: ServedModel, cache: CachePlan) -> Program:
+    """Makes an empty cache and rows that nobody uses."""
+
+    def start() -> tuple[KvCache, RowState]:
+        pages = tuple(hax.zeros(x.axes, dtype=x.dtype) for x in cache.abstract.pages)
+        return KvCache(pages=pages), _empty(model, cache)
+
+    return _program("start_rows", start, (), cache, model)
+
+
+def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: int) -> Program:
+    """Takes parts of prompts, and samples the first token of those that end with it.
+
+    Its inputs: the model, the cache, the state, the parameters of the rows; `tokens [batch, position]`, ids; `first`
+    and `count [batch]`, the position of the first of them and how many there are; `tables [batch, table]`, the pages
+    of these rows; `row [batch]`, which rows of the state they are, or as many as there are rows for nobody; `fresh` and
+    `ends [batch]`, whether the prompt begins and ends here; `left [batch]`, how many tokens the row may get; `prompt
+    [batch]`, how long the request's prompt is.
+
+    Args:
+        model: the model.
+        cache: the cache.
+        rows: prompts at a time, over all shards.
+        tokens: of each.
+    """
+    Batch, Pos = Axis("batch", rows), Axis("position", tokens)
+
+    def prefill(net, cache_, state, params, ids, first, count, tables, row, fresh, ends, left, prompt):
+        at = NewPositions.following(first, count, Pos, tables=tables)
+        activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
+        finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
+        is_last = at.there & (at.positions == first + count - 1)
+        last = hax.sum(hax.where(is_last, activations, 0), Pos)
+        noise = row_noise(params.seed, params.choice)
+        state = state.counted(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
+        behind = first + count
+        counts = state.taken(row).counts
+        sampled = _sampled(net, last, params, noise, behind, counts, finite)
+        to = hax.where(ends != 0, row, cache.rows)
+        state = state.begun(to, sampled, params, noise=noise, position=behind, left=left)
+        return cache_, state, SampledRows(sampled=sampled, there=ends != 0, finite=finite)
+
+    numbers = {
+        "tokens": (Batch, Pos),
+        "first": (Batch,),
+        "count": (Batch,),
+        "tables": (Batch, Axis("table", cache.pages_of_row)),
+        "row": (Batch,),
+        "fresh": (Batch,),
+        "ends": (Batch,),
+        "left": (Batch,),
+        "prompt": (Batch,),
+    }
+    return _program(f"prefill_{rows}x{tokens}", prefill, (_params(Batch), *_integers(numbers)), cache, model)
+
+
+def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Program:
+    """Samples the next `steps` tokens of rows that have not ended, and ends rows by their stop ids and limits.
+
+    Its inputs: the model, the cache, the state, the parameters of all rows; `tables [batch, table]`, their pages;
+    `going [batch]`, which rows it is about: the others stay what they are. What it draws has an axis `step` in front.
+
+    Args:
+        model: the model.
+        cache: the cache.
+        steps: tokens a row gets in a call, at most.
+    """
+    Batch, Step, One = Axis("batch", cache.rows), Axis("step", steps), Axis("position", 1)
+
+    def one(net, cache_: KvCache, state: RowState, params, tables) -> tuple[KvCache, RowState, SampledRows]:
+        running = ~state.done
+        own = None if cache.allocation == "fixed" else tables
+        at = NewPositions.following(state.position, running.astype(jnp.int32), One, tables=own)
+        ids = state.last_token.broadcast_axis(One).rearrange((Batch, One))
+        activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
+        last = activations["position", 0]
+        finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
+        sampled = _sampled(net, last, params, state.noise, state.position + 1, state.counts, finite)
+        return cache_, state.advanced(sampled, params), SampledRows(sampled=sampled, there=running, finite=finite)
+
+    def decode(net, cache_, state, params, tables, going):
+        stays = (going == 0) & ~state.done
+        cache_, state, drawn = several(net, cache_, state.released(stays), params, tables)
+        return cache_, eqx.tree_at(lambda s: s.done, state, state.done & ~stays), drawn
+
+    def several(net, cache_, state, params, tables):
+        if steps == 1:
+            cache_, state, drawn = one(net, cache_, state, params, tables)
+            return cache_, state, _each(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
+        shapes = eqx.filter_eval_shape(one, net, cache_, state, params, tables)[2]
+        nothing = _each(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
+
+        def more(carry) -> jax.Array:
+            step, _, state, _ = carry
+            return (step < steps) & ~jnp.all(state.done.array)
+
+        def body(carry):
+            step, cache_, state, found = carry
+            cache_, state, drawn = one(net, cache_, state, params, tables)
+            found = jax.tree.map(
+                lambda all_, new: hax.named(all_.array.at[step].set(new.array), all_.axes),
+                found,
+                drawn,
+                is_leaf=is_named,
+            )
+            return step + 1, cache_, state, found
+
+        _, cache_, state, found = jax.lax.while_loop(more, body, (jnp.int32(0), cache_, state, nothing))
+        return cache_, state, found
+
+    numbers = {"tables": (Batch, Axis("table", cache.pages_of_row)), "going": (Batch,)}
+    return _program(f"decode_{cache.rows}", decode, (_params(Batch), *_integers(numbers)), cache, model)
+
+
+def _sampled(
+    net: DecoderLmHeadModel,
+    activations: NamedArray,
+    params: RowParams,
+    noise: NamedArray,
+    position: NamedArray,
+    counts: NamedArray | None,
+    finite: NamedArray,
+) -> Sampled:
+    """Tokens behind activations `[batch, embed]`; none where those are not finite."""
+    config = net.config
+    logits = head_logits(activations, net.head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
+    sampled = sample(logits, params, noise, position, counts=counts)
+    return eqx.tree_at(lambda s: s.ok, sampled, sampled.ok & finite)
+
+
+def _each(change: Callable[[NamedArray], NamedArray], tree: T) -> T:
+    return jax.tree.map(change, tree, is_leaf=is_named)
+
+
+def _empty(model: ServedModel, cache: CachePlan) -> RowState:
+    return RowState.empty(Axis("batch", cache.rows), model.abstract.Vocab if model.counts_tokens else None)
+
+
+def _of_state(cache: CachePlan) -> AxisMapping:
+    """The state is whole everywhere, but for what has an entry for each id."""
+    return AxisMapping({"vocab": cache.mappings.compute.mesh_axes("vocab") or None})
+
+
+def _params(Batch: Axis) -> Input:
+    return Input(name="params", value=RowParams.abstract(Batch), placement=AxisMapping())
+
+
+def _integers(shapes: Mapping[str, tuple[Axis, ...]]) -> tuple[Input, ...]:
+    """Small host arrays, which every device gets whole."""
+    return tuple(
+        Input(
+            name=name,
+            value=NamedArray(
+                jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), np.dtype(np.int32)),  # pyright: ignore
+                axes,
+            ),
+            placement=AxisMapping(),
+        )
+        for name, axes in shapes.items()
+    )
+
+
+def _program(
+    name: str, function: Callable[..., PyTree], inputs: tuple[Input, ...], cache: CachePlan, model: ServedModel
+) -> Program:
+    """A Program of the model, the cache and the state with some more inputs; it returns cache, state and results."""
+    held: tuple[Input, ...] = ()
+    if inputs:
+        state = eqx.filter_eval_shape(_empty, model, cache)
+        held = (
+            Input(name="model", value=model.abstract, placement=model.sharding),
+            Input(name="cache", value=cache.abstract, placement=cache.mappings.compute),
+            Input(name="state", value=state, placement=_of_state(cache)),
+        )
+    of_results = (("0", cache.mappings.compute), ("1", _of_state(cache)))
+    return Program(
+        name=name,
+        function=function,
+        inputs=(*held, *inputs),
+        mappings=cache.mappings,
+        out_placement=Mappings(params=AxisMapping(), overrides=of_results),
+        donate=("cache", "state") if inputs else (),
+        matmul_precision=model.matmul_precision,
+        compiler_options=model.compiler_options,
+    )

@@ -1,0 +1,202 @@
+"""`generate` as a command: a file of requests in, a file of answers out, against `transformers` on the same folder."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.hf_folder import tensors, write_folder
+
+from levanter.commands.generate import generate
+from levanter.commands.generate.config import GenerateConfig
+from levanter.commands.shell.entry import run_entry_point
+from levanter.config import load_written
+from levanter.inference import answers
+from levanter.plan.targets import target_of_pod
+
+LINES = [
+    {"id": "greedy", "prompt": "the cat sat", "temperature": 0, "max_tokens": 12, "logprobs": 2},
+    {"prompt": [5, 6, 7, 8], "temperature": 0, "max_tokens": 12},
+    "{not json",
+    {"id": "sampled", "prompt": "def f(x):", "n": 3, "seed": 7, "max_tokens": 9, "ignore_eos": True},
+    {"id": "too long", "prompt": "the cat", "max_tokens": 500},
+    {"id": "misspelt", "prompt": "the cat", "temprature": 0.5},
+    {"id": "stranger", "prompt": [5, 320], "max_tokens": 2},
+    {"id": "empty", "prompt": [], "max_tokens": 2},
+    {"id": "unseeded", "prompt": "日本語", "max_tokens": 9, "ignore_eos": True, "frequency_penalty": 1.0},
+    {"id": "one", "prompt": "the", "temperature": 0, "max_tokens": 1},
+]
+BROKEN = {2: "not JSON", 4: "500 new tokens", 5: "temprature", 6: "id 320", 7: "empty"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("generate")
+    weights = {
+        name: each if "norm" in name else (0.3 * each.astype(np.float32)).astype(each.dtype)
+        for name, each in tensors().items()
+    }
+    write_folder(where / "model", weights=weights)
+    lines = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in LINES]
+    (where / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return where
+
+
+def words_of(folder, out, **inference) -> list[str]:
+    document = {
+        "hf_checkpoint": str(folder / "model"),
+        "input_path": str(folder / "prompts.jsonl"),
+        "output_path": str(out),
+        "inference": {"max_rows": 4, "prefill_chunk": 8, **inference},
+        "trainer": {
+            "mp": "f32",
+            "tracker": {"type": "noop"},
+            "mesh": {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}},
+        },
+    }
+    path = out.with_suffix(".yaml")
+    path.write_text(json.dumps(document))
+    return ["--config_path", str(path)]
+
+
+def run(words) -> int:
+    return run_entry_point(GenerateConfig, generate.main, words)
+
+
+@pytest.fixture(scope="module")
+def whole(folder, devices):
+    """What one run writes."""
+    out = folder / "whole.jsonl"
+    assert run(words_of(folder, out)) == 2  # some lines are no requests
+    assert not out.with_name("whole.jsonl.parts").exists()
+    return out.read_bytes()
+
+
+def test_every_line_has_its_answer_in_its_place(folder, whole):
+    import tokenizers
+    import torch
+    import transformers
+
+    found = [json.loads(line) for line in whole.splitlines()]
+    assert [each["id"] for each in found] == [
+        *("greedy", "2", None, "sampled", "too long", "misspelt", "stranger", "empty", "unseeded", "one")
+    ]
+    for index, said in BROKEN.items():
+        assert found[index]["line"] == index + 1
+        assert said in found[index]["error"]
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    prompts = {0: [1, *tokenizer.encode("the cat sat", add_special_tokens=False).ids], 1: LINES[1]["prompt"]}
+    for index, prompt in prompts.items():
+        (choice,) = found[index]["choices"]
+        assert found[index]["prompt_tokens"] == len(prompt)
+        with torch.no_grad():
+            written = theirs.generate(
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=2
+            )[0, len(prompt) :].tolist()
+        assert choice["tokens"] == written
+        ended = written[-1] == 2
+        assert choice["finish_reason"] == ("stop" if ended else "length")
+        assert choice["text"] == tokenizer.decode(written[:-1] if ended else written)
+    top = found[0]["choices"][0]["top_logprobs"]
+    assert [pairs[0][0] for pairs in top] == found[0]["choices"][0]["tokens"]
+    assert [pairs[0][1] for pairs in top] == found[0]["choices"][0]["logprobs"]
+    choices = found[3]["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2] and found[3]["seed"] == 7
+    assert len({tuple(choice["tokens"]) for choice in choices}) == 3
+    assert all(len(choice["tokens"]) == 9 for choice in choices)
+
+
+def test_a_run_that_was_interrupted_goes_on_and_writes_the_same(folder, whole, tmp_path, monkeypatch):
+    """Also with pages, other parts of prompts, more tokens a call and other rows beside: none of it is in the text."""
+    monkeypatch.setattr(answers, "PART_LINES", 1)
+    out = tmp_path / "again.jsonl"
+    words = words_of(folder, out, allocation="paged", page_size=8, steps=4, prefill_chunk=16)
+    take, taken = generate._Run.take, []
+
+    def interrupted(self, event, engine):
+        take(self, event, engine)
+        taken.append(event)
+        if len(taken) == 45:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate._Run, "take", interrupted)
+        assert run(words) == 130
+    assert not out.exists()
+    kept = sum(len(path.read_bytes().splitlines()) - 1 for path in out.with_name("again.jsonl.parts").glob("part-*"))
+    assert 0 < kept < len(LINES)
+    assert run(words) == 2
+    assert out.read_bytes() == whole
+
+
+def test_what_is_there_already_is_not_written_over(folder, whole, capfd):
+    assert run(words_of(folder, folder / "whole.jsonl")) == 2
+    assert "is there already" in capfd.readouterr().err
+    assert (folder / "whole.jsonl").read_bytes() == whole
+
+
+PLANNED = {
+    "model": {
+        "type": "llama",
+        **{"hidden_dim": 8192, "intermediate_dim": 28672, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8},
+        **{"vocab_size": 128256, "max_seq_len": 8192},
+    },
+    "tokenizer": "passthrough",
+    "trainer": {"mp": "bfloat16", "mesh": {"axes": {"data": 1, "model": -1}, "shared_mapping": {"vocab": "model"}}},
+}
+
+
+def planned(tmp_path, target: str, **inference):
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps({**PLANNED, "inference": inference}))
+    loaded = load_written(GenerateConfig, ["--config_path", str(path)])
+    return generate.describe(loaded.config, target_of_pod(target), written=loaded.written)
+
+
+def test_a_plan_needs_no_weights_and_no_prompts(tmp_path):
+    plan = planned(tmp_path, "v6e-8", max_rows=4)
+    assert not plan.errors
+    assert {"input_path", "output_path", "weights"} <= {check.name for check in plan.checks if check.error is not None}
+    names = [program.name for program in plan.computing]
+    assert names == ["start_rows", "prefill_4x32", "prefill_4x128", "prefill_1x512", "decode_4"]
+    # 80 layers of 8 heads of 128, keys and values, two bytes each, over 8 chips.
+    row = 80 * 8 * 128 * 2 * 2 * 8192 // 8
+    assert plan.resident_bytes is not None and plan.resident_bytes["cache"] == 4 * row
+    assert {workload.program for workload in plan.workloads} == set(names) - {"start_rows"}
+
+
+def test_heads_that_are_cut_further_than_keys_repeat_the_cache(tmp_path):
+    path = tmp_path / "plan.yaml"
+    mesh = {"axes": {"data": 1, "model": 8, "group": 2}, "shared_mapping": {"heads": ["model", "group"]}}
+    path.write_text(json.dumps({**PLANNED, "trainer": {"mp": "bfloat16", "mesh": mesh}, "inference": {"max_rows": 1}}))
+    loaded = load_written(GenerateConfig, ["--config_path", str(path)])
+    plan = generate.describe(loaded.config, target_of_pod("v5e-16"), written=loaded.written)
+    (said,) = [check.message for check in plan.checks if check.name == "cache"]
+    assert "each key and value is on 2 devices" in said
+    assert plan.resident_bytes is not None
+    assert plan.resident_bytes["cache"] == 80 * 8 * 128 * 2 * 2 * 8192 // 8
+
+
+@pytest.mark.parametrize(
+    ("inference", "said"),
+    [
+        ({"max_rows": 3}, "max_rows 3 is not a multiple of the 2 shards of the batch; the nearest above is 4"),
+        ({"allocation": "paged", "pages": 64}, "at least 128 are needed"),
+        ({"pages": 64}, "only a paged cache"),
+        ({"cache_dtype": "int3"}, "float32, bfloat16, float16"),
+        ({"steps": 9}, "inference.steps"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_what_can(inference, said, tmp_path):
+    path = tmp_path / "plan.yaml"
+    mesh = {"axes": {"data": 2, "model": -1}}
+    path.write_text(json.dumps({**PLANNED, "trainer": {"mesh": mesh}, "inference": inference}))
+
+    def describe() -> None:
+        loaded = load_written(GenerateConfig, ["--config_path", str(path)])
+        generate.describe(loaded.config, target_of_pod("v6e-8"), written=loaded.written)
+
+    with pytest.raises(ValueError, match=said):
+        describe()

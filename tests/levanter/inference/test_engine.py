@@ -1,0 +1,146 @@
+"""The engine on a tiny Llama: rows do not disturb each other, whatever becomes of one of them."""
+
+import functools
+
+import numpy as np
+import pytest
+from helpers.llama_on_mesh import VOCAB, abstract_model, mappings_for, place, random_arrays, tiny_config
+
+from haliax_ext.abstract import leaves
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import plan_sharding
+from levanter.inference.cache import plan_cache
+from levanter.inference.config import Allocation
+from levanter.inference.device import DeviceRows
+from levanter.inference.engine import Engine, schedule_of
+from levanter.inference.generation import generation_programs
+from levanter.inference.params import SamplingParams
+from levanter.inference.programs import ServedModel
+from levanter.inference.requests import ChoiceId, Failed, Finished, Request, Token
+from levanter.inference.schedule import RefusedError
+from levanter.models.decoder import DecoderLmHeadModel
+
+SPEC = MeshSpec.of(data=2, model=2)
+POISON = 77
+"""A token whose embedding is no number."""
+
+
+@functools.cache
+def made(devices, allocation: Allocation = "fixed", rows: int = 2, pages: int | None = None):
+    config = tiny_config(gradient_checkpointing=False)
+    mappings = mappings_for(config, SPEC)
+    cache = plan_cache(
+        config,
+        mappings,
+        SPEC,
+        batch_axis="batch",
+        rows=rows,
+        max_seq_len=48,
+        dtype=np.dtype(np.float32),
+        allocation=allocation,
+        page_size=4,
+        pages=pages,
+    )
+    module = abstract_model(config)
+    assert isinstance(module, DecoderLmHeadModel)
+    model = ServedModel(abstract=module, sharding=plan_sharding(leaves(module), mappings, SPEC))
+    arrays = random_arrays(config)
+    arrays["embeddings.token_embeddings.weight"][POISON] = np.nan
+    mesh = SPEC.build(devices[:4])
+    programs = generation_programs(model, cache, prefill=[(1, 8)])
+    return lambda: Engine(DeviceRows(programs, mesh, place(config, arrays, mappings, mesh)), schedule_of(programs))
+
+
+@pytest.fixture
+def engine(devices):
+    return made(tuple(devices))()
+
+
+def request(id, *tokens, new=6, **params) -> Request:
+    asked = SamplingParams(**{"temperature": 0.0, "max_tokens": new, **params})
+    return Request(id=id, tokens=tokens, params=asked, seed=3)
+
+
+def prompt(n: int, length: int) -> list[int]:
+    ids = np.random.default_rng(n).integers(0, VOCAB, length)
+    return np.where(ids == POISON, POISON + 1, ids).tolist()
+
+
+def texts(events) -> dict[ChoiceId, list[int]]:
+    found: dict[ChoiceId, list[int]] = {}
+    for event in events:
+        if isinstance(event, Token):
+            found.setdefault(event.of, []).append(event.id)
+    return found
+
+
+GOOD = [request(str(n), *prompt(n, length)) for n, length in enumerate((3, 20, 9, 1, 14))]
+
+
+@functools.cache
+def alone(devices) -> dict[ChoiceId, list[int]]:
+    """Each text where nobody else runs."""
+    engine = made(devices)()
+    found = {}
+    for each in GOOD:
+        found |= texts(engine.run([each]))
+    return found
+
+
+def test_a_row_that_is_lost_says_so_and_nobody_else_notices(engine, devices):
+    """It is lost at the beginning of a prompt of several parts, whose last one has nothing wrong in it; its row and its
+    page go to others."""
+    lost = request("lost", 5, POISON, *prompt(9, 20))
+    late = request("late", *prompt(8, 4), POISON)
+    events = list(engine.run([GOOD[0], lost, GOOD[1], late, *GOOD[2:]]))
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert sorted(event.of.request for event in failed) == ["late", "lost"]
+    assert all("not finite" in event.error for event in failed)
+    assert texts(events) == alone(tuple(devices))
+    assert all(len(each) == 6 for each in texts(events).values())
+
+
+def test_who_is_given_up_gets_nothing_more_and_the_row_goes_to_the_next(engine, devices):
+    found, given_up = [], ChoiceId("long", 0)
+    for event in engine.run([request("long", *prompt(7, 5), new=40), *GOOD]):
+        found.append(event)
+        if len([each for each in found if each.of == given_up]) == 3:
+            engine.give_up(given_up)
+    own = [event for event in found if event.of == given_up]
+    assert len(own) == 3 and all(isinstance(event, Token) for event in own)
+    rest = {of: ids for of, ids in texts(found).items() if of != given_up}
+    assert rest == alone(tuple(devices))
+
+
+def test_with_too_few_pages_the_youngest_give_way_and_say_the_same(devices):
+    """13 pages of 4 positions in each shard for two rows of up to 12 pages."""
+    long = [request(f"long {n}", *prompt(20 + n, 10), new=30) for n in range(4)]
+    roomy = texts(made(tuple(devices), "paged", 4)().run(long))
+    assert texts(made(tuple(devices), "paged", 4, 26)().run(long)) == roomy
+    assert [len(ids) for ids in roomy.values()] == [30] * 4
+
+
+def test_choices_of_a_request_differ_by_their_noise_alone(engine):
+    both = request("both", *prompt(1, 6), n=2, temperature=1.0, new=12)
+    one = request("both", *prompt(1, 6), n=1, temperature=1.0, new=12)
+    found = texts(engine.run([both]))
+    assert found[ChoiceId("both", 0)] != found[ChoiceId("both", 1)]
+    assert texts(engine.run([one])) == {ChoiceId("both", 0): found[ChoiceId("both", 0)]}
+
+
+def test_a_stop_id_ends_a_row_behind_min_tokens(engine, devices):
+    whole = alone(tuple(devices))[ChoiceId("2", 0)]
+    third = whole[2]
+    at = whole.index(third)
+    stopped = Request(id="2", tokens=GOOD[2].tokens, params=GOOD[2].params, seed=3, stop_ids=(third,))
+    events = list(engine.run([stopped]))
+    assert texts(events)[ChoiceId("2", 0)] == whole[: at + 1]
+    assert events[-1] == Finished(of=ChoiceId("2", 0), reason="stop", matched=third)
+    later = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=5)
+    events = list(engine.run([Request(id="2", tokens=GOOD[2].tokens, params=later, seed=3, stop_ids=(third,))]))
+    assert third not in texts(events)[ChoiceId("2", 0)][:5]
+
+
+def test_what_no_row_can_hold_is_refused(engine):
+    with pytest.raises(RefusedError, match="45 tokens"):
+        list(engine.run([request("long", *prompt(1, 45))]))
