@@ -26,9 +26,10 @@ from levanter.commands.train.train_lm import TrainLmConfig
 from levanter.commands.train.train_lm import describe as describe_training
 from levanter.config import Loaded, load_written
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.main.plan_search import layout_compiler
+from levanter.main.plan_search import LayoutCompiler
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import StepTime
+from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import Question
 from levanter.plan.search import Candidate, SearchResult, SearchSubject, candidates, estimate, search, subject_of
 from levanter.plan.targets import target_of_pod
@@ -219,8 +220,11 @@ def compile_all(case: Case, most: int) -> None:
         describe=lambda _: case.plan,
         provider="levanter.main.plan:describe",
         payload={"entry_point": case.entry_point, "argv": case.words},
+        kept=KeptAnswers.here(),
     )
-    compile_one = layout_compiler(question, config=case.config, describe=case.describe, plan=case.plan, say=print)
+    compile_one = LayoutCompiler(
+        question=question, config=case.config, describe=case.describe, plan=case.plan, say=print
+    )
 
     def ask(candidate: Candidate) -> ProgramVerdict:
         if str(candidate) not in answers:

@@ -124,18 +124,18 @@ def spans(groups: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None:
     """
     if groups.max(initial=0) >= mesh.size:
         return None
-    shape = [size for _, size in mesh.axes]
-    found: set[tuple[int, ...]] = set()
-    for group in groups:
-        coordinates = cast("tuple[np.ndarray, ...]", np.unravel_index(group, shape))
-        extents = tuple(len(np.unique(axis)) for axis in coordinates)
-        if int(np.prod(extents)) != len(group):
-            return None
-        found.add(extents)
-    if len(found) != 1:
+    if not groups.size:
         return None
-    (extents,) = found
-    return tuple(AxisSpan(name, e, size) for (name, size), e in zip(mesh.axes, extents, strict=True) if e > 1)
+    coordinates = cast("tuple[np.ndarray, ...]", np.unravel_index(groups, [size for _, size in mesh.axes]))
+    # How many different positions each group has on each axis; a pod has up to thousands of groups.
+    extents = [1 + np.count_nonzero(np.diff(np.sort(axis, axis=1), axis=1), axis=1) for axis in coordinates]
+    if np.any(np.prod(extents, axis=0) != groups.shape[1]) or any(len(set(axis.tolist())) > 1 for axis in extents):
+        return None
+    return tuple(
+        AxisSpan(name, int(extent[0]), size)
+        for (name, size), extent in zip(mesh.axes, extents, strict=True)
+        if extent[0] > 1
+    )
 
 
 def pair_spans(pairs: np.ndarray, mesh: MeshSpec) -> tuple[AxisSpan, ...] | None:

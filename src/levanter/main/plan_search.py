@@ -5,14 +5,19 @@ training run also `gradient_checkpointing`. Everything else stays as the user wr
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from levanter.hardware import Accelerator
+from levanter.hardware import Accelerator, parse_accelerator
 from levanter.mesh import MeshConfig
+from levanter.plan.aot import Ahead, compile_ahead
+from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import Question, preflight
 from levanter.plan.search import Candidate, SearchResult, search, subject_of
+from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict
+from levanter.plan.workers import scratch_folder
 from levanter.run import RunPlan, Searchable, Target
 
 
@@ -49,45 +54,75 @@ def _with(config: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
 
 
-def layout_compiler(
-    question: Question,
-    *,
-    config: Any,
-    describe: Callable[[Any, Target], RunPlan],
-    plan: RunPlan,
-    say: Callable[[str], None],
-) -> Callable[[Candidate], ProgramVerdict]:
-    """What compiles a run's main Program in other layouts.
+@dataclass(frozen=True, kw_only=True)
+class LayoutCompiler:
+    """Compiles a run's main Program in other layouts.
 
-    Args:
+    Attributes:
         question: the one about the run itself.
         config: of the run.
         describe: the entry point's.
         plan: the run as configured.
         say: receives progress messages.
     """
-    name = plan.workloads[0].program
 
-    def heard(text: str) -> None:
-        # The slow part of a candidate's preflight.
-        if text.startswith("compil"):
-            say(f"  {text}")
+    question: Question
+    config: Any
+    describe: Callable[[Any, Target], RunPlan]
+    plan: RunPlan
+    say: Callable[[str], None]
 
-    def compile_candidate(candidate: Candidate) -> ProgramVerdict:
-        keys = keys_of(plan, candidate)
-        varied = vary(config, candidate, keys)
-        asked = dataclasses.replace(
-            question,
-            describe=lambda target: describe(varied, target),
-            payload={**question.payload, "candidate": dataclasses.asdict(candidate), "candidate_keys": keys},
+    @property
+    def program(self) -> str:
+        """The Program's name."""
+        return self.plan.workloads[0].program
+
+    def __call__(self, candidate: Candidate) -> ProgramVerdict:
+        """What comes of a layout."""
+        verdict = preflight(self.asked(candidate), progress=self._heard)
+        found = next((p for p in verdict.programs if p.name == self.program), None)
+        return found or ProgramVerdict(name=self.program, outcome=None, why_not=(verdict.headline,))
+
+    def ahead(self, candidates: Sequence[Candidate]) -> None:
+        """Compiles layouts side by side that will be asked for, if answers are kept and there is room."""
+        pod = parse_accelerator(self.question.target)
+        if self.question.kept is None or len(candidates) < 2:
+            return
+        runs = []
+        for asked in map(self.asked, candidates):
+            try:
+                plan = asked.describe(target_of_pod(pod))
+            except ValueError:
+                # It will be said when this one is asked for.
+                continue
+            if not plan.errors:
+                runs.append(Ahead(payload=asked.payload, plan=plan))
+        compile_ahead(
+            self.question.provider,
+            runs,
+            target=pod,
+            programs=(self.program,),
+            kept=self.question.kept,
+            on_event=lambda event: self._heard(f"{event['event']} {event.get('program')} for {pod}"),
+        )
+
+    def asked(self, candidate: Candidate) -> Question:
+        """The question about a layout."""
+        keys = keys_of(self.plan, candidate)
+        varied = vary(self.config, candidate, keys)
+        given = {"candidate": dataclasses.asdict(candidate), "candidate_keys": keys}
+        return dataclasses.replace(
+            self.question,
+            describe=lambda target: self.describe(varied, target),
+            payload={**self.question.payload, **given},
             require_inputs=False,
             scope="timed",
         )
-        verdict = preflight(asked, progress=heard)
-        found = next((p for p in verdict.programs if p.name == name), None)
-        return found if found is not None else ProgramVerdict(name=name, outcome=None, why_not=(verdict.headline,))
 
-    return compile_candidate
+    def _heard(self, text: str) -> None:
+        # The slow part of a candidate's preflight.
+        if text.startswith("compil"):
+            self.say(f"  {text}")
 
 
 def search_layouts(
@@ -112,8 +147,12 @@ def search_layouts(
         say: told what is being done.
     """
     subject = subject_of(plan)
-    compile_candidate = layout_compiler(question, config=config, describe=describe, plan=plan, say=say)
-    return search(subject, pod, compile_candidate=compile_candidate, own=own, on_event=say)
+    with scratch_folder() as scratch:
+        # Where nothing is to be kept, answers of candidates that are compiled side by side are kept for the search.
+        kept = question.kept or KeptAnswers(folder=scratch)
+        asked = dataclasses.replace(question, kept=kept)
+        compiler = LayoutCompiler(question=asked, config=config, describe=describe, plan=plan, say=say)
+        return search(subject, pod, compile_candidate=compiler, ahead=compiler.ahead, own=own, on_event=say)
 
 
 def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:

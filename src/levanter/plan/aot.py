@@ -5,7 +5,8 @@ run again from the same config, compiles each Program with the real compiler of 
 that does not fit is a value here (`Refused`), not an exception; so is everything else the compiler says. What is an
 exception: a compiler that crashes (`CompileCrash`, exit code 4), libtpu that is not installed (`LibtpuMissing`), bad
 input found by the worker (`WorkerBadInput`), and Ctrl-C, after which the worker and what it left behind are gone.
-Answers for pods are kept (`kept`): what was asked before is answered by what the compiler said then.
+Answers for pods are kept (`kept`): what was asked before is answered by what the compiler said then. Several runs that
+will be asked for (the candidates of a search) are compiled side by side beforehand (`compile_ahead`).
 
 Words. *worker*: the process that compiles (`levanter.plan.worker` says how it is told what to). *local*: the devices of
 this machine, compiled for in the same way.
@@ -25,7 +26,7 @@ from levanter.plan.fingerprint import fingerprint
 from levanter.plan.kept import KeptAnswers, compiler_here
 from levanter.plan.workers import CompileCrash as CompileCrash
 from levanter.plan.workers import WorkerBadInput as WorkerBadInput
-from levanter.plan.workers import run_workers, scratch_folder, side_by_side, spec_of_mesh, worker_environment
+from levanter.plan.workers import run_each, run_workers, scratch_folder, side_by_side, spec_of_mesh, worker_environment
 from levanter.run import RunPlan, Target
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,70 @@ def compile_programs(
         found |= {event["name"]: _outcome(event) for event in events if event["event"] == "outcome"}
         (described,) = (event["programs"] for event in events if event["event"] == "described")
         return tuple(found[each] for each in programs or described if each in found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """A run of which Programs will be asked for.
+
+    Attributes:
+        payload: with which the worker's function describes it.
+        plan: the description.
+    """
+
+    payload: Mapping[str, Any]
+    plan: RunPlan
+
+
+def compile_ahead(
+    function: str,
+    runs: Sequence[Ahead],
+    *,
+    target: Accelerator,
+    programs: Sequence[str],
+    kept: KeptAnswers,
+    on_event: Callable[[Mapping[str, Any]], None] | None = None,
+) -> None:
+    """Compiles Programs of several runs side by side, where there is room: asked for later, their answers are kept.
+
+    What cannot be compiled is left for `compile_programs`, which says what is wrong with it.
+
+    Args:
+        function: as `compile_programs` has it.
+        runs: those that will be asked for, in their order.
+        target: the pod.
+        programs: names of Programs, the same of each run.
+        kept: where the answers go; `compile_programs` has to be given the same.
+        on_event: called with each line of the workers' reports as it comes.
+    """
+    if not target.can_compile or importlib.util.find_spec("libtpu") is None:
+        return
+    new = [run for run in runs if {name for name, _ in _found_again(run.plan, programs, kept, None)} != {*programs}]
+    workers = side_by_side(len(new))
+    if workers < 2:
+        return
+    with scratch_folder() as scratch:
+        requests = []
+        for number, run in enumerate(new):
+            folder = scratch / f"run-{number}"
+            folder.mkdir()
+            requests.append(
+                {
+                    **_EMPTY,
+                    "function": function,
+                    "payload": dict(run.payload),
+                    "target": target.name,
+                    "programs": list(programs),
+                    "folder": str(folder),
+                    "kept": {"folder": str(kept.folder), "bytes": kept.max_bytes},
+                }
+            )
+        wrong = run_each(
+            requests, environment=worker_environment(target), scratch=scratch, workers=workers, on_event=on_event
+        )
+    for run, error in zip(new, wrong, strict=True):
+        if error is not None:
+            logger.info("not compiled ahead: %s: %s", run.payload, str(error).splitlines()[0])
 
 
 def _found_again(

@@ -99,7 +99,7 @@ def run_workers(
     workers: int = 1,
     on_event: Heard | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs workers to their end and returns their events, in the order in which they came.
+    """Runs workers of one request to their end and returns their events, in the order in which they came.
 
     Args:
         request: what they are to do; `programs` in the order in which they are taken.
@@ -124,12 +124,9 @@ def run_workers(
         if on_event is not None:
             on_event(event)
 
-    lock_was_there = LOCK_FILE.exists()
-    claims = scratch / f"claims-{secrets.token_hex(4)}"
-    claims.mkdir()
-    request = {**request, "claims": str(claims)}
+    request = _with_claims(request, scratch)
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
-        stack.callback(_remove_lock, lock_was_there)
+        stack.callback(_remove_lock, LOCK_FILE.exists())
         for number in range(workers):
             started = _Worker(request, environment=environment, scratch=scratch, number=number, hear=hear)
             stack.callback(started.end)
@@ -141,6 +138,57 @@ def run_workers(
                     selector.unregister(one.reports)
                     one.conclude(request["target"])
     return events
+
+
+def run_each(
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    environment: Mapping[str, str],
+    scratch: Path,
+    workers: int,
+    on_event: Heard | None = None,
+) -> list[WorkerBadInput | CompileCrash | None]:
+    """Runs one worker for each of several requests, and returns what went wrong with each of them.
+
+    Args:
+        requests: what the workers are to do, in the order in which they are started.
+        environment: theirs.
+        scratch: a folder of these requests' own.
+        workers: how many run at a time.
+        on_event: told each event of each of them as it comes.
+    """
+    waiting = list(enumerate(requests))
+    wrong: list[WorkerBadInput | CompileCrash | None] = [None] * len(waiting)
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        stack.callback(_remove_lock, LOCK_FILE.exists())
+        while waiting or selector.get_map():
+            while waiting and len(selector.get_map()) < workers:
+                number, request = waiting.pop(0)
+                started = _Worker(
+                    _with_claims(request, scratch),
+                    environment=environment,
+                    scratch=scratch,
+                    number=number,
+                    hear=on_event or (lambda _: None),
+                )
+                stack.callback(started.end)
+                selector.register(started.reports, selectors.EVENT_READ, (number, started))
+            for key, _ in selector.select():
+                number, one = key.data
+                if not one.read():
+                    selector.unregister(one.reports)
+                    try:
+                        one.conclude(requests[number]["target"])
+                    except (WorkerBadInput, CompileCrash) as error:
+                        wrong[number] = error
+    return wrong
+
+
+def _with_claims(request: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """A request with a folder in which its workers say which Program is whose."""
+    claims = scratch / f"claims-{secrets.token_hex(4)}"
+    claims.mkdir()
+    return {**request, "claims": str(claims)}
 
 
 class _Worker:

@@ -34,7 +34,9 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
         described.append((asked.payload["candidate"], asked.describe(target)))
         return SimpleNamespace(programs=(), headline="not compiled here")
 
+    ahead = []
     monkeypatch.setattr(plan_search, "preflight", compiled)
+    monkeypatch.setattr(plan_search, "compile_ahead", lambda function, runs, **how: ahead.append((runs, how)))
     question = Question(target="v4-8", describe=lambda t: None, provider="", payload={})
     found = plan_search.search_layouts(
         question,
@@ -51,3 +53,11 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
     assert len({json.dumps(candidate) for candidate, _ in described}) == len(described)
     assert said.count("  compiling score for v4-8") == len(described)
     assert not any("describing" in line for line in said)
+    # The first of them are handed over together, with what describes them in a worker.
+    runs, how = ahead[0]
+    first = described[: len(runs)]
+    assert len(runs) > 1 and how["programs"] == ("score",) and how["target"] == pod
+    assert [run.payload["candidate"] for run in runs] == [candidate for candidate, _ in first]
+    assert [run.plan.mesh for run in runs] == [plan.mesh for _, plan in first]
+    # Where nothing is kept for the user, it is kept for as long as the search takes.
+    assert not how["kept"].folder.exists()

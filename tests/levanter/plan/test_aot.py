@@ -115,6 +115,26 @@ def test_two_workers_share_the_programs_of_one_request(tmp_path):
     assert named == {"compiling": described, "outcome": described} and len(described) == 2
 
 
+def test_requests_of_their_own_run_beside_each_other_and_fail_by_themselves(tmp_path):
+    requests = [
+        {
+            **aot._EMPTY,
+            "function": f"{PROGRAMS}:{function}",
+            "payload": {"mesh": MESH},
+            "target": "local",
+            "folder": str(tmp_path),
+        }
+        for function in ("aborts", "small", "bad_input")
+    ]
+    heard = []
+    crashed, fine, bad = workers.run_each(
+        requests, environment=aot.worker_environment(None), scratch=tmp_path, workers=2, on_event=heard.append
+    )
+    assert fine is None and isinstance(bad, WorkerBadInput) and isinstance(crashed, CompileCrash)
+    assert crashed.program == "doomed" and "heads 12 do not divide" in str(bad)
+    assert [event["name"] for event in heard if event["event"] == "outcome"] == ["small"]
+
+
 INTERRUPTED = """
 import sys
 from pathlib import Path

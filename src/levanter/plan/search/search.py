@@ -2,10 +2,11 @@
 
 Arithmetic cannot tell how well a compiler hides what it gathers, so beside the best few the best of each other *kind*
 (parameters cut over everything that cuts the batch, over a part of it, or over nothing) is compiled too, where it comes
-within `WORTH_A_LOOK` of the best. A layout that is refused is tried with fewer rows at a time.
+within `WORTH_A_LOOK` of the best. A layout that is refused is tried with fewer rows at a time. What will be compiled
+next is said beforehand, for whoever can compile side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +106,7 @@ def search(
     pod: Accelerator,
     *,
     compile_candidate: Callable[[Candidate], ProgramVerdict],
+    ahead: Callable[[Sequence[Candidate]], None] = lambda _: None,
     compiled: int = COMPILED,
     own: ProgramVerdict | None = None,
     on_event: Callable[[str], None] | None = None,
@@ -115,6 +117,7 @@ def search(
         subject: what is laid out.
         pod: on what.
         compile_candidate: compiles the run's own Program for a candidate.
+        ahead: told which candidates will be compiled next whatever comes of each, so that they may be side by side.
         compiled: how many of the best are compiled to the end; refused ones do not count.
         own: what came of the run's own layout.
         on_event: told what is being done.
@@ -134,29 +137,25 @@ def search(
 
     def attempt(ones: Sequence[Tried], enough: int) -> None:
         """Compiles layouts in their order, each with the most rows that are not refused, until enough fit."""
-        fits, refused, most = set(), 0, 2 * enough
-        for one in ones:
-            layout = _layout(one.candidate)
-            if len(fits) >= enough or refused >= most:
+        fits, refused = set(), 0
+        while len(fits) < enough and refused < 2 * enough:
+            wave = _wave(ones, tried, fits, most=min(enough - len(fits), 2 * enough - refused))
+            if not wave:
                 return
-            if layout in fits or any(
-                t.candidate.rows <= one.candidate.rows for t in tried if _layout(t.candidate) == layout
-            ):
-                continue
-            say(f"compiling {one.candidate}")
-            tried.append(replace(one, verdict=compile_candidate(one.candidate)))
-            if tried[-1].seconds_per_token is None:
-                refused += 1
-            else:
-                fits.add(layout)
+            ahead([one.candidate for one in wave])
+            for one in wave:
+                say(f"compiling {one.candidate}")
+                tried.append(replace(one, verdict=compile_candidate(one.candidate)))
+                if tried[-1].seconds_per_token is None:
+                    refused += 1
+                else:
+                    fits.add(_layout(one.candidate))
 
     attempt(fitting, compiled)
-    seen = {t.candidate.kind for t in tried if t.seconds_per_token is not None}
-    for kind in dict.fromkeys(t.candidate.kind for t in fitting):
-        slowest = WORTH_A_LOOK * fitting[0].estimate.seconds_per_token
-        if kind not in seen:
-            near = [t for t in fitting if t.candidate.kind == kind and t.estimate.seconds_per_token <= slowest]
-            attempt(near, 1)
+    near = _other_kinds(fitting, seen={t.candidate.kind for t in tried if t.seconds_per_token is not None})
+    ahead([one.candidate for ones in near for one in _wave(ones, tried, set(), most=1)])
+    for ones in near:
+        attempt(ones, 1)
     ranked = sorted(tried, key=lambda t: (t.seconds_per_token is None, t.seconds_per_token or 0.0, _rank(t)))
     winner = ranked[0] if ranked and ranked[0].verdict is not None and ranked[0].verdict.fits else None
     return SearchResult(
@@ -168,6 +167,31 @@ def search(
         closest=None if winner else min(priced, key=_needs, default=None),
         own=own,
     )
+
+
+def _wave(ones: Sequence[Tried], tried: Sequence[Tried], fits: Set[Candidate], *, most: int) -> list[Tried]:
+    """The next layouts to compile: different ones, none that is known to fit or was refused with no more rows."""
+    found: dict[Candidate, Tried] = {}
+    for one in ones:
+        layout = _layout(one.candidate)
+        known = layout in fits or layout in found
+        if (
+            len(found) < most
+            and not known
+            and not any(t.candidate.rows <= one.candidate.rows for t in tried if _layout(t.candidate) == layout)
+        ):
+            found[layout] = one
+    return list(found.values())
+
+
+def _other_kinds(fitting: Sequence[Tried], *, seen: Set[str]) -> list[list[Tried]]:
+    """What is worth a look of each kind that none was compiled of, in its order."""
+    found: dict[str, list[Tried]] = {}
+    for one in fitting:
+        slowest = WORTH_A_LOOK * fitting[0].estimate.seconds_per_token
+        if one.candidate.kind not in seen and one.estimate.seconds_per_token <= slowest:
+            found.setdefault(one.candidate.kind, []).append(one)
+    return list(found.values())
 
 
 def _rank(tried: Tried) -> tuple[float, int, int]:

@@ -177,6 +177,31 @@ def test_what_the_compiler_says_decides():
     assert all(said.values())
 
 
+@pytest.mark.parametrize("refused", [(), (0,), (0, 1, 2)], ids=str)
+def test_what_is_compiled_next_is_said_beforehand(refused):
+    """In waves of different layouts, as many as are wanted: whatever comes of one, all of a wave are asked for."""
+    subject, pod = subject_of(LLAMA_405B, positions=128), parse_accelerator("v4-256")
+    asked: list[Candidate] = []
+    waves: list[list[Candidate]] = []
+
+    def compile_candidate(candidate: Candidate) -> ProgramVerdict:
+        asked.append(candidate)
+        return verdict_of(candidate, seconds=1.0, tokens=1, needed=40 * GIB if len(asked) - 1 in refused else 0)
+
+    search(subject, pod, compile_candidate=compile_candidate, ahead=lambda ones: waves.append([*ones]))
+    first, second = waves[0], waves[1]
+    assert asked[:3] == first and len({replace(c, rows=1) for c in first}) == 3
+    # As many more as were refused; then the best of each other kind.
+    assert len(second) == len(refused) or not refused
+    if refused:
+        assert asked[3 : 3 + len(second)] == second
+    announced = [candidate for wave in waves for candidate in wave]
+    assert set(asked) <= set(announced)
+    assert len(asked) == len(set(asked)) == 3 + len(refused) + len(asked[3 + len(refused) :])
+    kinds = [c.kind for c in asked[3 + len(refused) :]]
+    assert len(kinds) == len(set(kinds))
+
+
 def test_nothing_fits():
     subject, pod = subject_of(LLAMA_405B, positions=128), parse_accelerator("v4-16")
     result = search(subject, pod, compile_candidate=lambda c: pytest.fail("nothing is worth compiling"))
