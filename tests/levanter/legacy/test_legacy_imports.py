@@ -154,21 +154,20 @@ def find_spec_of(module: str) -> bool:
 
 
 def test_importing_levanter_costs_little_and_loads_the_standard_library():
-    """One line of side effect: two finders. CPU seconds, the best of three, each in a fresh interpreter."""
+    """One line of side effect: two finders, and four modules."""
     text = """
-        import sys, time
-        before, start = set(sys.modules), time.process_time()
+        import sys
+        before = set(sys.modules)
         import levanter
-        seconds = time.process_time() - start
         new = {name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}
         assert new == {"levanter", "levanter.legacy", "levanter.legacy.install", "levanter.legacy.draccus_help"}, new
         finders = [finder.__module__ for finder in sys.meta_path if isinstance(finder, type)]
         assert finders.count("levanter.legacy.install") == 2, finders
-        print(seconds)
+        # What takes time to import is none of it.
+        assert not {"asyncio", "dataclasses", "inspect", "logging", "importlib.metadata"} & (set(sys.modules) - before)
     """
-    runs = [script(text) for _ in range(3)]
-    assert all(done.returncode == 0 for done in runs), runs[0].stderr
-    assert min(float(done.stdout) for done in runs) < 0.2
+    done = script(text)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -314,7 +313,7 @@ REST = """
         assert (trainer.microbatch_size, trainer.num_devices_per_slice, trainer.num_slices) == (8, 8, 1)
         assert (trainer.data_ici_axis_size, trainer.data_dcn_axis_size) == (4, 1)
         assert 0 < float(config.optimizer.lr_scheduler(10)(9)) < config.optimizer.learning_rate
-        assert not hasattr(trainer, "batch_schedule") and not hasattr(config.data, "train_set")
+        assert trainer.batch_schedule.batch_size_at_step(3) == 16 and not hasattr(config.data, "train_set")
         assert config.data.components == UrlSingleDatasetLMConfig(train_urls=["a.jsonl"]).components
         levanter.tracker.log({"loss": 1.0}, step=0)
         with current_tracker() as tracker:
@@ -422,7 +421,7 @@ EVALUATION = """
             print("refused:", str(error).partition(" is not carried over: ")[0])
     assert not hasattr(model, "resize_vocab")
     try:
-        from levanter.data import DataLoader
+        from levanter.trainer import TrainerHooks
     except ImportError as error:
         print("refused:", str(error).partition(" is not carried over: ")[0])
 """
@@ -439,7 +438,7 @@ def test_an_evaluation_of_2025_in_a_script(checkpoint, torch_loss):
     assert refused == [
         "refused: levanter.models.base.LmHeadModel.resize_vocab",
         "refused: levanter.compat.hf.converter.HFCheckpointConverter.with_tokenizer_padded_to_match_model",
-        "refused: levanter.data.DataLoader",
+        "refused: levanter.trainer.TrainerHooks",
     ]
     told = [line for line in done.stderr.splitlines() if "DeprecationWarning: levanter." in line]
     assert len(told) == len(set(told)) >= 20
