@@ -41,8 +41,20 @@ def test_two_processes_score_what_one_does(tmp_path, inputs, alone):
 
 
 def test_who_is_killed_while_weights_are_loaded_is_named(tmp_path, inputs):
-    with Run(tmp_path, 2, inputs.eval_lm(tmp_path), devices=4, cache=inputs.cache) as run:
-        run.wait_for(0, "loading weights: 0 B")
+    script = tmp_path / "held.py"
+    # These weights are there in a moment: process 1 reads for as long as it lives.
+    script.write_text(
+        "import os, sys, time\n"
+        "from haliax_ext.host_reader import HostReader\n"
+        "from levanter.commands.evaluate.eval_lm import EvalLmConfig, main\n"
+        "from levanter.commands.shell.entry import run_entry_point\n"
+        "if os.environ['LEVANTER_PROCESS_ID'] == '1':\n"
+        "    HostReader.start = lambda *_: (print('held in reading', flush=True), time.sleep(1000))\n"
+        "sys.exit(run_entry_point(EvalLmConfig, main))\n"
+    )
+    command = [str(script), *inputs.eval_lm(tmp_path)[1:]]
+    with Run(tmp_path, 2, command, devices=4, cache=inputs.cache) as run:
+        run.wait_for(1, "held in reading")
         killed = run.kill(1)
         ended = run.wait()
     assert ended[0].code == 5 and ended[0].at - killed < SECONDS
