@@ -29,6 +29,7 @@ from levanter.plan.comms import Network
 from levanter.plan.cost import step_time
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.targets import target_of_pod
+from levanter.run import RunPlan
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "compiler_options.json"
@@ -89,6 +90,7 @@ class Case:
         target: the pod.
         program: what makes up its time.
         what: the run, for people.
+        fsdp_alone: whether parameters are sharded over what shards the batch, and over nothing else.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Case:
     target: str
     program: str
     what: str
+    fsdp_alone: bool = True
 
     @property
     def words(self) -> list[str]:
@@ -142,7 +145,7 @@ CASES = (
     ),
     Case(
         name="train_8x7b_v5p-64", entry_point="train_lm", target="v5p-64", program="train_step", argv=_MIXTRAL,
-        what="Mixtral 8x7B, FSDP 8 × experts 4",
+        what="Mixtral 8x7B, FSDP 8 × experts 4", fsdp_alone=False,
     ),
     Case(
         name="train_d24_v6e-8", entry_point="train_lm", target="v6e-8", program="train_step",
@@ -156,7 +159,7 @@ CASES = (
             "--hf_checkpoint=meta-llama/Llama-3.1-8B", "--trainer.mesh.axes.model=2",
             "--trainer.per_device_eval_parallelism=16",
         ),
-        what="Llama 3.1 8B scored, FSDP 4 × tensor 2",
+        what="Llama 3.1 8B scored, FSDP 4 × tensor 2", fsdp_alone=False,
     ),
     Case(
         name="train_8b_v6e-64", entry_point="train_lm", target="v6e-64", program="train_step",
@@ -213,6 +216,13 @@ def argv_of(case: Case, name: str) -> list[str]:
     return [*case.words, *([f"--trainer.compiler_options={json.dumps(options)}"] if options else [])]
 
 
+def described(case: Case, name: str) -> RunPlan:
+    """The plan of a case with a set of options."""
+    entry = ENTRY_POINTS[case.entry_point].load()
+    loaded = load_written(entry.config, argv_of(case, name))
+    return entry.describe(loaded.config, target_of_pod(parse_accelerator(case.target)), written=loaded.written)
+
+
 def compiled(case: Case, name: str, *, keep_text: Path | None = None) -> Answer:
     """Compiles a case with a set of options.
 
@@ -221,9 +231,7 @@ def compiled(case: Case, name: str, *, keep_text: Path | None = None) -> Answer:
         name: a set, several joined by `+`, or `tuned`.
         keep_text: a folder for the compiler's text.
     """
-    entry, pod, argv = ENTRY_POINTS[case.entry_point].load(), parse_accelerator(case.target), argv_of(case, name)
-    loaded = load_written(entry.config, argv)
-    plan = entry.describe(loaded.config, target_of_pod(pod), written=loaded.written)
+    plan, argv, pod = described(case, name), argv_of(case, name), parse_accelerator(case.target)
     (outcome,) = compile_programs(
         "levanter.main.plan:describe",
         {"entry_point": case.entry_point, "argv": argv},
@@ -266,8 +274,15 @@ def kept() -> dict[str, dict[str, Answer]]:
 
 def keep(answers: Mapping[str, Mapping[str, Answer]]) -> None:
     """Writes what is kept."""
-    order = [case.name for case in CASES]
-    rows = {name: {each: asdict(answer) for each, answer in answers[name].items()} for name in order if name in answers}
+    sets = list(SETS)
+    rows = {
+        case.name: {
+            each: asdict(answers[case.name][each])
+            for each in sorted(answers[case.name], key=lambda one: sets.index(one) if one in sets else len(sets))
+        }
+        for case in CASES
+        if case.name in answers
+    }
     made = {package: importlib.metadata.version(package) for package in ("jax", "libtpu")}
     FIGURES.write_text(json.dumps({"made_with": made, "compiled": rows}, indent=1) + "\n")
 
@@ -283,11 +298,25 @@ def row(case: Case, name: str, answer: Answer, default: Answer | None) -> str:
     first = f"| {case.what}, {case.target} | {name.replace('_', ' ')} "
     if answer.refused:
         return f"{first}| – | – | – | refused | {answer.peak_gib:.2f} | – | {answer.compile_seconds:.0f} s |"
-    against = "–" if default is None or default.refused else f"{100 * (answer.seconds / default.seconds - 1):+.1f} %"
+    against = (
+        "–"
+        if name == "default" or default is None or default.refused
+        else f"{100 * (answer.seconds / default.seconds - 1):+.1f} %"
+    )
     return (
         f"{first}| {answer.cycles:.3f} s | {answer.exposed:.3f} s | {answer.seconds:.3f} s | {against} "
         f"| {answer.peak_gib:.2f} | {answer.permutes:,} | {answer.compile_seconds:.0f} s |"
     )
+
+
+def table(names: Sequence[str]) -> list[str]:
+    """The kept figures of cases, as lines of Markdown."""
+    answers, lines = kept(), list(HEADER)
+    for case in CASES:
+        if case.name in names:
+            found = answers.get(case.name, {})
+            lines += [row(case, name, answer, found.get("default")) for name, answer in found.items()]
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -311,12 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 now = kept()
                 keep({**now, case.name: {**now.get(case.name, {}), name: answer}})
                 print(row(case, name, answer, kept()[case.name].get("default")), file=sys.stderr, flush=True)
-    print("\n".join(HEADER))
-    answers = kept()
-    for case in chosen:
-        found = answers.get(case.name, {})
-        for name, answer in found.items():
-            print(row(case, name, answer, found.get("default")))
+    print("\n".join(table([case.name for case in chosen])))
     return 0
 
 

@@ -71,8 +71,8 @@ class TrainerConfig(Ranged):
             user's cache, false for none; null is true on accelerators and false on CPUs.
         compiler: what XLA is told beside the Programs: `default`, or `tuned` for the options of this kind of TPU, kind
             of Program and layout that were measured (docs/preflight.md); the plan lists them.
-        compiler_options: options of XLA by XLA's names, over those, for train steps and scoring; those of another
-            platform are left out. The compiler refuses names that it does not know.
+        compiler_options: options of XLA by XLA's names, over those, for train steps, scoring and generation; those
+            of another platform are left out. The compiler refuses names that it does not know.
         distributed: how the processes of the job find each other.
         require_accelerator: whether a run without TPU or GPU is refused; null allows it.
     """

@@ -66,6 +66,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
         target,
         batch=lambda _: inference.max_rows,
         positions=inference.prefill_chunk,
+        work="generate",
     )
     model = pretrained.config
     if not isinstance(model, DecoderConfig):

@@ -21,7 +21,7 @@ from levanter.mesh import ResolvedMesh
 from levanter.run import Check, Target
 from levanter.trainer.config import TrainerConfig
 
-_WORK: Mapping[Work, str] = {"train": "train steps", "score": "scoring"}
+_WORK: Mapping[Work, str] = {"train": "train steps", "score": "scoring", "generate": "generation"}
 _WRITTEN = "trainer.compiler_options"
 
 
@@ -31,14 +31,12 @@ class CompilerChoice:
 
     Attributes:
         default: of those that draw, load and save arrays.
-        train: of train steps.
-        score: of those that score.
+        working: of those that do the work, by its kind.
         checks: a line for each option that is not a default, with its reason.
     """
 
     default: Mapping[str, str]
-    train: Mapping[str, str]
-    score: Mapping[str, str]
+    working: Mapping[Work, Mapping[str, str]]
     checks: tuple[Check, ...]
 
 
@@ -54,28 +52,32 @@ def choose_compiler(
         works: what the run does, of which its plan tells.
     """
     default = default_options(target.platform, target.kind)
-    gathered = gathers_parameters(resolved)
+    alone = is_fsdp_alone(resolved)
     written, left_out = _written(trainer, target.platform)
     chosen: dict[Work, tuple[CompilerOption, ...]] = dict.fromkeys(_WORK, default)
     if trainer.compiler == "tuned":
-        chosen = {work: tuned_options(target.platform, target.kind, work=work, gathered=gathered) for work in _WORK}
+        chosen = {work: tuned_options(target.platform, target.kind, work=work, fsdp_alone=alone) for work in _WORK}
     said = [*_tuned_notes(trainer, target, {work: chosen[work] for work in works}, default, written)]
     said += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
     if left_out:
         said.append(f"{_WRITTEN}: {', '.join(left_out)}: no options of {target.platform} programs, left out here")
     return CompilerChoice(
         default=as_values(default),
-        train={**as_values(chosen["train"]), **written},
-        score={**as_values(chosen["score"]), **written},
+        working={work: {**as_values(options), **written} for work, options in chosen.items()},
         checks=tuple(Check(name="compiler", status="note", message=line) for line in said),
     )
 
 
-def gathers_parameters(resolved: ResolvedMesh) -> bool:
-    """Whether parameters are sharded over mesh axes that shard the batch (FSDP), and gathered for use."""
-    mappings = resolved.mappings
-    batch = {axis for axis in mappings.compute.mesh_axes(resolved.batch_axis) if resolved.spec.shape[axis] > 1}
-    return bool(batch & mappings.params.used_mesh_axes)
+def is_fsdp_alone(resolved: ResolvedMesh) -> bool:
+    """Whether parameters are sharded over mesh axes that shard the batch, and over no others.
+
+    They are then gathered for use, and nothing else is exchanged in a layer.
+    """
+    mappings, sizes = resolved.mappings, resolved.spec.shape
+    of_batch = {axis for axis in mappings.compute.mesh_axes(resolved.batch_axis) if sizes[axis] > 1}
+    every = (mappings.params, mappings.compute, mappings.residual, *(rules for _, rules in mappings.overrides))
+    others = {axis for mapping in every for axis in mapping.used_mesh_axes if sizes[axis] > 1} - of_batch
+    return bool(of_batch & mappings.params.used_mesh_axes) and not others
 
 
 def _written(trainer: TrainerConfig, platform: str) -> tuple[dict[str, str], list[str]]:

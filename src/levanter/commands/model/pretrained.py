@@ -22,6 +22,7 @@ from levanter.commands.model.layout import load_weights, planned_activations, pl
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import find_saved
 from levanter.data import Tokenizer
+from levanter.hardware.compiler import Work
 from levanter.mesh import ResolvedMesh, resolve
 from levanter.models.axes import model_axes
 from levanter.models.precision import Precision
@@ -76,7 +77,7 @@ class PretrainedModel:
         sharding: where every parameter goes.
         activations: the named activations under the compute mapping.
         load_plan: which bytes each host reads; None if `sharding` has errors.
-        compiler_options: XLA's, for the Programs that score.
+        compiler_options: XLA's, for the Programs that work with it.
         checks: those made so far.
         notes: decisions the user did not write.
     """
@@ -130,7 +131,7 @@ class PretrainedModel:
 
 
 def describe_pretrained(
-    choice: ModelChoice, target: Target, *, batch: Callable[[int], int], positions: int
+    choice: ModelChoice, target: Target, *, batch: Callable[[int], int], positions: int, work: Work = "score"
 ) -> PretrainedModel:
     """Describes the model of a run on `target`; reads metadata only.
 
@@ -139,6 +140,7 @@ def describe_pretrained(
         target: the devices.
         batch: number of batch shards of the mesh → the global batch.
         positions: tokens per sequence.
+        work: what the run does with it.
 
     Raises:
         ValueError: checkpoint or tokenizer are broken, the architecture is unknown, or the mesh cannot be resolved at
@@ -175,7 +177,7 @@ def describe_pretrained(
             message=f"{precision}; weights are loaded as {precision.compute.name}, in which they are used",
         ),
     ]
-    compiler = choose_compiler(trainer, target, resolved)
+    compiler = choose_compiler(trainer, target, resolved, works=(work,))
     checks += compiler.checks
     Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
@@ -205,7 +207,7 @@ def describe_pretrained(
         sharding=sharding,
         activations=activations,
         load_plan=load_plan,
-        compiler_options=compiler.score,
+        compiler_options=compiler.working[work],
         checks=tuple(checks),
         notes=resolved.notes,
     )

@@ -165,7 +165,7 @@ def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str =
         ),
         mappings=run.resolved.mappings,
         name=program_name(stage) + suffix,
-        compiler_options=run.compiler.train,
+        compiler_options=run.compiler.working["train"],
     )
 
 
@@ -186,5 +186,5 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
         positions=run.config.positions,
         precision=run.precision,
         resolved=run.resolved,
-        compiler_options=run.compiler.score,
+        compiler_options=run.compiler.working["score"],
     )

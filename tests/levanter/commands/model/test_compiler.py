@@ -6,7 +6,7 @@ import pytest
 from helpers.llama_shapes import model_axes
 from helpers.plan_cases import CASES
 
-from levanter.commands.model.compiler import choose_compiler, gathers_parameters
+from levanter.commands.model.compiler import choose_compiler, is_fsdp_alone
 from levanter.config import ConfigError, parse_text
 from levanter.hardware import GENERATIONS, compiler_options
 from levanter.hardware.compiler import as_values, tuned_options
@@ -17,8 +17,11 @@ from levanter.trainer.config import TrainerConfig
 
 MODEL = model_axes("llama3.1_8b")
 FSDP = resolve(MeshConfig(), MODEL, devices=8)
-WHOLE = resolve(MeshConfig(param_mapping={"embed": None}), MODEL, devices=8)
+REPLICATED = resolve(MeshConfig(param_mapping={"embed": None}), MODEL, devices=8)
 TENSOR = resolve(MeshConfig(axes={"data": 1, "model": 8}), MODEL, devices=8)
+
+
+WORDS = {"train": "train steps", "score": "scoring", "generate": "generation"}
 
 
 def target(platform="tpu", kind="TPU v6 lite") -> Target:
@@ -34,23 +37,24 @@ def lines(choice) -> list[str]:
 def test_by_default_every_program_has_the_default_options_and_nothing_is_said(generation):
     found = choose_compiler(TrainerConfig(), target(generation.platform, generation.device_kind), FSDP)
     default = compiler_options(generation.platform, generation.device_kind)
-    assert found.default == found.train == found.score == default
+    assert found.default == default and set(found.working) == {"train", "score", "generate"}
+    assert all(options == default for options in found.working.values())
     assert found.checks == ()
 
 
 @pytest.mark.parametrize("generation", GENERATIONS, ids=lambda g: g.name)
-@pytest.mark.parametrize("resolved", [FSDP, WHOLE], ids=["gathered", "whole"])
+@pytest.mark.parametrize("resolved", [FSDP, REPLICATED], ids=["fsdp", "replicated"])
 def test_tuned_are_those_of_generation_and_work_each_with_its_reason(generation, resolved):
     where = target(generation.platform, generation.device_kind)
-    found = choose_compiler(TrainerConfig(compiler="tuned"), where, resolved, works=("train", "score"))
+    found = choose_compiler(TrainerConfig(compiler="tuned"), where, resolved, works=tuple(WORDS))
     default = compiler_options(generation.platform, generation.device_kind)
     assert found.default == default
-    for work, options in (("train", found.train), ("score", found.score)):
+    for work, options in found.working.items():
         expected = tuned_options(
-            generation.platform, generation.device_kind, work=work, gathered=gathers_parameters(resolved)
+            generation.platform, generation.device_kind, work=work, fsdp_alone=is_fsdp_alone(resolved)
         )
         assert options == as_values(expected) and default.items() <= options.items()
-        said = [line for line in lines(found) if ("train steps" if work == "train" else "scoring") in line]
+        said = [line for line in lines(found) if WORDS[work] in line]
         added = [option for option in expected if option.name not in default]
         assert len(said) == max(1, len(added))
         if added:
@@ -65,13 +69,14 @@ def test_a_plan_tells_of_the_programs_that_it_has():
     assert lines(found) and not any("train steps" in line for line in lines(found))
 
 
-def test_parameters_are_gathered_where_they_are_cut_over_what_cuts_the_batch():
-    assert gathers_parameters(FSDP)
-    assert not gathers_parameters(WHOLE) and not gathers_parameters(TENSOR)
-    # A mesh axis of one device cuts nothing.
-    assert not gathers_parameters(resolve(MeshConfig(), MODEL, devices=1))
-    replicas = MeshConfig(axes={"replica": 8, "data": 1})
-    assert not gathers_parameters(resolve(replicas, MODEL, devices=8))
+def test_fsdp_alone_shards_parameters_over_what_shards_the_batch_and_nothing_else():
+    assert is_fsdp_alone(FSDP)
+    assert not is_fsdp_alone(REPLICATED) and not is_fsdp_alone(TENSOR)
+    assert not is_fsdp_alone(resolve(MeshConfig(axes={"data": 4, "model": 2}), MODEL, devices=8))
+    # A mesh axis of one device shards nothing; over replicas parameters are replicated.
+    assert not is_fsdp_alone(resolve(MeshConfig(), MODEL, devices=1))
+    assert not is_fsdp_alone(resolve(MeshConfig(axes={"replica": 8, "data": 1}), MODEL, devices=8))
+    assert is_fsdp_alone(resolve(MeshConfig(axes={"replica": 2, "data": 4}), MODEL, devices=8))
 
 
 def test_what_the_user_writes_is_for_steps_and_scoring_and_wins():
@@ -79,14 +84,14 @@ def test_what_the_user_writes_is_for_steps_and_scoring_and_wins():
     written = {name: 7, "xla_tpu_some_switch": False, "xla_tpu_some_share": 0.5, "xla_other": "ENABLED"}
     found = choose_compiler(TrainerConfig(compiler_options=written), target(kind="TPU v4"), FSDP)
     mine = {name: "7", "xla_tpu_some_switch": "false", "xla_tpu_some_share": "0.5", "xla_other": "ENABLED"}
-    assert found.train == found.score == mine
+    assert all(options == mine for options in found.working.values())
     # What loads and saves is as it was.
     assert found.default == compiler_options("tpu", "TPU v4") and found.default[name] != "7"
     assert [line.partition(" (")[0] for line in lines(found)] == [
         f"trainer.compiler_options: {name}={value}" for name, value in mine.items()
     ]
     tuned = choose_compiler(TrainerConfig(compiler="tuned", compiler_options=written), target(), FSDP)
-    assert mine.items() <= tuned.train.items() and mine.items() <= tuned.score.items()
+    assert all(mine.items() <= options.items() for options in tuned.working.values())
     assert not any(name in line for line in lines(tuned) if "tuned for" in line)
 
 
@@ -109,7 +114,7 @@ def test_options_of_another_platform_are_left_out_and_named(platform, kind, pass
         "xla_other": 1,
     }
     found = choose_compiler(TrainerConfig(compiler_options=written), target(platform, kind), FSDP)
-    assert found.train == found.score == passed
+    assert all(options == passed for options in found.working.values())
     assert lines(found)[-1] == (
         f"trainer.compiler_options: {', '.join(name for name in written if name not in passed)}: "
         f"no options of {platform} programs, left out here"
