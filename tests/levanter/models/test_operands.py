@@ -122,17 +122,23 @@ CASES = {
     "grouped experts, embed cut": ("grouped experts", experts_on({"embed": "model"}, data=2, model=2)),
     "dense experts, both cut": ("dense experts", experts_on(EXPERTS, data=2, model=2, group=2)),
 }
-SLOW = (
-    "own head, 1 device",
-    "own head, 8x1",
-    "grouped experts over tokens",
-    "grouped experts, 1 device",
-    "grouped experts, embed cut",
+QUICK = {
+    ("own head, 2x4", "low rank"),
+    ("own head, 2x4", "integers"),
+    ("tied, 2x4", "integers"),
+    ("grouped experts, both cut", "low rank"),
+    ("grouped experts, both cut", "integers"),
+    ("dense experts, both cut", "low rank"),
+}
+"""Each representation, each kind of model: the others are a sweep."""
+ALL = [(case, kind) for case in CASES for kind in ("low rank", "integers")]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in ALL],
+    ids=[f"{case}-{kind}" for case, kind in ALL],
 )
-
-
-@pytest.mark.parametrize("kind", ["low rank", "integers"])
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_a_model_of_operands_equals_the_model_of_their_matrices(case, kind, devices):
     name, (spec, mappings) = CASES[case]
     model = model_of(name, kind)

@@ -330,14 +330,27 @@ def test_every_config_describes_itself():
         assert not broken or "as_published" in path.name, broken
 
 
+SLOWLY = """
+import sys, time
+from levanter.commands.memorize.eval_careless_lm import EvalCarelessLmConfig, main
+from levanter.commands.shell.entry import run_entry_point
+from levanter.memorization.parts import PartStore
+own = PartStore.write
+PartStore.write = lambda *args: (time.sleep(0.03), own(*args))[1]
+sys.exit(run_entry_point(EvalCarelessLmConfig, main))
+"""
+"""The command with parts that take their time: whoever kills it is not always quicker than a hundred small ones."""
+
+
 def killed_at_random(path, folder, kills, *, seed):
     """Starts the command `kills` times and kills it -9 at a random moment; then lets it finish."""
     moments = random.Random(seed)
     command = [sys.executable, "-m", "levanter.main.eval_careless_lm", "--config_path", path]
+    slowly = [sys.executable, "-c", SLOWLY, "--config_path", path]
     parts = Path(folder) / "parts"
     struck = 0
     for _ in range(kills):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+        process = subprocess.Popen(slowly, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
         begin = len(list(parts.glob("part-*"))) if parts.exists() else 0
         wanted = begin + moments.choice([0, 1, 1, 2, 3, 5, 8])
         deadline = time.monotonic() + 120
