@@ -233,9 +233,10 @@ def compile_all(case: Case, most: int) -> None:
             write(case, answers)
         return as_verdict(candidate, answers[str(candidate)])
 
+    # What the search asks for comes first: stopped half-way, it can be replayed.
+    search(case.subject, case.pod, compile_candidate=ask)
     for candidate in chosen(case, most):
         ask(candidate)
-    search(case.subject, case.pod, compile_candidate=ask)
 
 
 def write(case: Case, answers: Mapping[str, Answer]) -> None:

@@ -325,8 +325,10 @@ def build_schedule(*, peak: float, min_ratio: float, shape: LrSchedule, cycles: 
             segments.append(_Segment(start=cycle.start + rising, rate=_line(peak, peak, 1)))
         phase = Phase(peak=peak, floor=floor, steps=falling, warmup_steps=rising)
         segments.append(_Segment(start=cycle.end - falling, rate=_decay(shape, phase)))
-        with jax.ensure_compile_time_eval():
-            reached = float(shape.at(phase, jnp.float32(falling)))
+        if cycle is not cycles[-1]:
+            # Compiles a little, so it is done only where a cycle begins from it.
+            with jax.ensure_compile_time_eval():
+                reached = float(shape.at(phase, jnp.float32(falling)))
 
     def schedule(step: jax.Array) -> jax.Array:
         rate = segments[0].rate(step.astype(jnp.float32))
