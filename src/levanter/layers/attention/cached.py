@@ -253,8 +253,8 @@ def _written(
     else:
         number = jnp.take_along_axis(tables.array, positions // slots, axis=1, mode="clip")
         there = there & (positions < slots * tables.array.shape[1])
-    # One scatter of vectors along `head_size`: with heads or `kv` in what is written at a time, the TPU compiler lays
-    # the cache out anew for it, all of it.
+    # A scatter of vectors along `head_size`. With heads and `kv` in what is written at a time, a compiled step on v5e
+    # had temporaries of one and a half caches.
     at = jnp.where(there, number, pages.shape[1])[:, :, None, None]
     head, which = jnp.arange(pages.shape[2])[:, None], jnp.arange(2)
     new = jnp.stack([k, v], axis=3)
