@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import abstract, leaves
+from haliax_ext.admissions import byte_ranges
 from haliax_ext.loading import plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
@@ -160,7 +161,7 @@ def main() -> None:
     plan = plan_loading(sharding, weights.rules(CONFIG), source, hosts=hosts, dtype=np.dtype("bfloat16"))
     planned = time.perf_counter() - began
     count = nbytes = 0
-    for piece in plan.byte_ranges(source, args.host):
+    for piece in byte_ranges(plan, source, args.host):
         count += 1
         nbytes += piece.nbytes
     listed = time.perf_counter() - began

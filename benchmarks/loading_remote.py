@@ -3,6 +3,7 @@
     python benchmarks/loading_remote.py [--shape NAME …] [--repeat 3] [--latency 0.03] [--connection 20e6]
                                         [--total 200e6] [--budget-mib 256] [--fault-every N]
     python benchmarks/loading_remote.py --unlimited [--tls]      # as fast as it goes: processor seconds a gigabyte
+    python benchmarks/loading_remote.py --shape exchange --processes     # all hosts of it, that exchange (gloo)
 
 The store is `tests/helpers/object_store.py` in a process of its own: so many seconds to the first byte of an answer, so
 many bytes a second of one connection and of all together. Checkpoints are made in the temporary folder when they are
@@ -16,12 +17,12 @@ those of receiving, casting and checking (which release it): one process cannot 
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Shape:
         hidden, intermediate, layers, heads, kv_heads, vocab: sizes.
         mapping: axis → mesh axis of data 4 × model 2.
         dtype: what it is loaded in; it is stored in bf16.
-        hosts: of the run; of several, the first one's share is read, and dropped.
+        hosts: of the run; of several, the first one's share is read, and dropped (unless `--processes`).
         about: a few words.
     """
 
@@ -216,24 +217,32 @@ def measure(name: str, url: str, args: argparse.Namespace) -> dict:
     import jax
 
     from haliax_ext.loading import load
+    from levanter.commands.shell.lifecycle import join_processes
     from levanter.compat.hf.index import open_weights
     from levanter.compat.hf.repository import RemoteFolder
+    from levanter.processes.barrier import barrier
+    from levanter.processes.distributed import DistributedConfig
+    from levanter.processes.together import jit_together
 
     shape, budget = SHAPES[name], args.budget_mib * MIB
+    if args.processes:
+        join_processes(DistributedConfig())
     begun = time.perf_counter()
     source = open_weights(RemoteFolder(f"{url}/{stored_as(name)}"), allow_pickle=False)
     opened = time.perf_counter() - begun
     sharding, plan, mesh = planned_on(shape, source, jax.devices())
     jax.block_until_ready([jax.device_put(jax.numpy.zeros(1), each) for each in jax.local_devices()])
+    if args.processes:
+        barrier("loading")
     cpu = time.process_time()
     with kernel_seconds() if args.unlimited else nullcontext([0.0]) as kernels:
-        if args.drop or shape.hosts > 1:
+        if args.drop or (shape.hosts > 1 and not args.processes):
             found = read_share(plan, source, budget)
         else:
-            loaded = load(plan, sharding, source, mesh, memory_bytes=budget)
+            loaded = load(plan, sharding, source, mesh, memory_bytes=budget, jit=jit_together)
             shards = [shard.data for each in loaded.values() for shard in each.addressable_shards]
             found = {
-                "seconds": loaded.report.seconds,
+                "seconds": max(loaded.report.seconds_by_host),
                 "read": loaded.report.bytes_read,
                 "arrays": sum({each.unsafe_buffer_pointer(): each.nbytes for each in shards}.values()),
                 "peak": loaded.report.peak_rss_bytes,
@@ -243,8 +252,9 @@ def measure(name: str, url: str, args: argparse.Namespace) -> dict:
         "opened": opened,
         "cpu": cpu,
         "serial": cpu - kernels[0],
-        "planned": plan.bytes_by_host[0],
-        "source": plan.source_bytes // shape.hosts,
+        "planned": plan.bytes_by_host[jax.process_index()],
+        "source": plan.source_bytes // (1 if args.processes else shape.hosts),
+        "own": plan.source_bytes // shape.hosts,
         "exchanged": sum(each.strategy == "exchange" for each in plan.loads),
         "tally": str(source.remote.tally),
         "extra": source.remote.tally.extra_bytes,
@@ -253,40 +263,23 @@ def measure(name: str, url: str, args: argparse.Namespace) -> dict:
 
 def read_share(plan, source, budget: int) -> dict:
     """Reads what the first host reads, in the order and with the budget of `load`, and drops it."""
-    from haliax_ext.host_reader import Arrival, HostReader, Readers
+    from haliax_ext.admissions import admissions, read_all
+    from haliax_ext.host_reader import HostReader, Readers
     from haliax_ext.load_progress import MemoryWatch
-    from haliax_ext.reading import distinct
 
-    mine, held, waiting = plan.devices_of(0), 0, deque()
     begun = time.perf_counter()
     readers = Readers.of(source.remote, budget, threads=None, read_bytes=None)
     with MemoryWatch() as memory, HostReader(source, readers) as reader:
 
-        def finish() -> int:
-            arrivals = waiting.popleft()
-            while not reader.wait(arrivals, 0.2):
+        def drop(admission) -> None:
+            while not reader.wait(admission.arrivals, 0.2):
                 pass
-            for each in arrivals:
+            for each in admission.arrivals:
                 each.blocks.clear()
                 each.futures.clear()
-            return sum(each.nbytes for each in arrivals)
 
-        for step in plan.steps:
-            arrivals = []
-            for each in step.loads:
-                boxes, which = distinct(each.device_boxes(plan.sharding.mesh, step.piece or (0, 0))[mine])
-                arrivals += [Arrival(load=each, boxes=boxes, which=which, unit=unit) for unit in each.units(boxes)]
-            alone = [arrivals] if step.loads[0].exchange is not None else [[each] for each in arrivals]
-            for admitted in alone:
-                wanted = sum(each.nbytes for each in admitted)
-                while waiting and held + wanted > budget - readers.held_bytes:
-                    held -= finish()
-                for each in admitted:
-                    reader.start(each)
-                waiting.append(admitted)
-                held += wanted
-        while waiting:
-            finish()
+        found = admissions(plan, plan.devices_of(0), together=True)
+        read_all(found, reader, drop, budget=budget - readers.held_bytes, nbytes=plan.bytes_by_host[0])
         read = reader.bytes_done
     return {"seconds": time.perf_counter() - begun, "read": read, "arrays": 0, "peak": memory.peak_bytes}
 
@@ -330,10 +323,31 @@ def run(name: str, url: str, args: argparse.Namespace, environment: dict[str, st
     touch_memory(args.touch_gib)
     words = [str(Path(__file__).resolve()), "--one", name, url, "--budget-mib", str(args.budget_mib)]
     words += [word for word, given in (("--unlimited", args.unlimited), ("--drop", args.drop)) if given]
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr[-4000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    count = SHAPES[name].hosts if args.processes else 1
+    if args.processes:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            where = f"localhost:{probe.getsockname()[1]}"
+        flags = f"--xla_force_host_platform_device_count={8 // count}"
+        environment = environment | {"LEVANTER_COORDINATOR": where, "LEVANTER_NUM_PROCESSES": str(count)}
+        environment |= {"XLA_FLAGS": flags}
+        words.append("--processes")
+    running = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=environment | ({"LEVANTER_PROCESS_ID": str(number)} if args.processes else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    told = [each.communicate() for each in running]
+    for process, (_, errors) in zip(running, told, strict=True):
+        if process.returncode:
+            sys.exit(errors[-4000:])
+    found = [json.loads(said.splitlines()[-1]) for said, _ in told]
+    return found[0] | {"cpu": sum(each["cpu"] for each in found), "extra": sum(each["extra"] for each in found)}
 
 
 def certificate(folder: Path) -> None:
@@ -357,6 +371,7 @@ def main() -> None:
     parser.add_argument("--drop", action="store_true", help="drop what is read instead of keeping it in arrays")
     parser.add_argument("--touch-gib", type=int, default=0, help="memory another process uses just before")
     parser.add_argument("--unlimited", action="store_true", help="no limits; counts processor seconds")
+    parser.add_argument("--processes", action="store_true", help="one for each host of a shape, all of them")
     parser.add_argument("--tls", action="store_true", help="by https")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "URL"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -387,7 +402,7 @@ def show(name: str, found: dict, told: dict, args: argparse.Namespace) -> None:
     serial = f" ({found['serial'] / gigabytes:.2f} serial)" if args.unlimited else ""
     print(
         f"{name:10} {found['seconds']:7.2f} s {rate / 1e6:5.0f} MB/s {share:>8} "
-        f"{found['read'] / found['source']:6.3f}× {found['extra'] / found['source']:6.2%} "
+        f"{found['read'] / found['own']:6.3f}× {found['extra'] / found['source']:6.2%} "
         f"{(found['peak'] - found['arrays']) / MIB:7.0f} MiB "
         f"{found['cpu'] / gigabytes:5.2f} s/GB{serial}  {found['tally']}; {told['requests']} requests, at most "
         f"{told['most']} at a time; opened in {found['opened']:.2f} s, {found['exchanged']} exchanged; server "

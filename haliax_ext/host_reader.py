@@ -5,24 +5,33 @@ into a buffer (`scratch`), and cast and copied from there. A source on another m
 for the network; `Readers` says how many, and which part of the memory budget is theirs.
 """
 
-import math
+import itertools
 import os
 import threading
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 
 from haliax_ext.finite import NotFinite, all_finite, not_finite
 from haliax_ext.load_plan import LeafLoad
-from haliax_ext.reading import Read, Unit, flat_stack, reads
-from haliax_ext.scratch import SMALL, Scratch
+from haliax_ext.portions import Arrival as Arrival
+from haliax_ext.portions import Portion, Share, Slice, portions
+from haliax_ext.scratch import SMALL, Scratch, aligned, aligned_zeros
 from haliax_ext.scratch import aligned_empty as aligned_empty
-from haliax_ext.slices import Box, box_shape, box_size, to_slices
-from haliax_ext.sources import RemoteAccess, TensorSource, remote_of
+from haliax_ext.slices import box_shape, box_size, to_slices
+from haliax_ext.sources import AdjacentSource, Index, RemoteAccess, RemoteReads, TensorSource, remote_of
 
 READ_BYTES = 2 << 20
 """Bytes of one read: much more than a request to a local file costs, little enough for a core's cache."""
+LEAST_READ_BYTES = 1 << 20
+"""Of one read from another machine, where memory is short or little is left to read."""
+LAST_READS = 128
+"""What is left is asked for in so many reads, where that makes them smaller."""
+BUFFERS = 32
+"""Reads from another machine that have a buffer, at least, if they must be smaller for it."""
 SCRATCH_SHARE = 4
 """One part in so many of the memory budget is for buffers, where a source is on another machine."""
 
@@ -44,7 +53,9 @@ class Readers:
     held_bytes: int = 0
 
     @classmethod
-    def of(cls, remote: RemoteAccess | None, budget: int, *, threads: int | None, read_bytes: int | None) -> "Readers":
+    def of(
+        cls, remote: RemoteAccess | RemoteReads | None, budget: int, *, threads: int | None, read_bytes: int | None
+    ) -> "Readers":
         """Those that fit a source and a memory budget.
 
         Args:
@@ -57,37 +68,13 @@ class Readers:
             # A buffer for each core stays in its cache; they come on top of the budget, which is for blocks.
             cores = threads or min(16, max(2, os.cpu_count() or 2))
             return cls(threads=cores, read_bytes=read_bytes or READ_BYTES, buffers=cores)
-        many, each = threads or remote.reads_at_once, read_bytes or remote.read_bytes
+        many = threads or remote.reads_at_once
+        room = budget // SCRATCH_SHARE // BUFFERS
+        each = read_bytes or min(remote.read_bytes, max(room, LEAST_READ_BYTES))
         buffers = max(1, min(many, budget // SCRATCH_SHARE // each))
         # Small reads have memory of their threads, second requests for slow ranges have some of their own.
         held = buffers * each + many * each // SMALL + remote.hedge_bytes
         return cls(threads=many, read_bytes=each, buffers=buffers, held_bytes=min(held, budget))
-
-
-@dataclass(eq=False, kw_only=True)
-class Arrival:
-    """A unit of blocks on its way.
-
-    Attributes:
-        load: the leaf.
-        boxes: the distinct blocks of this host.
-        which: for each of this host's devices, the number of its block.
-        unit: which blocks are read here, and how.
-        blocks: their memory, by number, once the reading has begun.
-        futures: the reads under way.
-    """
-
-    load: LeafLoad
-    boxes: list[Box]
-    which: np.ndarray
-    unit: Unit
-    blocks: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
-    futures: list[Future[None]] = field(default_factory=list[Future[None]])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the blocks."""
-        return sum(box_size(self.boxes[n]) for n in self.unit.members) * self.load.leaf.dtype.itemsize
 
 
 class HostReader:
@@ -121,18 +108,31 @@ class HostReader:
             self._remote.interrupt()
         self._pool.shutdown(wait=kind is None or self._remote is None, cancel_futures=True)
 
+    def portions(self, arrivals: Sequence[Arrival], left: int | None = None) -> Iterator[Portion]:
+        """What is read at a time for arrivals, in order.
+
+        Args:
+            arrivals: that are read at one time.
+            left: storage bytes that are still to be asked for, these included; towards the end, reads get smaller, so
+                that the last of them end together.
+        """
+        size = self._read_bytes
+        if left is not None and self._remote is not None:
+            size = min(size, max(left // LAST_READS, LEAST_READ_BYTES))
+        return portions(arrivals, self._source, read_bytes=size, together=self._remote is not None)
+
     def start(self, arrival: Arrival) -> None:
-        """Takes memory for an arrival's blocks and queues its reads."""
-        layout = arrival.load.layout
+        """Takes memory for an arrival's blocks; nothing of it is used before something is read into it."""
         for number in arrival.unit.members:
             box = arrival.boxes[number]
-            block = aligned_empty(box_shape(box), arrival.load.leaf.dtype)
-            if layout.clipped(box) != box:
-                block[...] = 0
-            arrival.blocks[number] = block
-        chunk = arrival.load.chunk(self._read_bytes)
-        for read in reads(layout, arrival.boxes, arrival.unit, chunk=chunk):
-            arrival.futures.append(self._pool.submit(self._read, arrival, read))
+            taken = aligned_empty if arrival.load.layout.clipped(box) == box else aligned_zeros
+            arrival.blocks[number] = taken(box_shape(box), arrival.load.leaf.dtype)
+
+    def submit(self, portion: Portion) -> None:
+        """Queues a read of arrivals that were started."""
+        future = self._pool.submit(self._read, portion)
+        for arrival in {id(share.arrival): share.arrival for share in portion.shares}.values():
+            arrival.futures.append(future)
 
     def wait(self, arrivals: list[Arrival], seconds: float) -> bool:
         """Waits at most so long for arrivals; whether they are complete.
@@ -140,7 +140,7 @@ class HostReader:
         Raises:
             Exception: what a read raised, of these arrivals or later ones: those waited for may take long.
         """
-        futures = [future for arrival in arrivals for future in arrival.futures]
+        futures = {future for arrival in arrivals for future in arrival.futures}
         done, pending = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
@@ -148,38 +148,67 @@ class HostReader:
             raise self._failure
         return not pending
 
-    def _read(self, arrival: Arrival, read: Read) -> None:
+    def _read(self, portion: Portion) -> None:
         try:
-            self._read_one(arrival, read)
+            self._read_all(portion.slices)
         except BaseException as error:
             self._failure = self._failure or error
             raise
 
-    def _read_one(self, arrival: Arrival, read: Read) -> None:
+    def _read_all(self, slices: tuple[Slice, ...]) -> None:
+        there = [_in_place(each) for each in slices]
+        elsewhere = [each for each, memory in zip(slices, there, strict=True) if memory is None]
+        # Every one begins where its elements may begin.
+        places = list(itertools.accumulate((aligned(each.nbytes) for each in elsewhere), initial=0))
+        buffered = self._scratch.taken(np.dtype(np.uint8), (places[-1],)) if elsewhere else nullcontext(_NOTHING)
+        with buffered as buffer:
+            rooms = (
+                buffer[at : at + each.nbytes].view(each.dtype).reshape(box_shape(each.box))
+                for at, each in zip(places, elsewhere, strict=False)
+            )
+            filled = [next(rooms) if memory is None else memory for memory in there]
+            self._fetch([(each.name, to_slices(each.box), out) for each, out in zip(slices, filled, strict=True)])
+            for each, values, memory in zip(slices, filled, there, strict=True):
+                for share in each.shares:
+                    self._arrived(share, each.name, each.part(share, values), in_place=memory is not None)
+
+    def _fetch(self, wanted: list[tuple[str, Index, np.ndarray]]) -> None:
+        if len(wanted) > 1 and isinstance(self._source, AdjacentSource):
+            self._source.read_adjacent(wanted)
+            return
+        for name, index, out in wanted:
+            self._source.read(name, index, out)
+
+    def _arrived(self, share: Share, name: str, values: np.ndarray, *, in_place: bool) -> None:
+        """Copies what was read into its blocks, and counts it."""
+        arrival, read = share.arrival, share.read
         load = arrival.load
-        name = load.sources[flat_stack(load.layout, read.stack)]
-        shape = box_shape(read.box)
-        memory = None
-        if len(read.copies) == 1 and load.source_dtype == load.leaf.dtype:
-            number, copy = read.copies[0]
-            memory = copy.in_place(arrival.blocks[number], shape)
-        if memory is not None:
-            self._source.read(name, to_slices(read.box), memory)
-            bad = _not_finite(memory, load, name)
-        else:
-            with self._scratch.taken(load.source_dtype, shape) as buffer:
-                self._source.read(name, to_slices(read.box), buffer)
-                # Infinities and NaNs among weights are passed on as they are; NumPy would warn about casting them.
-                with np.errstate(invalid="ignore", over="ignore"):
-                    for number, copy in read.copies:
-                        copy.scatter(buffer, arrival.blocks[number])
-                bad = _not_finite(buffer, load, name)
+        if not in_place:
+            # Infinities and NaNs among weights are passed on as they are; NumPy would warn about casting them.
+            with np.errstate(invalid="ignore", over="ignore"):
+                for number, copy in read.copies:
+                    copy.scatter(values, arrival.blocks[number])
+        bad = _not_finite(values, load, name)
         with self._lock:
             if bad is not None:
                 before = self.not_finite.get((load.path, name))
                 self.not_finite[load.path, name] = bad if before is None else before + bad
-            self.bytes_done += round(math.prod(shape) * load.bytes_per_element)
+            self.bytes_done += round(box_size(read.box) * load.bytes_per_element)
             self.at = (load.path, read.stack[0] if read.stack else None)
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _in_place(each: Slice) -> np.ndarray | None:
+    """The memory of a block itself, where a slice lies there as it lies in the file; else `None`."""
+    if len(each.shares) > 1:
+        return None
+    ((arrival, read),) = ((share.arrival, share.read) for share in each.shares)
+    if len(read.copies) != 1 or arrival.load.source_dtype != arrival.load.leaf.dtype:
+        return None
+    number, copy = read.copies[0]
+    return copy.in_place(arrival.blocks[number], box_shape(read.box))
 
 
 def _not_finite(buffer: np.ndarray, load: LeafLoad, name: str) -> NotFinite | None:

@@ -5,7 +5,7 @@ each byte is read by one host, and the devices exchange (`exchange`). `load_stra
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -27,15 +27,20 @@ from haliax_ext.initial import LeafInit, initialize_program
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
-from haliax_ext.reading import GAP_BYTES, Unit, distinct, flat_stack, reads, shard_boxes, units
+from haliax_ext.reading import GAP_BYTES, Unit, shard_boxes, units
 from haliax_ext.rules import WeightRule
-from haliax_ext.slices import Box, LeafLayout, Span, to_slices
-from haliax_ext.sources import ByteRange, TensorSource
+from haliax_ext.slices import Box, LeafLayout, Span
+from haliax_ext.sources import RemoteReads
 
 TOGETHER_BYTES = 64 << 20
 """Leaves are exchanged by one Program up to this transient on a device: small ones need not be compiled one by one."""
 CHUNK_BYTES = 8 << 20
 """Bytes of one read."""
+
+
+def default_memory_bytes(local_device_bytes: int) -> int:
+    """The host-memory budget beyond the arrays: a tenth of them, at least 256 MiB, at most 4 GiB."""
+    return min(4 << 30, max(256 << 20, local_device_bytes // 10))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,12 @@ class LeafLoad:
     def path(self) -> str:
         """The leaf's path."""
         return self.leaf.path
+
+    @property
+    def read_alike(self) -> Hashable:
+        """What it has in common with the leaves that are read together with it, piece by piece."""
+        alone = self.path if self.derived is not None else ""
+        return self.sources, self.pieces, self.exchange is None, alone
 
     @property
     def exchanged_alike(self) -> Hashable:
@@ -136,7 +147,8 @@ class LoadStep:
     """Leaves, or a piece of one, that arrive together.
 
     Attributes:
-        loads: one leaf, or several small ones that are exchanged together.
+        loads: one leaf, those that share its source tensors where they are read directly, or several small ones that
+            are exchanged together.
         piece: which piece of a leaf that arrives in several; None: all of it.
     """
 
@@ -154,6 +166,7 @@ class LoadPlan:
         hosts: the host of each device, in the mesh's row-major order.
         skipped: paths of optional leaves that the source lacks.
         initial: leaves that are made and not read.
+        remote: how the source is read, where it is on another machine.
     """
 
     sharding: ShardingPlan
@@ -161,6 +174,7 @@ class LoadPlan:
     hosts: tuple[int, ...]
     skipped: tuple[str, ...] = ()
     initial: tuple[LeafInit, ...] = ()
+    remote: RemoteReads | None = None
 
     @property
     def leaves(self) -> tuple[LeafLoad, ...]:
@@ -234,19 +248,31 @@ class LoadPlan:
                 found.append(LoadStep(loads=tuple(together)))
                 together.clear()
 
+        # Leaves that share source tensors lie side by side there, piece by piece.
+        kin: dict[Hashable, list[LeafLoad]] = {}
         for load in self.loads:
+            kin.setdefault(load.read_alike, []).append(load)
+        for load in self.loads:
+            same = kin[load.read_alike]
             if load.exchange is None:
-                found.append(LoadStep(loads=(load,)))
+                if same[0] is load:
+                    found.append(LoadStep(loads=tuple(same)))
             elif load.exchange.cut is not None:
-                found += [LoadStep(loads=(load,), piece=piece) for piece in load.pieces]
+                if same[0] is load:
+                    found += [LoadStep(loads=(each,), piece=piece) for piece in load.pieces for each in same]
             elif load.derived is not None:
                 found.append(LoadStep(loads=(load,)))
-            else:
-                room += load.transient_device_bytes
+            elif same[0] is load:
+                needed = sum(each.transient_device_bytes for each in same)
+                room += needed
                 if room > TOGETHER_BYTES:
                     flush()
-                    room = load.transient_device_bytes
-                together.append(load)
+                    room = needed
+                if needed > TOGETHER_BYTES and len(same) > 1:
+                    found += [LoadStep(loads=(each,)) for each in same]
+                    room = 0
+                else:
+                    together += same
         flush()
         return tuple(found)
 
@@ -316,17 +342,6 @@ class LoadPlan:
         if put not in made:
             made[put] = derive_piece_program(put, exchange, derived, step.piece, self.sharding)
         return made[begin], made[put]
-
-    def byte_ranges(self, source: TensorSource, host: int) -> Iterator[ByteRange]:
-        """Every byte range that a host reads, lazily, in the order of reading."""
-        devices = self.devices_of(host)
-        for step in self.steps:
-            for load in step.loads:
-                boxes, _ = distinct(load.device_boxes(self.sharding.mesh, step.piece or (0, 0))[devices])
-                for unit in load.units(boxes):
-                    for read in reads(load.layout, boxes, unit, chunk=load.chunk()):
-                        name = load.sources[flat_stack(load.layout, read.stack)]
-                        yield from source.byte_ranges(name, to_slices(read.box))
 
     def __str__(self) -> str:
         rows = [("leaf", "from", "strategy", "bytes", "read", "transient", "why")]

@@ -14,13 +14,13 @@ from haliax_ext.abstract import Leaf
 from haliax_ext.derived import Derived
 from haliax_ext.exchange import TRANSIENT_LIMIT, plan_exchange
 from haliax_ext.initial import LeafInit
-from haliax_ext.load_plan import LeafLoad, LoadPlan
+from haliax_ext.load_plan import LeafLoad, LoadPlan, default_memory_bytes
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import LeafPlan, ShardingPlan
 from haliax_ext.reading import distinct
 from haliax_ext.rules import Match, WeightRules
 from haliax_ext.slices import Box, Span
-from haliax_ext.sources import TensorSource
+from haliax_ext.sources import RemoteReads, TensorSource, remote_of
 
 DIRECT_AMPLIFICATION = 1.25
 """A leaf that direct reading would read more often than this is exchanged."""
@@ -46,7 +46,8 @@ def plan_loading(
         source: what to read from; only its index is looked at.
         hosts: the host of each device, of the mesh's shape; None: one host.
         dtype: what floating-point leaves are loaded in; None: as in `plan`.
-        memory_bytes: the host-memory budget, which also bounds the pieces of an exchange.
+        memory_bytes: the host-memory budget, which also bounds the pieces of an exchange; None: of a source on another
+            machine, the one that `load` chooses, so that a piece is read while another one is exchanged.
         transient_limit: what an exchange may hold on a device.
 
     Raises:
@@ -63,9 +64,12 @@ def plan_loading(
         )
     matches = rules.match([leaf_plan.leaf for leaf_plan in plan.leaves], source.tensors)
     limit = transient_limit
+    per_host = max(np.bincount(of_device).tolist())
+    remote = remote_of(source)
+    if memory_bytes is None and remote is not None:
+        memory_bytes = default_memory_bytes(plan.bytes_per_device * per_host)
     if memory_bytes is not None:
         # Slabs of two pieces are on a host at a time, one of them being read.
-        per_host = max(np.bincount(of_device).tolist())
         limit = min(limit, max(memory_bytes // (2 * per_host), 1))
     derived = {rule.path: rule for rule in rules.derived}
     loads: list[LeafLoad] = []
@@ -99,6 +103,11 @@ def plan_loading(
         skipped=tuple(leaf.path for leaf in absent if leaf.path not in made),
         initial=tuple(
             LeafInit(leaf=_in_dtype(leaf, dtype), rule=made[leaf.path]) for leaf in absent if leaf.path in made
+        ),
+        remote=None
+        if remote is None
+        else RemoteReads(
+            reads_at_once=remote.reads_at_once, read_bytes=remote.read_bytes, hedge_bytes=remote.hedge_bytes
         ),
     )
 

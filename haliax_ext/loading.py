@@ -1,14 +1,14 @@
 """`load`: a `LoadPlan` and a source → arrays in their final shards.
 
 `HostReader`'s threads fill blocks; the calling thread hands full blocks to the devices, in the order of the plan's
-steps, and runs the plan's exchange Programs, on all hosts in the same order. Blocks that were begun and are not yet on
-a device stay within a budget, except that one *unit* (blocks that are read together) is always admitted.
+steps, and runs the plan's exchange Programs, on all hosts in the same order. What was read into blocks that are not yet
+on a device stays within a budget, except that the oldest *unit* (blocks that are read together) always goes on
+(`admissions`).
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -18,16 +18,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from haliax_ext.admissions import Admission, admissions, read_all
 from haliax_ext.exchange import seconds_program
 from haliax_ext.finite import NotFinite
 from haliax_ext.host_reader import Arrival, HostReader, Readers
 from haliax_ext.load_plan import LoadPlan, LoadStep
+from haliax_ext.load_plan import default_memory_bytes as default_memory_bytes
 from haliax_ext.load_progress import LoadProgress, LoadReport, MemoryWatch
 from haliax_ext.load_strategy import plan_loading as plan_loading
 from haliax_ext.meshspec import Device, MeshSpec
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Jit, Program
-from haliax_ext.reading import distinct
 from haliax_ext.sources import RemoteAccess, TensorSource, remote_of
 
 PROGRESS_SECONDS = 0.2
@@ -49,11 +50,6 @@ class LoadedArrays(Mapping[str, jax.Array]):
 
     def __len__(self) -> int:
         return len(self.arrays)
-
-
-def default_memory_bytes(local_device_bytes: int) -> int:
-    """The host-memory budget beyond the arrays: a tenth of them, at least 256 MiB, at most 4 GiB."""
-    return min(4 << 30, max(256 << 20, local_device_bytes // 10))
 
 
 def hosts_of(mesh: Mesh) -> np.ndarray:
@@ -167,25 +163,6 @@ def _seconds_by_host(plan: LoadPlan, mesh: Mesh, seconds: float, jit: Jit) -> tu
     return tuple(float(by_device[plan.devices_of(host)[0]]) for host in range(plan.num_hosts))
 
 
-@dataclass(kw_only=True)
-class _Admission:
-    """What is admitted at once: a unit of a leaf that is read directly, or all slabs of an exchange.
-
-    Attributes:
-        step: the step it belongs to.
-        arrivals: what is read.
-        completes: whether the step can be finished once it is there.
-    """
-
-    step: LoadStep
-    arrivals: list[Arrival]
-    completes: bool
-
-    @property
-    def nbytes(self) -> int:
-        return sum(arrival.nbytes for arrival in self.arrivals)
-
-
 class _Job:
     """The calling thread's part of a load."""
 
@@ -209,51 +186,31 @@ class _Job:
         everyone = _flat_devices(mesh)
         self._devices: list[Device] = [everyone[n] for n in self._local.tolist()]
         self._arrays: dict[str, jax.Array] = {}
-        self._shards: dict[int, jax.Array] = {}
-        self._arriving: Mapping[str, hax.NamedArray] | None = None
+        self._shards: dict[str, dict[int, jax.Array]] = {}
+        self._arriving: dict[str, Mapping[str, hax.NamedArray]] = {}
 
     def run(self, budget: int) -> dict[str, jax.Array]:
-        waiting: deque[_Admission] = deque()
-        held = 0
         if self._plan.initial:
             made = self._jit(self._plan.initialize_program, self._mesh)()
             self._arrays |= {path: named.array for path, named in made.items()}
-        for admission in self._admissions():
-            while waiting and held + admission.nbytes > budget:
-                held -= self._finish(waiting.popleft())
-            for arrival in admission.arrivals:
-                self._reader.start(arrival)
-            waiting.append(admission)
-            held += admission.nbytes
-        while waiting:
-            self._finish(waiting.popleft())
+        found = admissions(self._plan, self._local, together=self._remote is not None)
+        read_all(found, self._reader, self._finish, budget=budget, nbytes=self._bytes_total)
         self._tell()
         in_order = [leaf_plan.leaf.path for leaf_plan in self._plan.sharding.leaves]
         return {path: self._arrays[path] for path in in_order if path in self._arrays}
 
-    def _admissions(self) -> Iterator[_Admission]:
-        for step in self._plan.steps:
-            arrivals: list[Arrival] = []
-            for load in step.loads:
-                boxes, which = distinct(load.device_boxes(self._plan.sharding.mesh, step.piece or (0, 0))[self._local])
-                arrivals += [Arrival(load=load, boxes=boxes, which=which, unit=unit) for unit in load.units(boxes)]
-            if step.loads[0].exchange is not None:
-                yield _Admission(step=step, arrivals=arrivals, completes=True)
-            else:
-                for arrival in arrivals:
-                    yield _Admission(step=step, arrivals=[arrival], completes=arrival is arrivals[-1])
-
-    def _finish(self, admission: _Admission) -> int:
-        """Waits for an admission, places it, and returns the bytes of host memory that are free again."""
+    def _finish(self, admission: Admission) -> None:
+        """Waits for an admission and places it."""
         while not self._reader.wait(admission.arrivals, PROGRESS_SECONDS):
             self._tell_now_and_then()
         self._tell_now_and_then()
-        nbytes = admission.nbytes
-        if admission.step.loads[0].exchange is None:
-            self._place(admission)
+        if admission.is_exchange:
+            for step in admission.steps:
+                self._exchange(
+                    step, [each for each in admission.arrivals if any(each.load is load for load in step.loads)]
+                )
         else:
-            self._exchange(admission.step, admission.arrivals)
-        return nbytes
+            self._place(admission)
 
     def _put(self, arrivals: list[Arrival]) -> dict[int, jax.Array]:
         """Blocks → single-device arrays, by position among this host's devices."""
@@ -271,12 +228,14 @@ class _Job:
         in_order = [shards[position] for position in range(len(self._devices))]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), in_order)
 
-    def _place(self, admission: _Admission) -> None:
-        (leaf_load,) = admission.step.loads
-        self._shards |= self._put(admission.arrivals)
-        if admission.completes:
-            self._arrays[leaf_load.path] = self._assemble(leaf_load.leaf.shape, leaf_load.spec, self._shards)
-            self._shards = {}
+    def _place(self, admission: Admission) -> None:
+        for arrival in admission.arrivals:
+            self._shards.setdefault(arrival.load.path, {}).update(self._put([arrival]))
+        if not admission.completes:
+            return
+        for load in (load for step in admission.steps for load in step.loads):
+            shards = self._shards.pop(load.path)
+            self._arrays[load.path] = self._assemble(load.leaf.shape, load.spec, shards)
 
     def _exchange(self, step: LoadStep, arrivals: list[Arrival]) -> None:
         piece = step.piece or (0, 0)
@@ -297,13 +256,13 @@ class _Job:
             own = {theirs.name: load.path for theirs, load in zip(whole.inputs, step.loads, strict=True)}
         else:
             begin, put = programs
-            so_far = self._arriving or self._jit(begin, self._mesh)()
-            self._arriving = None
+            path = step.loads[0].path
+            so_far = self._arriving.pop(path, None) or self._jit(begin, self._mesh)()
             everywhere = NamedSharding(self._mesh, PartitionSpec())
             at = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(piece[0], np.int32))
             found = self._jit(put, self._mesh)(so_far, slabs[0], at)
             if step.piece != step.loads[0].pieces[-1]:
-                self._arriving = found
+                self._arriving[path] = found
             own = dict.fromkeys(found, step.loads[0].path)
         # A Program that another step's leaves share calls them by those leaves' paths; what is derived has its own.
         named = found if is_derived else {own[path]: array for path, array in found.items()}

@@ -26,6 +26,19 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)
 
 
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The same, filled with zeros; the system gives them when they are first looked at."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT
+    return raw[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64."""
+    return nbytes + -nbytes % ALIGNMENT
+
+
 class Scratch:
     """Some number of buffers, made when they are first wanted.
 

@@ -72,6 +72,34 @@ class TensorSource(Protocol):
         ...
 
 
+@runtime_checkable
+class AdjacentSource(Protocol):
+    """A source that reads slices whose bytes follow one another in a file as one range."""
+
+    def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
+        """Fills arrays with slices of tensors; each is one range of bytes, and begins where the one before it ends.
+
+        Args:
+            slices: name, index, and the contiguous array (same shape and dtype) to fill.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteReads:
+    """How a source on another machine is read.
+
+    Attributes:
+        reads_at_once: reads that wait for the network side by side.
+        read_bytes: bytes of one read, at most.
+        hedge_bytes: memory that reading takes beyond what it is given, at most.
+    """
+
+    reads_at_once: int
+    read_bytes: int
+    hedge_bytes: int
+
+
 class RemoteAccess(Protocol):
     """What a loader wants to know of a source on another machine, and what it tells it."""
 

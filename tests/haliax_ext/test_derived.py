@@ -12,6 +12,7 @@ from helpers.tiny_llama import SIZES, tiny_leaves, tiny_rules, tiny_tensors
 
 from haliax_ext import load_strategy
 from haliax_ext.abstract import Leaf
+from haliax_ext.admissions import byte_ranges
 from haliax_ext.expected import ExpectedSource
 from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
@@ -96,7 +97,7 @@ def test_all_hosts_together_read_each_byte_once(hosts, mapping, limit):
     _, plan = planned(mapping, source, MESHES["8"], hosts=hosts, transient_limit=limit)
     times = np.zeros(source.nbytes, np.int32)
     for host in range(plan.num_hosts):
-        ranges = list(plan.byte_ranges(source, host))
+        ranges = list(byte_ranges(plan, source, host))
         for piece in ranges:
             times[piece.start : piece.stop] += 1
         assert sum(piece.nbytes for piece in ranges) == plan.bytes_by_host[host]

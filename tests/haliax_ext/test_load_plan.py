@@ -2,17 +2,18 @@
 
 import numpy as np
 import pytest
-from helpers.memory_source import MemorySource
+from helpers.memory_source import FarSource, MemorySource
 from helpers.tiny_llama import assembled, tiny_leaves, tiny_rules, tiny_tensors
 from jax.sharding import PartitionSpec as P
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.admissions import admissions, byte_ranges
 from haliax_ext.loading import plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.reading import distinct, flat_stack, reads, shard_boxes
-from haliax_ext.rules import WeightRule, WeightRules
+from haliax_ext.rules import FusedPart, WeightRule, WeightRules
 from haliax_ext.slices import box_shape, to_slices
 from haliax_ext.sources import TensorInfo
 
@@ -83,7 +84,7 @@ def test_byte_ranges_of_all_hosts_cover_the_checkpoint_once(arrangement):
     plan = planned(MAPPINGS[1], HOSTS[arrangement], source)
     times = np.zeros(source.nbytes, np.int32)
     for host in range(plan.num_hosts):
-        for piece in plan.byte_ranges(source, host):
+        for piece in byte_ranges(plan, source, host):
             times[piece.start : piece.stop] += 1
     assert times.min() == 1
     assert times.sum() <= 1.02 * source.nbytes
@@ -136,6 +137,47 @@ def test_pieces_respect_the_limit_and_the_budget():
     assert small.by_path[q].pieces == ((0, 1), (1, 2), (2, 3)) and small.by_path[q].transient_device_bytes <= 6400
     assert small.amplification == budget.amplification == 1.0
     assert budget.by_path[q].transient_device_bytes <= 6400
+
+
+def test_pieces_of_a_source_on_another_machine_follow_the_budget_that_load_chooses():
+    """A piece is read while another one is exchanged: both are within the 256 MiB of a host with one array of 1 GiB."""
+    stacked = {f"{n}.w": np.broadcast_to(np.float32(0), (2048, 2048)) for n in range(64)}
+    leaf = Leaf("w", (("layers", 64), ("mlp", 2048), ("embed", 2048)), np.dtype(np.float32))
+    rules = WeightRules(rules=(WeightRule(target="w", source="{layers}.w", axes=(("mlp",), ("embed",))),))
+    mib = 1 << 20
+    near, far = (
+        planned({}, HOSTS["one device each"], kind(stacked), leaves=[leaf], rules=rules).loads[0]
+        for kind in (MemorySource, FarSource)
+    )
+    assert 128 * mib < near.transient_device_bytes <= 448 * mib
+    assert 32 * mib < far.transient_device_bytes <= 128 * mib and len(far.pieces) > len(near.pieces)
+
+
+def test_leaves_of_the_same_tensors_arrive_piece_by_piece_together():
+    """The columns of one tensor: read alone, each leaf would read the others' bytes too."""
+    names = "qkv"
+    leaves = [Leaf(n, (("layers", 4), ("head", 8), ("embed", 16)), np.dtype(np.float32)) for n in names]
+    rules = WeightRules(
+        rules=tuple(
+            WeightRule(
+                target=n,
+                source="{layers}.qkv",
+                axes=(("embed",), ("head",)),
+                part=FusedPart(axis=1, start=8 * i, size=8, of=24),
+            )
+            for i, n in enumerate(names)
+        )
+    )
+    source = FarSource({f"{n}.qkv": np.zeros((16, 24), np.float32) for n in range(4)})
+    hosts = HOSTS["one device each"]
+    plan = planned({}, hosts, source, leaves=leaves, rules=rules, transient_limit=1500)
+    arriving = [(step.loads[0].path, step.piece) for step in plan.steps]
+    pieces = plan.loads[0].pieces
+    assert len(pieces) > 1 and arriving == [(name, piece) for piece in pieces for name in names]
+    for host in range(8):
+        admitted = list(admissions(plan, plan.devices_of(host), together=True))
+        assert [len(each.steps) for each in admitted] == [3] * len(pieces)
+        assert sum(r.nbytes for r in byte_ranges(plan, source, host)) == plan.bytes_by_host[host] == source.nbytes / 8
 
 
 def test_programs_are_the_steps_of_the_plan():

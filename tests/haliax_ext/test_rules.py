@@ -6,6 +6,7 @@ from helpers.memory_source import MemorySource
 from helpers.tiny_llama import SIZES, assembled, leaf, tiny_leaves, tiny_rules, tiny_tensors
 
 from haliax_ext.abstract import Leaf
+from haliax_ext.admissions import byte_ranges
 from haliax_ext.loading import load, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
@@ -199,7 +200,7 @@ def test_hosts_read_each_byte_of_fused_tensors_once(mapping):
     assert plan.source_bytes == source.nbytes == sum(plan.bytes_by_host)
     owner = np.full(source.nbytes, -1)
     for host in range(4):
-        for piece in plan.byte_ranges(source, host):
+        for piece in byte_ranges(plan, source, host):
             assert (owner[piece.start : piece.stop] == -1).all()
             owner[piece.start : piece.stop] = host
     assert (owner >= 0).all()

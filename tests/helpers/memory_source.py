@@ -1,5 +1,6 @@
 """A `TensorSource` over NumPy arrays in memory that counts what is read from it."""
 
+import itertools
 import threading
 from collections.abc import Mapping
 
@@ -53,3 +54,41 @@ class MemorySource:
         assert out.shape == piece.shape and out.dtype == piece.dtype
         out[...] = piece
         return out
+
+
+class Far:
+    """What a source on another machine says of itself."""
+
+    reads_at_once, read_bytes, hedge_bytes = 8, 4 << 20, 0
+
+    def interrupt(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def __str__(self) -> str:
+        return "far away"
+
+
+class FarSource(MemorySource):
+    """The same as if it were on another machine; `requests` are the byte ranges that were asked for."""
+
+    remote = Far()
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        super().__init__(arrays)
+        self.requests: list[tuple[int, int]] = []
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        with self._lock:
+            self.requests += [(each.start, each.stop) for each in self.byte_ranges(name, index)]
+        return super().read(name, index, out)
+
+    def read_adjacent(self, slices) -> None:
+        ranges = [each for name, index, _ in slices for each in self.byte_ranges(name, index)]
+        assert len(ranges) == len(slices) and all(a.stop == b.start for a, b in itertools.pairwise(ranges)), ranges
+        with self._lock:
+            self.requests.append((ranges[0].start, ranges[-1].stop))
+        for name, index, out in slices:
+            super().read(name, index, out)

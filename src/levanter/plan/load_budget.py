@@ -7,7 +7,7 @@ leaf that is exchanged has slabs, and what the exchange makes of them.
 
 from dataclasses import dataclass
 
-from haliax_ext.host_reader import READ_BYTES
+from haliax_ext.host_reader import READ_BYTES, Readers
 from haliax_ext.load_plan import LeafLoad, LoadPlan, LoadStep
 from haliax_ext.loading import default_memory_bytes
 from levanter.plan.load_ceilings import LoadCeiling
@@ -27,6 +27,8 @@ class LoadBudget:
         device_transient: the most a device holds beyond the final shards, and for which leaf.
         device_peak: with the shards that are there at that moment.
         host_peak: host memory of one host (buffers; the shards themselves are on the devices).
+        host_unit: the leaf, and its bytes, that are read at one time although that is more than the budget; None where
+            nothing is.
         gigabytes_per_second: the rate of one host that `seconds` assumes.
         seconds: reading time of the host that reads most.
         ceilings: what would bind it from an object store, the lowest first; none where the hosts are not known.
@@ -41,6 +43,7 @@ class LoadBudget:
     gigabytes_per_second: float
     seconds: float
     ceilings: tuple[LoadCeiling, ...] = ()
+    host_unit: tuple[str, int] | None = None
 
     @property
     def store_seconds(self) -> float:
@@ -77,13 +80,16 @@ def load_budget(
             there += sum(shards[load.path] for load in step.loads)
         peak = max(peak, there + extra)
     by_host = plan.bytes_by_host
+    hosts = [_host_memory(plan, host, memory_bytes) for host in range(plan.num_hosts)]
+    fullest = max(hosts, key=lambda each: each.peak)
     return LoadBudget(
         source_bytes=plan.source_bytes,
         bytes_by_host=by_host,
         amplification=plan.amplification,
         device_transient=beyond,
         device_peak=peak,
-        host_peak=max(_host_peak(plan, host, memory_bytes) for host in range(plan.num_hosts)),
+        host_peak=fullest.peak,
+        host_unit=fullest.unit,
         gigabytes_per_second=gigabytes_per_second,
         seconds=max(by_host, default=0) / (gigabytes_per_second * 1e9),
         ceilings=ceilings,
@@ -93,14 +99,14 @@ def load_budget(
 def beside_loading(plan: LoadPlan) -> dict[str, int]:
     """By Program of loading, the most that lies on a device already when it runs, beside what it takes."""
     found: dict[str, int] = {}
-    there, before = plan.initial_bytes, 0
+    there = plan.initial_bytes
     for step in plan.steps:
-        # The leaf that arrives in pieces is an input of what puts them into it.
+        own = sum(shard_bytes(plan, load) for load in step.loads)
         if step.piece is None or step.piece[0] == 0:
-            before = there
-            there += sum(shard_bytes(plan, load) for load in step.loads)
+            there += own
         for program in plan.step_programs(step):
-            found[program.name] = max(found.get(program.name, 0), before)
+            # The leaf that arrives in pieces is an input of what puts them into it.
+            found[program.name] = max(found.get(program.name, 0), there - own)
     return found
 
 
@@ -117,13 +123,25 @@ def shard_bytes(plan: LoadPlan, load: LeafLoad) -> int:
     return load.shard_bytes(plan.sharding.mesh)
 
 
-def _host_peak(plan: LoadPlan, host: int, memory_bytes: int | None) -> int:
+def _host_memory(plan: LoadPlan, host: int, memory_bytes: int | None) -> "_HostMemory":
     """At most: the budget, or what is always admitted if that is more; and the readers' own buffers."""
     budget = default_memory_bytes(plan.local_bytes(host)) if memory_bytes is None else memory_bytes
     devices = plan.hosts.count(host)
-    largest = everything = 0
+    largest, everything = ("", 0), 0
     for step in plan.steps:
         held = sum(load.transient_host_bytes for load in step.loads)
-        largest = max(largest, held)
-        everything += held if step.loads[0].exchange is not None else devices * shard_bytes(plan, step.loads[0])
-    return min(everything, max(budget, largest)) + READERS * READ_BYTES
+        largest = max(largest, (step.loads[0].path, held), key=lambda one: one[1])
+        on_a_device = sum(shard_bytes(plan, load) for load in step.loads)
+        everything += held if step.loads[0].exchange is not None else devices * on_a_device
+    # A source on another machine is read by many, whose buffers are a part of the budget.
+    own = 0 if plan.remote is None else Readers.of(plan.remote, budget, threads=None, read_bytes=None).held_bytes
+    blocks, beside = budget - own, READERS * READ_BYTES if plan.remote is None else own
+    return _HostMemory(
+        peak=min(everything, max(blocks, largest[1])) + beside, unit=largest if largest[1] > blocks else None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HostMemory:
+    peak: int
+    unit: tuple[str, int] | None

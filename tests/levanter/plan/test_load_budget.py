@@ -1,5 +1,6 @@
 """What loading takes: small plans walked device by device and host by host, and a 405B plan without weights."""
 
+import dataclasses
 import math
 from collections import deque
 from functools import cache
@@ -10,13 +11,14 @@ from helpers.llama_shapes import SHAPES, shape_leaves
 from helpers.memory_source import MemorySource
 from helpers.tiny_llama import tiny_leaves, tiny_rules, tiny_tensors
 
+from haliax_ext.admissions import byte_ranges
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import default_memory_bytes, plan_loading
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.reading import distinct, shard_boxes
-from haliax_ext.sources import TensorInfo
+from haliax_ext.sources import RemoteReads, TensorInfo
 from levanter.models.llama import weights
 from levanter.models.llama.config import LlamaConfig
 from levanter.plan.load_budget import READERS, beyond_shards, load_budget, shard_bytes
@@ -117,7 +119,7 @@ def test_hosts_one_by_one(mapping, hosts):
     source = MemorySource(tiny_tensors())
     plan = tiny_plan(MAPPINGS[mapping], HOSTS[hosts])
     budget = load_budget(plan, gigabytes_per_second=2.0)
-    listed = [sum(r.nbytes for r in plan.byte_ranges(source, host)) for host in range(plan.num_hosts)]
+    listed = [sum(r.nbytes for r in byte_ranges(plan, source, host)) for host in range(plan.num_hosts)]
     assert list(budget.bytes_by_host) == listed
     assert budget.source_bytes == source.nbytes
     assert budget.amplification == pytest.approx(sum(listed) / source.nbytes)
@@ -145,6 +147,16 @@ def test_host_memory_is_what_the_queue_of_blocks_comes_to(mapping, memory):
     else:
         # Blocks that several devices of a host share are read once, and counted for each here.
         assert most <= found <= min(1.5 * most, max(most, memory))
+
+
+def test_buffers_of_those_who_read_from_another_machine_are_a_part_of_the_budget():
+    """Many readers: 32 buffers of 2 MiB, 128 KiB for each of 128 threads, 16 MiB for second requests."""
+    plan = dataclasses.replace(
+        tiny_plan(MAPPINGS["whole"], HOSTS["rows"]),
+        remote=RemoteReads(reads_at_once=128, read_bytes=4 * MIB, hedge_bytes=16 * MIB),
+    )
+    everything = load_budget(plan, memory_bytes=1 << 40).host_peak
+    assert load_budget(plan, memory_bytes=256 * MIB).host_peak - (64 + 16 + 16) * MIB < MIB < everything
 
 
 def admissions(plan, host):

@@ -178,6 +178,10 @@ class RemoteFile:
         """Fills `buffer` with the bytes from `start` on, by requests side by side."""
         self.read_blocks((start,), len(buffer), buffer)
 
+    def read_range(self, start: int, *pieces: memoryview) -> None:
+        """Fills pieces of memory, one after another, with the bytes from `start` on, by one request."""
+        self.fetcher.fetch(self.file, start, *pieces)
+
     def read_blocks(self, starts: Iterable[int], span: int, buffer: memoryview) -> None:
         """Fills `buffer` with blocks of `span` bytes, one at each start, by requests side by side."""
         part = self.fetcher.read_bytes

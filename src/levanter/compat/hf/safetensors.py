@@ -5,8 +5,9 @@ the caller's array directly wherever that array is contiguous: for a whole tenso
 is one `preadv` into the final place.
 """
 
+import itertools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -102,6 +103,20 @@ class SafetensorsSource:
         with self._lock:
             self._bytes_read += taken
         return out
+
+    def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
+        """Fills arrays with slices that follow one another in a file, by one request where it is on another machine."""
+        file, _ = self._entries[slices[0][0]]
+        reader = self.readers[file]
+        if not isinstance(reader, RemoteFile):
+            for name, index, out in slices:
+                self.read(name, index, out)
+            return
+        ranges = [each for name, index, _ in slices for each in self.byte_ranges(name, index)]
+        assert all(a.file == b.file and a.stop == b.start for a, b in itertools.pairwise(ranges)), ranges
+        reader.read_range(ranges[0].start, *(out.reshape(-1).view(np.uint8).data for _, _, out in slices))
+        with self._lock:
+            self._bytes_read += ranges[-1].stop - ranges[0].start
 
 
 def read_headers(readers: Mapping[str, ByteReader]) -> list[ShardHeader]:

@@ -5,9 +5,20 @@ request that lost a race, or everything at once when a user presses Ctrl-C.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+Pieces = tuple[memoryview, ...]
+"""Memory that one range fills, piece after piece."""
+
+
+def spread(content: bytes | bytearray, pieces: Sequence[memoryview]) -> None:
+    """Copies a range's bytes into its pieces of memory."""
+    at = 0
+    for piece in pieces:
+        piece[:] = content[at : at + len(piece)]
+        at += len(piece)
 
 
 class RangeError(OSError, ValueError):
@@ -132,8 +143,8 @@ class RangeSource(Protocol):
         """
         ...
 
-    def fetch(self, start: int, into: memoryview, attempt: Attempt) -> None:
-        """Fills `into` with the bytes from `start` on, by one request.
+    def fetch(self, start: int, into: Pieces, attempt: Attempt) -> None:
+        """Fills the pieces, one after another, with the bytes from `start` on, by one request.
 
         Raises:
             TransientError: another attempt may succeed.

@@ -18,7 +18,7 @@ from typing import TypeGuard
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from levanter.io.ranges.attempt import Attempt, GivenUpError, RangeError, TransientError
+from levanter.io.ranges.attempt import Attempt, GivenUpError, Pieces, RangeError, TransientError
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
@@ -208,25 +208,29 @@ class HttpAnswer:
         """Bytes that the body is announced to have."""
         return self.response.length
 
-    def receive(self, into: memoryview) -> None:
-        """Fills memory with the next bytes of the body.
+    def receive(self, into: Pieces) -> None:
+        """Fills pieces of memory, one after another, with the next bytes of the body.
 
         Raises:
             TransientError: the body ended, or the connection did.
             GivenUpError: the attempt was given up.
         """
         sock = None if self.response.chunked else self.connection.sock
-        at, size = 0, len(into)
+        done, size = 0, sum(map(len, into))
+        # Once a piece has taken more than came together with the head, the response's buffer is empty.
+        buffered = sock is not None
         try:
-            if sock is not None:
-                at = self._with_the_head(into)
-            while at < size:
-                self.attempt.check()
-                got = self._some(sock, into[at : at + SLICE_BYTES], size - at)
-                if got == 0:
-                    raise TransientError(f"the answer ended after {at:,} of {size:,} bytes")
-                at += got
-                self.attempt.received += got
+            for piece in into:
+                at = self._with_the_head(piece) if buffered else 0
+                buffered = buffered and at == len(piece)
+                while at < len(piece):
+                    self.attempt.check()
+                    got = self._some(sock, piece[at : at + SLICE_BYTES], len(piece) - at)
+                    if got == 0:
+                        raise TransientError(f"the answer ended after {done + at:,} of {size:,} bytes")
+                    at += got
+                    self.attempt.received += got
+                done += len(piece)
             if sock is not None:
                 _wake_at(sock, 1)
         except (OSError, http.client.HTTPException, ValueError) as error:

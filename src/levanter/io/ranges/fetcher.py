@@ -3,7 +3,8 @@
 A range is asked for again after a failure that may pass (with growing, scattered delays), and by a second request
 while the first is still under way when that one has become slow (a *hedge*): whoever is first wins, the other is given
 up. The second request has a buffer of its own, so that two never write to one place. How many requests are under way
-follows what they bring (`pace`). The caller's own threads make the requests, so what is in flight is bounded by them
+follows what they bring (`pace`); small ones, which wait for the network and bring next to nothing, are counted apart
+and take nobody's room. The caller's own threads make the requests, so what is in flight is bounded by them
 and by the memory that they were given.
 """
 
@@ -14,16 +15,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from levanter.io.ranges.attempt import Attempt, GivenUpError, RangeError, RangeSource, ReplacedError, TransientError
+from levanter.io.ranges.attempt import (
+    Attempt,
+    GivenUpError,
+    Pieces,
+    RangeError,
+    RangeSource,
+    ReplacedError,
+    TransientError,
+    spread,
+)
 from levanter.io.ranges.pace import Durations, Pace
+from levanter.io.ranges.tally import Tally as Tally
 
 MOST_REQUESTS = 128
 PART_BYTES = 4 << 20
 """Of one request: at 30 ms and 20 MB/s seven eighths of its time go into bytes."""
+SMALL_BYTES = 256 << 10
+"""Of a small request: most of its time goes into waiting for the first byte."""
 DELAYS = (0.2, 0.6, 1.8, 5.0, 12.0, 25.0)
 """Seconds before a range is asked for again, each scattered by half of it."""
 QUICK_DELAYS = (0.2, 0.8, 2.4)
@@ -40,43 +52,10 @@ IDLE_SECONDS = 2.0
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tally:
-    """What a fetcher did so far.
-
-    Attributes:
-        ranges: that arrived.
-        wanted_bytes: of those.
-        extra_bytes: received beyond them: by requests that failed half-way or lost.
-        retried: requests made because one before them failed.
-        hedged: second requests beside slow ones.
-        hedges_won: of those that were first.
-        requests: that may be under way at present.
-    """
-
-    ranges: int
-    wanted_bytes: int
-    extra_bytes: int
-    retried: int
-    hedged: int
-    hedges_won: int
-    requests: int
-
-    def __str__(self) -> str:
-        parts = [f"{self.requests} connections"]
-        if self.retried:
-            parts.append(f"{self.retried} tried again")
-        if self.hedged:
-            parts.append(f"{self.hedged} asked twice")
-        if self.extra_bytes:
-            parts.append(f"{self.extra_bytes / 2**20:,.1f} MiB extra")
-        return ", ".join(parts)
-
-
 class _Race:
     """A range, and the requests for it that are under way."""
 
-    def __init__(self, file: RangeSource, start: int, into: memoryview):
+    def __init__(self, file: RangeSource, start: int, into: Pieces):
         self.file, self.start, self.into = file, start, into
         self.began: float | None = None
         self.first: Attempt | None = None
@@ -88,7 +67,19 @@ class _Race:
 
     @property
     def nbytes(self) -> int:
-        return len(self.into)
+        return sum(map(len, self.into))
+
+
+class _Lane:
+    """Requests of one kind: how many may be under way, are, and wait for room."""
+
+    def __init__(self, most: int, lock: threading.Lock):
+        self.pace, self.room = Pace(most), threading.Condition(lock)
+        self.under_way = self.waiting = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.under_way >= self.pace.limit
 
 
 class RangeFetcher:
@@ -105,11 +96,10 @@ class RangeFetcher:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._delays, self._clock = delays, clock
-        self._pace, self._durations = Pace(most), Durations()
+        self._durations = Durations()
         self._most = most
-        self._room = threading.Condition()
-        self._under_way = self._waiting = 0
-        self._lock = threading.Lock()
+        self._room, self._lock = threading.Lock(), threading.Lock()
+        self._small, self._large = _Lane(most, self._room), _Lane(most, self._room)
         self._races: set[_Race] = set()
         self._watching = False
         self._stop = threading.Event()
@@ -136,7 +126,7 @@ class RangeFetcher:
         names = ("ranges", "wanted_bytes", "extra_bytes", "retried", "hedged", "hedges_won")
         with self._lock:
             counts = {name: self._counts[name] for name in names}
-        return Tally(**counts, requests=self._pace.limit)
+        return Tally(**counts, requests=self._large.pace.limit)
 
     def __str__(self) -> str:
         return str(self.tally)
@@ -149,7 +139,8 @@ class RangeFetcher:
         for attempt in attempts:
             attempt.give_up()
         with self._room:
-            self._room.notify_all()
+            for lane in (self._small, self._large):
+                lane.room.notify_all()
 
     def resume(self) -> None:
         """Takes back an interrupt."""
@@ -194,8 +185,8 @@ class RangeFetcher:
     def _hedging(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(HEDGES, thread_name_prefix="hedges")
 
-    def fetch(self, file: RangeSource, start: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of `file` from `start` on.
+    def fetch(self, file: RangeSource, start: int, *into: memoryview) -> None:
+        """Fills memory, piece after piece, with the bytes of `file` from `start` on, by one request.
 
         Raises:
             ReplacedError: the file is another one than when it was opened.
@@ -231,7 +222,8 @@ class RangeFetcher:
                 reasons[error.reason] += 1
                 if error.overloaded:
                     with self._lock:
-                        self._pace.overloaded(self._clock())
+                        for lane in (self._small, self._large):
+                            lane.pace.overloaded(self._clock())
                 if race.won is None and not waits:
                     raise _failed(what, reasons, self._clock() - began) from error
                 if race.won is None:
@@ -242,7 +234,7 @@ class RangeFetcher:
             if race.replaced is not None:
                 raise race.replaced
             if race.won is not None:
-                race.into[:] = race.won
+                spread(race.won, race.into)
             return
 
     def _pause(self, race: _Race, seconds: float, stop: threading.Event) -> None:
@@ -253,7 +245,8 @@ class RangeFetcher:
 
     def _once(self, race: _Race, stop: threading.Event) -> None:
         attempt = Attempt()
-        with self._slot(stop):
+        lane = self._small if race.nbytes <= SMALL_BYTES else self._large
+        with self._slot(lane, stop):
             with self._lock:
                 if race.won is not None or stop.is_set():
                     raise GivenUpError
@@ -269,7 +262,7 @@ class RangeFetcher:
                     seconds, race.began, race.first = now - race.began, None, None
                     if done:
                         self._durations.add(seconds, race.nbytes)
-                        self._pace.finished(race.nbytes, now, waiting=self._waiting > 0)
+                        lane.pace.finished(race.nbytes, now, waiting=lane.waiting > 0)
                         if race.won is not None:
                             # What a second request brought at the same moment is the same, and lost.
                             race.won = None
@@ -278,24 +271,24 @@ class RangeFetcher:
                         self._counts["extra_bytes"] += attempt.received
 
     @contextlib.contextmanager
-    def _slot(self, stop: threading.Event) -> Generator[None]:
+    def _slot(self, lane: _Lane, stop: threading.Event) -> Generator[None]:
         """Room for one more request."""
         with self._room:
-            self._waiting += 1
+            lane.waiting += 1
             try:
-                while self._under_way >= self._pace.limit and not stop.is_set():
-                    self._room.wait()
+                while lane.is_full and not stop.is_set():
+                    lane.room.wait()
             finally:
-                self._waiting -= 1
+                lane.waiting -= 1
             if stop.is_set():
                 raise GivenUpError
-            self._under_way += 1
+            lane.under_way += 1
         try:
             yield
         finally:
             with self._room:
-                self._under_way -= 1
-                self._room.notify(max(1, self._pace.limit - self._under_way))
+                lane.under_way -= 1
+                lane.room.notify(max(1, lane.pace.limit - lane.under_way))
 
     def _count(self, **counts: int) -> None:
         with self._lock:
@@ -345,7 +338,7 @@ class RangeFetcher:
         """The second request for a slow range."""
         buffer = bytearray(race.nbytes)
         try:
-            race.file.fetch(race.start, memoryview(buffer), attempt)
+            race.file.fetch(race.start, (memoryview(buffer),), attempt)
         except (TransientError, GivenUpError, RangeError, FileNotFoundError) as error:
             # The first is still under way, and tells what is wrong if it meets it too; a file that is another one by
             # now is wrong however the first ends.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
-from levanter.io.ranges.attempt import Attempt, FileIdentity, RangeError, ReplacedError, TransientError
+from levanter.io.ranges.attempt import Attempt, FileIdentity, Pieces, RangeError, ReplacedError, TransientError
 from levanter.io.ranges.connections import (
     Connections,
     HttpAnswer,
@@ -115,8 +115,8 @@ class HttpFile:
         finally:
             answer.end(self._connections, url)
 
-    def fetch(self, start: int, into: memoryview, attempt: Attempt) -> None:
-        """Fills `into` with the bytes from `start` on.
+    def fetch(self, start: int, into: Pieces, attempt: Attempt) -> None:
+        """Fills the pieces with the bytes from `start` on; see `RangeSource`.
 
         Raises:
             TransientError: another attempt may succeed.
@@ -124,7 +124,7 @@ class HttpFile:
             ReplacedError: the file is another one by now.
             RangeError: no attempt will succeed.
         """
-        stop = start + len(into)
+        stop = start + sum(map(len, into))
         answer, url = self._asked({"Range": f"bytes={start}-{stop - 1}"}, attempt)
         try:
             self._refuse(answer, f"bytes {start:,} to {stop:,}")

@@ -6,7 +6,16 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Protocol, TypeVar, cast
 
-from levanter.io.ranges.attempt import Attempt, FileIdentity, GivenUpError, RangeError, ReplacedError, TransientError
+from levanter.io.ranges.attempt import (
+    Attempt,
+    FileIdentity,
+    GivenUpError,
+    Pieces,
+    RangeError,
+    ReplacedError,
+    TransientError,
+    spread,
+)
 
 _TAGS = ("generation", "VersionId", "version_id", "ETag", "etag", "ino")
 _DATES = ("mtime", "LastModified", "last_modified", "updated", "modified")
@@ -101,23 +110,24 @@ class LibraryFile:
                 "  → load again once nobody writes there any more; a file must stay as it is while it is read"
             )
 
-    def fetch(self, start: int, into: memoryview, attempt: Attempt) -> None:
-        """Fills `into` with the bytes from `start` on.
+    def fetch(self, start: int, into: Pieces, attempt: Attempt) -> None:
+        """Fills the pieces with the bytes from `start` on; see `RangeSource`.
 
         Raises:
             TransientError: another attempt may succeed.
             GivenUpError: the attempt was given up.
             RangeError: it is refused.
         """
-        stop = start + len(into)
+        size = sum(map(len, into))
+        stop = start + size
         attempt.check()
         if self.can_be_cut_short:
             found = self._asked(lambda: self._cut_short(start, stop, attempt))
         else:
             found = self._asked(lambda: self.filesystem.cat_file(self.path, start=start, end=stop))
-        if len(found) != len(into):
-            raise TransientError(f"it answered with {len(found):,} of {len(into):,} bytes")
-        into[:] = found
+        if len(found) != size:
+            raise TransientError(f"it answered with {len(found):,} of {size:,} bytes")
+        spread(found, into)
         attempt.received += len(found)
         attempt.is_over()
 

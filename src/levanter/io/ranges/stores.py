@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 from levanter.io.paths import filesystem
-from levanter.io.ranges.attempt import Attempt, FileIdentity, RangeError, RangeSource, TransientError
+from levanter.io.ranges.attempt import Attempt, FileIdentity, Pieces, RangeError, RangeSource, TransientError
 from levanter.io.ranges.connections import Connections, is_web, shown_url
 from levanter.io.ranges.http import FixedAddress, HttpFile
 from levanter.io.ranges.library import Library, LibraryFile
@@ -106,8 +106,8 @@ class StoreFile:
         self._chosen = direct
         return there
 
-    def fetch(self, start: int, into: memoryview, attempt: Attempt) -> None:
-        """Fills `into` with the bytes from `start` on; see `RangeSource`."""
+    def fetch(self, start: int, into: Pieces, attempt: Attempt) -> None:
+        """Fills the pieces with the bytes from `start` on; see `RangeSource`."""
         self._chosen.fetch(start, into, attempt)
 
     def check_unchanged(self) -> None:

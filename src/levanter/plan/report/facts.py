@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from haliax_ext.errors import gib
 from haliax_ext.hlo import CompiledFigures, Scope
 from haliax_ext.hlo.scopes import UNNAMED
 from levanter.plan.aot import Compiled, Refused
@@ -464,8 +465,17 @@ def largest(residents: Sequence[Resident], count: int) -> list[Resident]:
     return sorted(residents, key=lambda resident: -resident.nbytes)[:count]
 
 
+def host_memory(load: LoadBudget) -> str:
+    """What a host holds while it loads."""
+    said = "buffers; the shards are on the devices"
+    if load.host_unit is None:
+        return said
+    path, nbytes = load.host_unit
+    return f"{said}; {path} is read {gib(nbytes)} at a time, above the memory budget"
+
+
 def load_ceilings(load: LoadBudget) -> str:
     """What binds loading from an object store, and what would bind it next, in GB/s of a host."""
     first, *others = load.ceilings
-    said = ", ".join(f"{each.name} {three_digits(each.gigabytes_per_second)}" for each in others[:2])
-    return f"bound by {first.name}, {three_digits(first.gigabytes_per_second)} GB/s a host; {said}"
+    said = ", ".join(f"{each} {three_digits(each.gigabytes_per_second)}" for each in others[:2])
+    return f"bound by the {first}, {three_digits(first.gigabytes_per_second)} GB/s a host; {said}"

@@ -197,7 +197,7 @@ def _loading(load: LoadBudget | None) -> list[str]:
         ("read by a host", by_host, f"{count_text(len(load.bytes_by_host), 'host')}"),
         ("at most on a device", gib(load.device_peak), "final shards and transient buffers"),
         ("transient", gib(transient), f"at most, for {leaf}" if transient else ""),
-        ("at most on a host", gib(load.host_peak), "buffers; the shards are on the devices"),
+        ("at most on a host", gib(load.host_peak), facts.host_memory(load)),
         ("time", seconds_text(load.seconds), f"at {three_digits(load.gigabytes_per_second)} GB/s a host"),
     ]
     if load.ceilings:

@@ -17,6 +17,7 @@ from helpers.object_store import Fault, ObjectStore
 from safetensors.numpy import save_file
 
 from haliax_ext.abstract import abstract, leaves
+from haliax_ext.admissions import byte_ranges
 from haliax_ext.expected import ExpectedSource
 from haliax_ext.host_reader import Readers
 from haliax_ext.loading import load, plan_loading
@@ -27,6 +28,8 @@ from haliax_ext.scratch import Scratch
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.repository import RemoteFolder
 from levanter.io.ranges import RangeError, fetcher
+from levanter.models.gpt2 import weights as gpt2_weights
+from levanter.models.gpt2.config import Gpt2Config
 from levanter.models.gpt_neox import weights as neox_weights
 from levanter.models.gpt_neox.config import GptNeoxConfig
 from levanter.models.llama import weights as llama_weights
@@ -38,6 +41,7 @@ SIZES = {"hidden_dim": 64, "intermediate_dim": 128, "num_layers": 3, "num_heads"
 FAMILIES = {
     "llama": (LlamaConfig(**SIZES, num_kv_heads=2), llama_weights.rules),
     "gpt_neox": (GptNeoxConfig(**SIZES), neox_weights.rules),
+    "gpt2": (Gpt2Config(**SIZES), gpt2_weights.rules),
 }
 MAPPINGS = {
     "outer": {"vocab": "data", "mlp": "data", "kv_head": "model"},
@@ -72,6 +76,13 @@ def assembled_qkv(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: apart[:, :, i] for i, name in enumerate(("q_proj", "k_proj", "v_proj"))}
 
 
+def columns_qkv(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """q, k and v of GPT-2 by hand: thirds of the columns of `[layers, embed, 3 × heads × size]`."""
+    fused = np.stack([tensors[f"transformer.h.{n}.attn.c_attn.weight"] for n in range(3)])
+    parts = fused.reshape(3, 64, 3, 4, 16)
+    return {name: parts[:, :, i].transpose(0, 2, 3, 1) for i, name in enumerate(("q_proj", "k_proj", "v_proj"))}
+
+
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_plan_says_is_what_the_server_sends(family, mapping, tmp_path, devices, monkeypatch):
@@ -97,15 +108,34 @@ def test_what_the_plan_says_is_what_the_server_sends(family, mapping, tmp_path, 
     assert tally.retried > 0 and f"{tally.retried} tried again" in found.report.network
     assert "connections" in str(seen[-1]) and "connections" in str(found.report)
     by_name = {path.split(".")[-2]: np.asarray(array) for path, array in found.items() if path.endswith("weight")}
-    if family == "gpt_neox":
-        for name, values in assembled_qkv(tensors).items():
-            np.testing.assert_array_equal(by_name[name].reshape(values.shape), values)
-    np.testing.assert_array_equal(
-        by_name["down_proj"],
-        np.stack(
-            [tensors[name] for name in sorted(tensors) if name.endswith(("down_proj.weight", "dense_4h_to_h.weight"))]
-        ),
-    )
+    for name, values in {"gpt_neox": assembled_qkv, "gpt2": columns_qkv, "llama": lambda _: {}}[family](
+        tensors
+    ).items():
+        np.testing.assert_array_equal(by_name[name].reshape(values.shape), values)
+    ends = ("down_proj.weight", "dense_4h_to_h.weight", "mlp.c_proj.weight")
+    down = np.stack([tensors[name] for name in sorted(tensors) if name.endswith(ends)])
+    np.testing.assert_array_equal(by_name["down_proj"], down.transpose(0, 2, 1) if family == "gpt2" else down)
+
+
+@pytest.mark.parametrize(("mapping", "runs"), [({}, 1), ({"kv_head": "model"}, 2), ({"kv_head": "data"}, 4)])
+def test_interleaved_heads_are_asked_for_once_for_all_three(mapping, runs, tmp_path, devices, monkeypatch):
+    """By the server's own log: a run of a fused tensor for each part of its heads, not for each head of each leaf."""
+    # Nothing is asked for twice because this machine stood still for a moment.
+    monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: float("inf"))
+    tensors = checkpoint(tmp_path, "gpt_neox")
+    with ObjectStore({"m/model.safetensors": tmp_path / "model.safetensors"}) as store:
+        source = open_weights(RemoteFolder(f"{store.url}/m"), allow_pickle=False)
+        sharding, plan, _ = planned("gpt_neox", mapping, source)
+        seen = len(store.log)
+        load(plan, sharding, source, MESH.build(devices))
+        for n in range(3):
+            name = f"gpt_neox.layers.{n}.attention.query_key_value.weight"
+            (whole,) = source.byte_ranges(name, tuple(slice(0, size) for size in tensors[name].shape))
+            asked = sorted((r.start, r.stop) for r in store.log[seen:] if r.start < whole.stop and r.stop > whole.start)
+            # The first and the last may have small neighbours too.
+            inside = [(max(a, whole.start), min(b, whole.stop)) for a, b in asked]
+            size = whole.nbytes // runs
+            assert inside == [(whole.start + i * size, whole.start + (i + 1) * size) for i in range(runs)]
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
@@ -118,7 +148,7 @@ def test_every_host_asks_for_the_bytes_that_the_plan_gives_it(family, mapping, h
         source = open_weights(RemoteFolder(f"{store.url}/m"), allow_pickle=False)
         layout = np.arange(8).reshape(4, 2) // (8 // hosts)
         _, plan, _ = planned(family, MAPPINGS[mapping], source, hosts=layout)
-        listed = [sum(r.nbytes for r in plan.byte_ranges(source, host)) for host in range(hosts)]
+        listed = [sum(r.nbytes for r in byte_ranges(plan, source, host)) for host in range(hosts)]
     assert listed == list(plan.bytes_by_host)
     assert sum(listed) <= 1.02 * plan.source_bytes
 
@@ -131,7 +161,10 @@ def test_memory_of_readers_is_a_part_of_the_budget():
         readers = Readers.of(Far(), budget, threads=None, read_bytes=None)  # type: ignore[arg-type]
         small = readers.threads * readers.read_bytes // 16
         assert readers.buffers * readers.read_bytes <= budget // 4 and readers.threads == 128
-        assert readers.held_bytes == min(budget, readers.buffers * 4 * MIB + small + 16 * MIB)
+        assert readers.held_bytes == min(budget, readers.buffers * readers.read_bytes + small + 16 * MIB)
+        # At 30 ms and 20 MB/s it takes thirteen reads of 2 MiB side by side, or nineteen of 1 MiB, for 200 MB/s.
+        assert readers.read_bytes == {64: 1, 256: 2, 4096: 4}[budget // MIB] * MIB
+        assert readers.buffers == {64: 16, 256: 32, 4096: 128}[budget // MIB]
     near = Readers.of(None, 256 * MIB, threads=3, read_bytes=None)
     assert (near.threads, near.buffers, near.held_bytes) == (3, 3, 0)
 

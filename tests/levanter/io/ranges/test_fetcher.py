@@ -207,6 +207,46 @@ def test_how_many_are_under_way_is_bounded(unhurried):
     assert store.most == 5
 
 
+def test_small_requests_do_not_wait_for_large_ones():
+    """With room for one of each: the large one is stalled for an hour, the small ones are answered."""
+    large = fetcher.SMALL_BYTES + 1
+    made = RangeFetcher(most=1, delays=())
+    stalled = Fault(stall_after=10)
+    with ObjectStore({NAME: CONTENT}, fault=lambda r: stalled if r.start == 7 else None) as store:
+        file = remote_file(f"{store.url}/{NAME}", Connections())
+        file.describe()
+        failures = []
+
+        def read_large() -> None:
+            try:
+                made.fetch(file, 7, memoryview(bytearray(large)))
+            except RangeError as error:
+                failures.append(str(error))
+
+        thread = threading.Thread(target=read_large)
+        thread.start()
+        while not any(request.start == 7 for request in store.log):
+            time.sleep(0.01)
+        buffer = bytearray(2 * PART)
+        made.fetch_all(file, parts(buffer))
+        assert bytes(buffer) == CONTENT[: 2 * PART] and thread.is_alive()
+        made.interrupt()
+        thread.join(60)
+    assert failures and "reading was interrupted" in failures[0]
+
+
+def test_a_second_request_fills_the_same_pieces_of_memory(monkeypatch):
+    monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: 0.1)
+    stalled = Fault(stall_after=20_000)
+    made = RangeFetcher(delays=())
+    with ObjectStore({NAME: CONTENT}, fault=lambda r: stalled if r.start and not r.seen else None) as store:
+        file = remote_file(f"{store.url}/{NAME}", Connections())
+        file.describe()
+        buffers = [bytearray(size) for size in (10, 30_000, 20_000)]
+        made.fetch(file, 5, *map(memoryview, buffers))
+    assert b"".join(buffers) == CONTENT[5:50_015] and made.tally.hedges_won == 1
+
+
 @pytest.mark.parametrize("where", ["stalled", "refused"])
 def test_an_interrupt_ends_everything_at_once(where):
     """In the middle of a body that does not come, and in the middle of a delay before another try."""

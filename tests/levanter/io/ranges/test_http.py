@@ -21,7 +21,7 @@ def web_file(url: str) -> HttpFile:
 
 def read(file: HttpFile, start: int, stop: int) -> bytes:
     buffer = bytearray(stop - start)
-    file.fetch(start, memoryview(buffer), Attempt())
+    file.fetch(start, (memoryview(buffer),), Attempt())
     return bytes(buffer)
 
 
@@ -37,6 +37,19 @@ def test_what_is_there():
         assert not missing.exists()
         with pytest.raises(FileNotFoundError):
             missing.describe()
+
+
+def test_an_answer_fills_pieces_of_memory_one_after_another():
+    """The first of them come with the head of the answer, in the buffer that reads it; one is empty."""
+    sizes = [1, 0, 17, 300, 5000, 60_000, 3, 100_000]
+    with ObjectStore({"a": CONTENT}) as store:
+        file = web_file(f"{store.url}/a")
+        for order in (sizes, sizes[::-1]):
+            buffers = [bytearray(size) for size in order]
+            attempt = Attempt()
+            file.fetch(11, tuple(map(memoryview, buffers)), attempt)
+            assert b"".join(buffers) == CONTENT[11 : 11 + sum(sizes)] and attempt.received == sum(sizes)
+        assert len(store._server.open) == 1, "each answer was received to its end"
 
 
 def test_one_connection_serves_many_requests_and_one_that_was_closed_meanwhile_is_no_failure():
