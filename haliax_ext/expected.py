@@ -31,16 +31,17 @@ class ExpectedSource:
         Args:
             rules: the model family's table.
             leaves: of the model; axes that a rule calls padded are taken at their full length.
-            dtype: in which the weights are stored.
+            dtype: in which the weights are stored, integers apart.
         """
         table = rules.by_target()
         tensors: dict[str, TensorInfo] = {}
         for leaf in rules.read_leaves(leaves):
             rule = table[leaf.path]
             shape = rule.source_shape(leaf)
-            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            own = leaf.dtype if leaf.dtype.kind in "iub" else dtype
+            nbytes = int(np.prod(shape, dtype=np.int64)) * own.itemsize
             for name in rule.source_names(leaf):
-                tensors[name] = TensorInfo(name, shape, dtype, nbytes)
+                tensors[name] = TensorInfo(name, shape, own, nbytes)
         return cls(tensors=tensors)
 
     def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:

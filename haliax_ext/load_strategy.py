@@ -120,7 +120,9 @@ def _in_dtype(leaf: Leaf, dtype: np.dtype | None) -> Leaf:
 
 def _to_be_derived(load: LeafLoad, derived: Derived) -> LeafLoad:
     """A leaf that is read and not kept arrives as it is stored; its results have the dtypes of the plan."""
-    return replace(load, leaf=replace(load.leaf, dtype=load.source_dtype), derived=derived)
+    # JAX has no numbers of 64 bits here.
+    dtype = np.dtype(np.float32) if load.source_dtype == np.float64 else load.source_dtype
+    return replace(load, leaf=replace(load.leaf, dtype=dtype), derived=derived)
 
 
 def _direct(

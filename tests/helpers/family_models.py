@@ -320,11 +320,13 @@ def make_checkpoint(name: str, folder: Path) -> Any:
     return model
 
 
-def describe_folder(folder: Path, *, mesh: str = "one", mp: str = "f32", positions: int = 48) -> PretrainedModel:
-    """What `eval_lm` plans for a checkpoint that nothing but its folder describes."""
+def describe_folder(
+    folder: Path, *, mesh: str = "one", mp: str = "f32", positions: int = 48, **how: Any
+) -> PretrainedModel:
+    """What `eval_lm` plans for a checkpoint that nothing but its folder describes; `how`: fields of `ModelChoice`."""
     words = ["--hf_checkpoint", str(folder), "--trainer.mp", mp, "--trainer.mesh", _flow(MESHES[mesh])]
     config = load(EvalLmConfig, words)
-    choice = ModelChoice(reference=config.reference, model=config.model, tokenizer=None, trainer=config.trainer)
+    choice = ModelChoice(reference=config.reference, model=config.model, tokenizer=None, trainer=config.trainer, **how)
     return describe_pretrained(choice, CPU8, batch=lambda ways: 8, positions=positions)
 
 

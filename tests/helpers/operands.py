@@ -1,6 +1,7 @@
-"""Made-up operands: weights that are no plain array, and models whose every projection and table is of one kind.
+"""Operands of random numbers: models whose every projection and table is no plain array, but of one kind.
 
-Nothing in `src` knows of them. `dense_twin` is the same model with the matrices that they stand for.
+`LowRankSum` is made up, nothing in `src` knows of it. `dense_twin` is the same model with the matrices that they stand
+for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear, Operand
+from levanter.layers.quantized import Int8Matrix
 
 RANK = Axis("low_rank", 3)
 STACKS = ("layers", "expert")
@@ -72,45 +74,6 @@ class LowRankSum(Operand):
         return self.base + hax.dot(self.up, self.down, axis=RANK.name).rearrange(self.base.axes)
 
 
-class ScaledIntegers(Operand):
-    """Integers times a scale for each output channel.
-
-    Attributes:
-        values: int8, `[*stack, *Out, *In]`.
-        scale: `[*stack, *Out]`.
-    """
-
-    values: NamedArray
-    scale: NamedArray
-
-    @property
-    def axes(self):
-        return self.values.axes
-
-    def dot(self, x, axis, *, dtype=None):
-        copies = tuple(name for name in axis if name in names(self.scale))
-        inner = tuple(name for name in axis if name not in copies)
-        found = hax.dot(x, self.values.astype(x.dtype), axis=inner, preferred_element_type=dtype)
-        found = found * self.scale.astype(found.dtype)
-        return hax.sum(found, copies) if copies else found
-
-    def ragged_dot(self, x, axis, sizes):
-        (Token,) = (a for a in x.axes if a.name != axis)
-        (Group,) = sizes.axes
-        (Out,) = (a for a in self.scale.axes if a.name != Group.name)
-        matrices = self.values.rearrange((Group.name, axis, Out.name)).array.astype(x.dtype)
-        found = jax.lax.ragged_dot(x.rearrange((Token.name, axis)).array, matrices, sizes.array)
-        scales = self.scale.rearrange((Group.name, Out.name)).array
-        return hax.named(found * jnp.repeat(scales, sizes.array, axis=0, total_repeat_length=Token.size), (Token, Out))
-
-    def rows(self, ids, axis):
-        return self.values.take(axis, ids).astype(self.scale.dtype) * self.scale.take(axis, ids)
-
-    def matrix(self) -> NamedArray:
-        """What it stands for."""
-        return self.values.astype(self.scale.dtype) * self.scale
-
-
 def names(x: NamedArray) -> set[str]:
     """The names of its axes."""
     return {axis.name for axis in x.axes}
@@ -129,14 +92,14 @@ def low_rank(weight: NamedArray, inputs: tuple[str, ...], rng: np.random.Generat
     )
 
 
-def scaled_integers(weight: NamedArray, inputs: tuple[str, ...], rng: np.random.Generator) -> ScaledIntegers:
+def scaled_integers(weight: NamedArray, inputs: tuple[str, ...], rng: np.random.Generator) -> Int8Matrix:
     """A random operand with the axes of `weight`, and values of its size."""
     Out = tuple(a for a in weight.axes if a.name not in inputs)
     size = float(np.std(np.asarray(weight.array)))
     values = rng.integers(-127, 128, weight.array.shape).astype(np.int8)
     scale = (0.5 + rng.random([a.size for a in Out])) * size / 73  # an integer's own deviation
-    return ScaledIntegers(
-        values=hax.named(jnp.asarray(values), weight.axes), scale=hax.named(jnp.asarray(scale, jnp.float32), Out)
+    return Int8Matrix(
+        q=hax.named(jnp.asarray(values), weight.axes), scale=hax.named(jnp.asarray(scale, jnp.float32), Out)
     )
 
 

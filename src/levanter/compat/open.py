@@ -13,6 +13,7 @@ from typing import Any
 from haliax_ext.sources import TensorSource
 from levanter.compat.gguf import GgufSource, hf_document, open_gguf
 from levanter.compat.gguf import tokenizer as gguf_tokenizer
+from levanter.compat.hf.compressed_tensors import Int8Format, Int8Source, read_quantization, without_quantization
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.index import open_weights
@@ -37,6 +38,7 @@ class PretrainedCheckpoint:
         bridged: the config as it crossed over.
         source: the weights, by slices, under Hugging Face names.
         quantization: how weights are stored, if not as plain numbers (`Q4_1`).
+        int8: names of the weights that are stored as 8-bit integers and scales.
         passed_over: references before it that could not be reached, and why.
     """
 
@@ -46,6 +48,7 @@ class PretrainedCheckpoint:
     bridged: BridgedConfig
     source: TensorSource
     quantization: str | None
+    int8: frozenset[str]
     passed_over: tuple[str, ...]
     _open_tokenizer: Callable[[], FastTokenizer]
 
@@ -120,6 +123,15 @@ def open_checkpoint(
     raise MissingCheckpointFileError(str(ref), passed)
 
 
+def int8_format(document: Mapping[str, Any], *, where: object) -> tuple[Mapping[str, Any], Int8Format | None]:
+    """A config.json as that of the model before it was quantized, and what it says of int8 weights.
+
+    Raises:
+        CheckpointError: the weights are quantized in another format.
+    """
+    return without_quantization(document), read_quantization(document, where=where)
+
+
 def hf_config(ref: str | RepoRef, *, cache: Path | None = None) -> Mapping[str, Any]:
     """The config.json of a checkpoint, or its likeness from GGUF metadata."""
     located = locate_first(ref, cache=cache)
@@ -174,9 +186,14 @@ def _open(located: Located, allow_pickle: bool) -> PretrainedCheckpoint:
     repository = located.repository
     document = _config(located)
     where = repository.where(CONFIG)
-    bridged = read_config(document, where=where)
+    int8 = read_quantization(document, where=where)
+    bridged = read_config(without_quantization(document), where=where)
     source = open_weights(repository, allow_pickle=allow_pickle)
-    check_tensors(document, bridged, source.tensors, where=where)
+    int8_names = frozenset[str]()
+    if int8 is not None:
+        source = Int8Source(source)
+        int8_names = source.int8
+    check_tensors(document, bridged, source.tensors, where=where, int8=int8_names)
     return PretrainedCheckpoint(
         ref=located.ref,
         where=where,
@@ -184,6 +201,7 @@ def _open(located: Located, allow_pickle: bool) -> PretrainedCheckpoint:
         bridged=bridged,
         source=source,
         quantization=None,
+        int8=int8_names,
         passed_over=located.passed_over,
         _open_tokenizer=lambda: _repository_tokenizer(repository),
     )
@@ -206,6 +224,7 @@ def _open_gguf(located: Located) -> PretrainedCheckpoint:
         bridged=bridged,
         source=source,
         quantization=file.quantization,
+        int8=frozenset(),
         passed_over=located.passed_over,
         _open_tokenizer=lambda: gguf_tokenizer(file),
     )

@@ -85,7 +85,7 @@ def test_keys_that_are_not_carried_are_treated_as_the_page_says():
     """Each row of the page's table, written into a document with a value that asks for something."""
     table = DOCS.read_text(encoding="utf-8").partition("<!-- table: not-carried -->")[2].partition("<!-- end -->")[0]
     rows = re.findall(r"^\| `([\w.]+)`(?: \(of ([^)]*)\))? \| ([^|]*) \|", table, re.MULTILINE)
-    assert len(rows) == len(NOT_CARRIED) == 10
+    assert len(rows) == len(NOT_CARRIED) == 11
     for key, entry_points, here in rows:
         config, model = (EvalLmConfig, {"hf_checkpoint": "x"}) if entry_points == "`eval_lm`" else (TrainLmConfig, {})
         loaded = read(config, overrides={**model, key: "true"})

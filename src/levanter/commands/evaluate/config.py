@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from levanter.commands.model.quantization import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
@@ -25,6 +26,10 @@ class EvalLmConfig(Ranged):
         output_path: file for the results as JSON; default `<trainer.log_dir>/<run id>/eval_lm.json`.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
+            read; null keeps them in the compute dtype.
+        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
+            they `share` the table as it is.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -39,6 +44,8 @@ class EvalLmConfig(Ranged):
     output_path: PathText | None = None
     allow_pickle: bool = False
     load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self):
@@ -79,6 +86,7 @@ class VizLmConfig(Ranged):
         trainer: devices, mesh, precision.
         data: the data sets.
         model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        quantize, tied_head: as in `eval_lm`.
         comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
         plan: assumptions for planning that a run would find out by itself.
     """
@@ -93,6 +101,8 @@ class VizLmConfig(Ranged):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: LmDataConfig = field(default_factory=LmDataConfig)
     model: LmConfig | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
     comparison_model_path: str | None = None
     comparison_is_hf: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
@@ -121,5 +131,7 @@ class VizLmConfig(Ranged):
             model=self.model,
             max_eval_length=self.max_eval_length,
             output_path=self.path,
+            quantize=self.quantize,
+            tied_head=self.tied_head,
             plan=self.plan,
         )

@@ -122,6 +122,8 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
             allow_pickle=config.allow_pickle,
             memory_gib=config.load_memory_gib,
             saved=config.checkpoint_path,
+            quantize=config.quantize,
+            tied_head=config.tied_head,
         ),
         target,
         batch=lambda ways: batch_rows(config, ways)[0],

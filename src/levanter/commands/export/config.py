@@ -22,6 +22,8 @@ class ConvertLmConfig(Ranged):
         overwrite: whether an existing folder is replaced: on a disk, once the new one is complete; at a URL, file by
             file.
         dtype: of the weights; default as in the checkpoint.
+        int8: whether projections are written as 8-bit integers with a scale per output channel (compressed-tensors,
+            W8A16); `dtype` is of the other weights.
         max_shard_bytes: largest size of a file of weights.
         save_tokenizer: whether the tokenizer is written too.
         tokenizer: a tokenizer other than that of the checkpoint's training data.
@@ -39,6 +41,7 @@ class ConvertLmConfig(Ranged):
     output_dir: PathText
     overwrite: bool = False
     dtype: str | None = None
+    int8: bool = False
     max_shard_bytes: ManyInt = MAX_SHARD_BYTES
     save_tokenizer: bool = True
     tokenizer: PathText | None = None

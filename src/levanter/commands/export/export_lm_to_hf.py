@@ -30,11 +30,13 @@ from levanter.commands.model.saved_model import SavedModel, find_saved
 from levanter.commands.shell.outputs import output_checks
 from levanter.commands.shell.perform import perform
 from levanter.compat.hf.export import Beside, ExportPlan, plan_export, refuse_taken, write_export
+from levanter.compat.hf.export_int8 import Int8Tensor
 from levanter.compat.hf.export_place import ExportPathError
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import Written
 from levanter.data import Tokenizer
 from levanter.io import Output, Progress, is_remote, local_path
+from levanter.layers.quantized import projections, quantizable
 from levanter.models.registry import LmConfig
 from levanter.run import BAD_INPUT, OK, Check, EntryPoint, RunPlan, RunRefused, Session, Target
 
@@ -83,7 +85,8 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
     if rows is None:
         rows = _known_rows(model, found, config, checks)
     Vocab = hax.Axis("vocab", model.vocab_size or rows)
-    own = _stored(leaves(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))), saved, origin.stored)
+    module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
+    own = _stored(leaves(module), saved, origin.stored)
     if saved is not None:
         try:
             same_names(own).match(own, saved.source.tensors)
@@ -96,10 +99,14 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         vocab_size=rows,
         dtype=None if config.dtype is None else _dtype(config.dtype),
         max_bytes=config.max_shard_bytes,
+        int8={f"{path}.weight": x.In for path, x in quantizable(module).items()} if config.int8 else None,
+        linear=[f"{path}.weight" for path in projections(module)],
     )
     largest = max(files.tensors, key=lambda tensor: tensor.nbytes)
+    as_integers = sum(isinstance(tensor, Int8Tensor) for tensor in files.tensors)
+    of_integers = f" ({as_integers} of them int8)" if as_integers else ""
     said = (
-        f"{len(files.tensors)} tensors, {files.nbytes / GIB:,.2f} GiB in {len(files.shards)} "
+        f"{len(files.tensors)} tensors{of_integers}, {files.nbytes / GIB:,.2f} GiB in {len(files.shards)} "
         f"file{'s' if len(files.shards) > 1 else ''}; the host holds one tensor at a time, the largest "
         f"{largest.nbytes / GIB:,.2f} GiB ({largest.name})"
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from levanter.commands.model.quantization import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.io import join
@@ -105,6 +106,10 @@ class EvalCarelessLmConfig(Ranged):
         plan: assumptions for planning.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays.
+        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
+            read; null keeps them in the compute dtype.
+        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
+            they `share` the table as it is.
     """
 
     hf_checkpoint: PathText | None = None
@@ -143,6 +148,8 @@ class EvalCarelessLmConfig(Ranged):
     plan: PlanOptions = field(default_factory=PlanOptions)
     allow_pickle: bool = False
     load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
 
     def __post_init__(self):
         super().__post_init__()

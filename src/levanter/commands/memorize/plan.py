@@ -133,6 +133,8 @@ def describe_jobs(
             allow_pickle=config.allow_pickle,
             memory_gib=config.load_memory_gib,
             saved=config.checkpoint_path,
+            quantize=config.quantize,
+            tied_head=config.tied_head,
         ),
         target,
         batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),

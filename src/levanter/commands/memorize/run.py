@@ -190,13 +190,15 @@ def _store(work: MemorizationWork, job: Job, shape: BatchShape, model_facts: Map
 def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
     """What the results depend on: the model and the devices."""
     pretrained: PretrainedModel = plan.work.pretrained
-    spec, mappings = plan.mesh, pretrained.resolved.mappings
+    spec, mappings, choice = plan.mesh, pretrained.resolved.mappings, pretrained.choice
     return {
         "tokenizer.hash": pretrained.tokenizer.hash,
-        "model.reference": pretrained.choice.saved or pretrained.choice.reference,
+        "model.reference": choice.saved or choice.reference,
         "model.weights": weights_digest(pretrained.checkpoint.source),
         **flat("model", plain(pretrained.config)),
         "precision": str(pretrained.precision),
+        # Absent where it is not asked for: results of before go on.
+        **({} if choice.quantize is None else {"quantize": choice.quantize, "tied_head": choice.tied_head}),
         "mesh": str(spec),
         "mapping.params": str(mappings.params),
         "mapping.compute": str(mappings.compute),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from levanter.commands.memorize.config import model_problems, scheme_problems
+from levanter.commands.model.quantization import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
@@ -18,7 +19,7 @@ class EvalSlidingLmConfig(Ranged):
     Attributes:
         hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
             allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
-            load_memory_gib: as in `eval_careless_lm`.
+            load_memory_gib, quantize, tied_head: as in `eval_careless_lm`.
         data: the prepared sets, one per component.
         split: which files of a component are read: `validation` or `train`.
         max_batches: score only the first so many batches of each set.
@@ -50,6 +51,8 @@ class EvalSlidingLmConfig(Ranged):
     plan: PlanOptions = field(default_factory=PlanOptions)
     allow_pickle: bool = False
     load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
 
     def __post_init__(self):
         super().__post_init__()

@@ -20,7 +20,7 @@ from haliax_ext.load_progress import LoadProgress
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import LoadedArrays, load
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.rules import WeightMismatchError
+from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.commands.model.origin import Origin
 from levanter.commands.shell.sameness import require_same_weights
@@ -80,6 +80,7 @@ def planned_loading(
     target: Target,
     *,
     memory_bytes: int | None = None,
+    rules: WeightRules | None = None,
 ) -> tuple[LoadPlan | None, list[Check]]:
     """Which bytes of a checkpoint each host reads; an absent one is taken to hold what the rules expect.
 
@@ -90,12 +91,13 @@ def planned_loading(
         parameters: where they go.
         target: the devices.
         memory_bytes: host memory for reading; None for the default.
+        rules: where the leaves come from, if that is not what the origin says.
 
     Returns:
         The plan, or None and a check that lists the weights that do not match.
     """
     leaves = [each.leaf for each in parameters.leaves]
-    rules = origin.weight_rules(model, Vocab, leaves)
+    rules = origin.weight_rules(model, Vocab, leaves) if rules is None else rules
     source = (
         ExpectedSource.of(rules, leaves, dtype=origin.stored) if origin.checkpoint is None else origin.checkpoint.source
     )

@@ -19,7 +19,7 @@ from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
-from levanter.compat.open import hf_config, load_tokenizer, open_checkpoint
+from levanter.compat.open import hf_config, int8_format, load_tokenizer, open_checkpoint
 from levanter.config import Written, plain
 from levanter.data import PassthroughTokenizer, Tokenizer
 from levanter.models.registry import LmConfig, family_of
@@ -31,6 +31,12 @@ DEFAULT_STORED = "bfloat16"
 """The dtype that weights are assumed to be stored in if nothing says."""
 _STORED = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 _SIZES = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
+
+
+def _none(weight: str) -> bool:
+    """No weight is stored as int8."""
+    del weight
+    return False
 
 
 class UnknownArchitectureError(ValueError):
@@ -66,6 +72,7 @@ class Origin:
         description: what it is, in a line.
         stored: the dtype that weights are stored in, or assumed to be.
         checks: those made so far.
+        is_int8: of a weight's name in the checkpoint, whether it is stored as 8-bit integers and scales.
         rules: leaves → where they come from, if that is not the model family's table of Hugging Face names.
         padded: whether the vocabulary's rows are rounded up to a multiple of their shards, as in training.
     """
@@ -76,8 +83,16 @@ class Origin:
     description: str
     stored: np.dtype
     checks: tuple[Check, ...]
+    is_int8: Callable[[str], bool] = _none
     rules: Callable[..., WeightRules] | None = None
     padded: bool = False
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether some weights are stored as 8-bit integers, as far as is known here."""
+        if self.checkpoint is None:
+            return self.is_int8 is not _none
+        return any(self.is_int8(name) for name in self.checkpoint.source.tensors)
 
     def weight_rules(self, config: LmConfig, Vocab: hax.Axis, leaves: Sequence[Leaf]) -> WeightRules:
         """Where each leaf of the model comes from.
@@ -156,6 +171,7 @@ def find_origin(
             *(Check(name="model", status="note", message=str(finding)) for finding in checkpoint.findings),
             *replaced,
         ),
+        is_int8=checkpoint.int8.__contains__,
     )
 
 
@@ -220,6 +236,7 @@ def _without_weights(reference: str, model: ModelBlock | None, error: Checkpoint
     except (UnreachableError, MissingCheckpointFileError):
         return from_block(reference, model, error, block_is_whole=block_is_whole)
     where = f"{reference}/config.json"
+    document, int8 = int8_format(document, where=where)
     bridged = read_config(document, where=where)
     stored = _stored(document)
     return Origin(
@@ -233,6 +250,7 @@ def _without_weights(reference: str, model: ModelBlock | None, error: Checkpoint
             *(Check(name="model", status="note", message=str(finding)) for finding in bridged.findings),
             _absent(error, stored),
         ),
+        is_int8=_none if int8 is None else int8.covers,
     )
 
 

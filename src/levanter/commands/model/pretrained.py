@@ -16,10 +16,19 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.rules import WeightRules
 from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
+from levanter.commands.model.quantization import (
+    QuantizationError,
+    Quantize,
+    QuantizedModel,
+    TiedHead,
+    quantization_check,
+    quantized,
+)
 from levanter.commands.model.saved_model import find_saved
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
@@ -45,6 +54,8 @@ class ModelChoice:
         allow_pickle: accept pickled weights.
         memory_gib: host memory for reading.
         saved: a checkpoint of our own training runs, instead of `reference`.
+        quantize: in what projections are held, if not in the compute dtype.
+        tied_head: what a quantized model's head multiplies by where weights are tied.
     """
 
     reference: str | None
@@ -54,6 +65,8 @@ class ModelChoice:
     allow_pickle: bool = False
     memory_gib: float | None = None
     saved: str | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
 
     @property
     def memory_bytes(self) -> int | None:
@@ -69,7 +82,7 @@ class PretrainedModel:
         choice: what the config asks for.
         origin: where it comes from, as far as that is known here.
         config: its architecture, with the choices for this platform made.
-        precision: the dtype policy; weights are loaded in its compute dtype, since nothing updates them.
+        precision: the dtype policy; what is not quantized is loaded in its compute dtype, since nothing updates it.
         found_tokenizer: its tokenizer; None if it is not available here.
         Vocab: rows of its embedding.
         abstract: the module without memory.
@@ -171,16 +184,17 @@ def describe_pretrained(
         Check(name="vocabulary", status="ok", message=f"{vocab} ids, {how}"),
         *(Check(name="kernels", status="ok", message=reason) for reason in reasons),
         *layer_checks(config),
-        Check(
-            name="precision",
-            status="ok",
-            message=f"{precision}; weights are loaded as {precision.compute.name}, in which they are used",
-        ),
+        _precision_check(precision, choice.quantize),
     ]
     compiler = choose_compiler(trainer, target, resolved, works=(work,))
     checks += compiler.checks
     Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
+    rules = origin.weight_rules(config, Vocab, leaves(module))
+    int8, found = _quantized(choice, origin, module, rules)
+    checks += found
+    if int8 is not None:
+        module, rules = int8.module, int8.rules
     sharding = plan_sharding(
         leaves(module),
         resolved.mappings,
@@ -191,9 +205,13 @@ def describe_pretrained(
     activations = planned_activations(
         config, resolved, rows=batch(resolved.batch_ways), positions=positions, Vocab=Vocab, precision=precision
     )
+    if int8 is not None:
+        checks.append(quantization_check(int8, sharding))
     load_plan = None
     if not sharding.errors:
-        load_plan, found = planned_loading(origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes)
+        load_plan, found = planned_loading(
+            origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes, rules=rules
+        )
         checks += found
     return PretrainedModel(
         choice=choice,
@@ -211,6 +229,23 @@ def describe_pretrained(
         checks=tuple(checks),
         notes=resolved.notes,
     )
+
+
+def _precision_check(precision: Precision, quantize: Quantize | None) -> Check:
+    others = "weights" if quantize is None else f"projections are {quantize}; all other weights"
+    message = f"{precision}; {others} are loaded as {precision.compute.name}, in which they are used"
+    return Check(name="precision", status="ok", message=message)
+
+
+def _quantized(
+    choice: ModelChoice, origin: Origin, module: Any, rules: WeightRules
+) -> tuple[QuantizedModel | None, list[Check]]:
+    asked = choice.quantize is not None
+    try:
+        found = quantized(module, rules, asked=asked, tied_head=choice.tied_head, is_stored=origin.is_int8)
+        return found, []
+    except QuantizationError as error:
+        return None, [Check(name="int8", status="error", message=str(error), error=error)]
 
 
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from levanter.commands.model.origin import ModelBlock, Origin, find_origin
+from levanter.commands.model.quantization import QuantizationError
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import Written
+from levanter.run import Check
 
 
 def beginning(config: TrainLmConfig, written: Written) -> Origin | None:
@@ -12,9 +14,21 @@ def beginning(config: TrainLmConfig, written: Written) -> Origin | None:
     if config.reference is None:
         return None
     replaces = config.takes_architecture
-    return find_origin(
+    origin = find_origin(
         config.reference, ModelBlock.of(config.model, written), block_is_whole=not replaces, block_yields=replaces
     )
+    return replace(origin, checks=(*origin.checks, *_integers(origin)))
+
+
+def _integers(origin: Origin) -> list[Check]:
+    """Refuses weights that are integers."""
+    if not origin.has_int8:
+        return []
+    error = QuantizationError(
+        f"{origin.reference}: its weights are 8-bit integers, which take no updates; training begins from the "
+        "checkpoint before it was quantized"
+    )
+    return [Check(name="weights", status="error", message=str(error), error=error)]
 
 
 def completed(config: TrainLmConfig, origin: Origin | None, written: Written) -> TrainLmConfig:

@@ -7,7 +7,7 @@ that disagrees, together, and reads no weight.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,9 +125,21 @@ def write_config(
 
 
 def check_tensors(
-    document: Mapping[str, Any], bridged: BridgedConfig, tensors: Mapping[str, TensorInfo], *, where: object
+    document: Mapping[str, Any],
+    bridged: BridgedConfig,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    where: object,
+    int8: Collection[str] = (),
 ) -> None:
     """Holds config.json against the shapes and dtypes of the tensors beside it.
+
+    Args:
+        document: the config.json.
+        bridged: as it crossed over.
+        tensors: those beside it.
+        where: how messages call it.
+        int8: names of weights that are integers, with scales beside them.
 
     Tensors that are missing or unexpected are the loader's business (it knows the nearest names).
 
@@ -137,7 +149,8 @@ def check_tensors(
     problems: list[str] = []
     for expected in expected_tensors(bridged.config):
         problems += _shape_problems(expected, tensors)
-    problems += _dtype_problems(document, tensors)
+    floating = {name: info for name, info in tensors.items() if name.removesuffix("_scale") not in int8}
+    problems += _dtype_problems(document, floating)
     raise_if(
         ConfigMismatchError, where, problems, suggestion=("config.json and the weights do not belong to the same model")
     )

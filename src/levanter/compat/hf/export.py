@@ -21,8 +21,10 @@ import numpy as np
 
 from haliax_ext.abstract import Leaf, leaves, map_arrays
 from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_of
+from levanter.compat.hf.compressed_tensors import FIELD
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.hf.errors import CheckpointError
+from levanter.compat.hf.export_int8 import Int8Tensor, as_int8, encoded, quantization_of, stored_as
 from levanter.compat.hf.export_place import CONFIG, ExportPlace, place_of
 from levanter.compat.hf.export_place import INCOMPLETE as INCOMPLETE
 from levanter.compat.hf.export_place import ExportPathError as ExportPathError
@@ -52,13 +54,13 @@ class Shard:
         """What the file begins with, length included; data begins on a multiple of 8 bytes."""
         document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        for tensor in self.tensors:
-            document[tensor.name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + tensor.nbytes],
+        for stored in (each for tensor in self.tensors for each in stored_as(tensor)):
+            document[stored.name] = {
+                "dtype": _NAMES[stored.dtype],
+                "shape": list(stored.shape),
+                "data_offsets": [at, at + stored.nbytes],
             }
-            at += tensor.nbytes
+            at += stored.nbytes
         text = json.dumps(document, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
@@ -90,11 +92,13 @@ class ExportPlan:
         config: the architecture.
         vocab_size: ids that there are.
         shards: the files.
+        quantization: what config.json says of int8 weights; None if there are none.
     """
 
     config: LmConfig
     vocab_size: int | None
     shards: tuple[Shard, ...]
+    quantization: Mapping[str, Any] | None = None
 
     @property
     def tensors(self) -> tuple[OutTensor, ...]:
@@ -176,6 +180,8 @@ def plan_export(
     vocab_size: int | None = None,
     dtype: str | np.dtype | None = None,
     max_bytes: int = MAX_SHARD_BYTES,
+    int8: Mapping[str, tuple[str, ...]] | None = None,
+    linear: Sequence[str] = (),
 ) -> ExportPlan:
     """Plans an export; reads no array.
 
@@ -186,16 +192,31 @@ def plan_export(
         vocab_size: ids that there are; default `config.vocab_size`.
         dtype: of the weights; None keeps the leaves'.
         max_bytes: of one file.
+        int8: paths of the weights that are written as int8, with the names of their contracted axes; None for none.
+        linear: with `int8`, paths of the weights of all projections.
+
+    Raises:
+        Int8ExportError: weights cannot be written as int8.
     """
     rows = vocab_size if vocab_size is not None else config.vocab_size
+    # Rows that are left out must be called padding by the rules.
+    rules = (config if rows is None else replace(config, vocab_size=rows)).weight_rules(Vocab)
     tensors = plan_saving(
         own,
-        # Rows that are left out must be called padding by the rules.
-        (config if rows is None else replace(config, vocab_size=rows)).weight_rules(Vocab),
+        rules,
         dtype=None if dtype is None else np.dtype(dtype),
         true_sizes={} if rows is None else {"vocab": rows},
     )
-    return ExportPlan(config=config, vocab_size=rows, shards=shards_of(tensors, max_bytes=max_bytes))
+    quantization = None
+    if int8 is not None:
+        tensors = as_int8(tensors, own, rules, int8)
+        quantization = quantization_of(own, rules, int8, linear)
+    return ExportPlan(
+        config=config,
+        vocab_size=rows,
+        shards=shards_of(tensors, max_bytes=max_bytes),
+        quantization=quantization,
+    )
 
 
 def refuse_taken(folder: str | Path) -> None:
@@ -269,13 +290,14 @@ def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Mapping[str, A
     with place.open(shard.file) as file:
         file.write(shard.header)
         for tensor, values in tensors_of(shard.tensors, arrays, jit=jit_together):
-            file.write(np.ascontiguousarray(values).view(np.uint8).data)
+            for each in encoded(tensor, values):
+                file.write(np.ascontiguousarray(each).view(np.uint8).data)
             yield tensor.nbytes
 
 
 def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mapping[str, Any]:
     """Writes what lies beside the weights, but for config.json, which it returns."""
-    dtypes = sorted({tensor.dtype.name for tensor in plan.tensors})
+    dtypes = sorted({tensor.dtype.name for tensor in plan.tensors if not isinstance(tensor, Int8Tensor)})
     document = write_config(plan.config, vocab_size=plan.vocab_size, dtype=dtypes[0], spelling=beside.spelling)
     tokenizer, shards = beside.tokenizer, plan.shards
     ids: dict[str, Any] = {}
@@ -289,13 +311,16 @@ def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mappi
         _write_json(place, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
         roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
         ids = {name: number for name, number in roles.items() if number is not None}
-    config = {**document, **ids, **beside.overrides}
+    quantization = {} if plan.quantization is None else {FIELD: plan.quantization}
+    config = {**document, **ids, **quantization, **beside.overrides}
     if beside.eos_ids:
         ids = {**ids, "eos_token_id": list(beside.eos_ids)}
     if ids:
         _write_json(place, "generation_config.json", ids)
     if len(shards) > 1:
-        weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+        weight_map = {
+            stored.name: shard.file for shard in shards for tensor in shard.tensors for stored in stored_as(tensor)
+        }
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(place, "model.safetensors.index.json", index)
     return config
@@ -313,7 +338,8 @@ def _check(place: ExportPlace, plan: Iterable[OutTensor]) -> None:
         CheckpointError: a tensor is not there as it was meant to be.
     """
     found = open_weights(place.written()).tensors
-    wrong = [t.name for t in plan if t.name not in found or found[t.name].shape != t.shape]
+    wanted = [stored for tensor in plan for stored in stored_as(tensor)]
+    wrong = [each.name for each in wanted if each.name not in found or found[each.name].shape != each.shape]
     if wrong:
         raise CheckpointError(
             place.name, f"{len(wrong)} tensors do not read back as they were written: {', '.join(wrong[:5])}"

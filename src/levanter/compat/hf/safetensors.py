@@ -27,6 +27,7 @@ class SafetensorsSource:
 
     Attributes:
         readers: file name → reader. `byte_ranges` uses the same file names.
+        headers: one per file.
         metadata: the files' `__metadata__`, merged.
     """
 
@@ -41,12 +42,11 @@ class SafetensorsSource:
             CorruptFileError: a header is damaged, or two files hold a tensor of the same name.
         """
         self.readers = dict(sorted(readers.items()))
-        if headers is None:
-            headers = read_headers(self.readers)
+        self.headers = tuple(read_headers(self.readers) if headers is None else headers)
         self._entries: dict[str, tuple[str, TensorEntry]] = {}
         self.metadata: dict[str, str] = {}
         twice = []
-        for header in sorted(headers, key=lambda header: header.file):
+        for header in sorted(self.headers, key=lambda header: header.file):
             self.metadata.update(header.metadata)
             for entry in header.tensors:
                 if entry.name in self._entries:

@@ -72,6 +72,13 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
         beside=(_TRAIN,),
     ),
     NotCarried(
+        block="",
+        name="quantize",
+        why="training updates its weights, and 8-bit integers take no updates; leave it out, and quantize what was "
+        "trained: eval_lm, viz_logprobs, eval_careless_lm and eval_sliding_lm have this key",
+        beside=(_TRAIN,),
+    ),
+    NotCarried(
         block="trainer",
         name="quantization",
         why="not supported yet, and it would change the results; set it to null",

@@ -151,7 +151,7 @@ def _told_apart(shown: Sequence[Cell]) -> dict[str, str]:
     """The short name of each array by its path: its last two parts, and what tells those apart that share them."""
     alike: dict[tuple[str, str], list[Cell]] = {}
     for cell in shown:
-        short = ".".join(cell.resident.path.removesuffix(".weight").split(".")[-2:])
+        short = ".".join(cell.resident.path.removesuffix(".q").removesuffix(".weight").split(".")[-2:])
         alike.setdefault((cell.resident.group, short), []).append(cell)
     found = {}
     for (_, short), members in alike.items():

@@ -277,7 +277,7 @@ def _weights_read(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) ->
     for leaf in subject.parameters:
         kept = {axis for name in leaf.names for axis in mappings.compute.mesh_axes(name)}
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
-        total += math.prod(size for _, size in leaf.axes) // mesh.ways(tuple(stored & kept))
+        total += _as_computed(leaf, subject) // mesh.ways(tuple(stored & kept))
     return total * subject.compute_bytes
 
 
@@ -301,9 +301,14 @@ def _gathered(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> dic
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
         over = tuple(a for a in mesh.names if a in stored - kept and mesh.shape[a] > 1)
         if over:
-            elements = math.prod(size for _, size in leaf.axes) // mesh.ways(tuple(stored & kept))
+            elements = _as_computed(leaf, subject) // mesh.ways(tuple(stored & kept))
             found[over] = found.get(over, 0) + elements
     return found
+
+
+def _as_computed(leaf: Leaf, subject: SearchSubject) -> int:
+    """Elements of a parameter; of one in fewer bytes than the compute dtype, as many as would take as many bytes."""
+    return math.prod(leaf.shape) * min(leaf.dtype.itemsize, subject.compute_bytes) // subject.compute_bytes
 
 
 def _seconds(network: Network, kind: str, elements: Mapping[tuple[str, ...], int], itemsize: int) -> float:

@@ -1,0 +1,254 @@
+"""int8 weights in Hugging Face folders: compressed-tensors, weights of 8 bits per output channel (W8A16), in and out.
+
+In the place of `X.weight`, `[out, in]`, such a folder has `X.weight_scale`, `[out, 1]`, and the integers: as they are
+in `X.weight` (format `int-quantized`), or in `X.weight_packed` (`pack-quantized`, which readers expect where
+activations are not quantized), `[out, in / 4]` of int32: four to one, the first in the lowest byte, each with 128
+added. Beside the packed ones there is `X.weight_shape`. Bytes in the file are thus those of the integers but for their
+highest bits, and a slice is read as one of int8 numbers. Every other `quantization_config` is refused by name.
+
+Format: https://github.com/vllm-project/compressed-tensors
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from haliax_ext.sources import Index
+from levanter.compat.hf.errors import CheckpointError, raise_if
+from levanter.compat.hf.header import ShardHeader, TensorEntry
+from levanter.compat.hf.safetensors import SafetensorsSource
+from levanter.layers.quantized import LARGEST, SMALLEST_SCALE, STEP
+
+FIELD = "quantization_config"
+METHOD = "compressed-tensors"
+PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
+SCALE = "_scale"
+"""What the name of a weight's scales ends with, behind the weight's own."""
+PACKED_NAME, SHAPE_NAME = "_packed", "_shape"
+"""And those of what is there in its place, where it is packed."""
+_ZERO_POINT = "_zero_point"
+_FOUR = 4
+_OFFSET = np.uint8(128)
+_SUPPORTED = (
+    "compressed-tensors with symmetric 8-bit integers per output channel and activations as they are (W8A16) is read"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Format:
+    """What a config.json says of int8 weights.
+
+    Attributes:
+        packed: whether four integers are stored in one.
+        targets: kinds or names of modules that are quantized, `re:` before regular expressions.
+        ignored: those that are not, all the same.
+    """
+
+    packed: bool
+    targets: tuple[str, ...] = ("Linear",)
+    ignored: tuple[str, ...] = ()
+
+    def covers(self, tensor: str) -> bool:
+        """Whether the weight of a linear module is int8, by the words of config.json."""
+        module = tensor.removesuffix(".weight")
+        return any(_matches(each, module) for each in self.targets) and not any(
+            _matches(each, module) for each in self.ignored
+        )
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return pattern in ("Linear", module)
+
+
+def read_quantization(document: Mapping[str, Any], *, where: object) -> Int8Format | None:
+    """What a config.json says of quantized weights; None if there are none.
+
+    Raises:
+        CheckpointError: they are in a format that is not read; names it.
+    """
+    block = document.get(FIELD)
+    if block is None:
+        return None
+    suggestion = f"{_SUPPORTED}; give the checkpoint before it was quantized, and `quantize: int8`"
+    if not isinstance(block, Mapping):
+        raise CheckpointError(where, f"{FIELD} is {block!r:.60}, expected a mapping", suggestion=suggestion)
+    method = block.get("quant_method")
+    if method != METHOD:
+        bits = block.get("bits") or block.get("num_bits")
+        of_bits = f" of {bits} bits" if isinstance(bits, int) else ""
+        problem = f"weights are quantized by {method!r:.40}{of_bits} ({FIELD}.quant_method), which is not read"
+        raise CheckpointError(where, problem, suggestion=suggestion)
+    problems = list(_problems(block))
+    raise_if(CheckpointError, where, problems, suggestion=suggestion)
+    groups = block["config_groups"].values()
+    targets = [target for group in groups for target in group.get("targets") or ("Linear",)]
+    return Int8Format(
+        packed=block["format"] == PACKED,
+        targets=tuple(dict.fromkeys(map(str, targets))),
+        ignored=tuple(map(str, block.get("ignore") or ())),
+    )
+
+
+def _problems(block: Mapping[str, Any]) -> Sequence[str]:
+    """What is not W8A16 in a block of compressed-tensors."""
+    found = []
+    if block.get("format") not in (PACKED, *PLAIN):
+        found.append(f"{FIELD}.format is {block.get('format')!r:.40}, not {PACKED} or {' or '.join(PLAIN)}")
+    if block.get("kv_cache_scheme") is not None:
+        found.append(f"{FIELD}.kv_cache_scheme: a quantized cache of keys and values is not read")
+    sparse = block.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparse, Mapping) or sparse.get("format") != "dense":
+        found.append(f"{FIELD}.sparsity_config: sparse weights are not read")
+    groups = block.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
+        return [*found, f"{FIELD}.config_groups is {groups!r:.60}, expected a mapping of groups"]
+    for name, group in groups.items():
+        where = f"{FIELD}.config_groups.{name}"
+        for part in ("input_activations", "output_activations"):
+            if group.get(part) is not None:
+                found.append(f"{where}.{part}: quantized activations are not supported")
+        weights = group.get("weights")
+        if not isinstance(weights, Mapping):
+            found.append(f"{where}.weights is {weights!r:.60}, expected a mapping")
+            continue
+        wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        own = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False} | dict(weights)
+        if own.get("strategy") is None and own.get("group_size") in (None, -1):
+            own["strategy"] = "channel" if own.get("group_size") == -1 else "tensor"
+        found += [
+            f"{where}.weights.{key} is {own.get(key)!r:.40}, not {value!r}"
+            for key, value in wanted.items()
+            if own.get(key) != value
+        ]
+    return found
+
+
+def without_quantization(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json as that of the model before it was quantized."""
+    return {key: value for key, value in document.items() if key != FIELD}
+
+
+class Int8Source(SafetensorsSource):
+    """The tensors of an int8 folder: every weight as int8, `[out, in]`, under its own name, and its `…weight_scale`.
+
+    Attributes:
+        int8: names of the weights that are int8.
+    """
+
+    int8: frozenset[str]
+
+    def __init__(self, source: SafetensorsSource):
+        """Takes the tensors as they are stored.
+
+        Raises:
+            CheckpointError: integers without scales.
+        """
+        stored = {entry.name: entry for header in source.headers for entry in header.tensors}
+        packed = {name.removesuffix(PACKED_NAME) for name in stored if name.endswith(f".weight{PACKED_NAME}")}
+        plain = {name for name, entry in stored.items() if name.endswith(".weight") and entry.dtype == np.int8}
+        self._packed = frozenset(packed)
+        self.int8 = frozenset(packed | plain)
+        raise_if(CheckpointError, ", ".join(source.readers), _tensor_problems(stored, packed, self.int8))
+        super().__init__(source.readers, [self._unpacked(header) for header in source.headers])
+
+    def _unpacked(self, header: ShardHeader) -> ShardHeader:
+        """A file's header as if its packed tensors were int8."""
+        # Symmetric integers have zero points of 0, where they have any.
+        dropped = {name + ending for name in self.int8 for ending in (SHAPE_NAME, _ZERO_POINT)}
+        found = []
+        for entry in header.tensors:
+            name = entry.name.removesuffix(PACKED_NAME)
+            if name != entry.name and name in self._packed:
+                shape = (entry.shape[0], entry.shape[1] * _FOUR)
+                found.append(TensorEntry(name, np.dtype(np.int8), shape, entry.start, entry.stop))
+            elif entry.name not in dropped:
+                found.append(entry)
+        return ShardHeader(header.file, tuple(found), header.metadata)
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        out = super().read(name, index, out)
+        if name in self._packed:
+            bits = out.view(np.uint8)
+            np.bitwise_xor(bits, _OFFSET, out=bits)
+        return out
+
+
+def _tensor_problems(
+    stored: Mapping[str, TensorEntry], packed: Collection[str], int8: Collection[str]
+) -> Sequence[str]:
+    found = []
+    for name in sorted(int8):
+        entry = stored[name + PACKED_NAME if name in packed else name]
+        scale = stored.get(name + SCALE)
+        if name in packed and (entry.dtype != np.int32 or len(entry.shape) != 2):
+            found.append(f"tensor {entry.name!r} is {entry.dtype.name}{list(entry.shape)}, expected int32[out, in / 4]")
+        elif scale is None:
+            found.append(f"tensor {name!r} is int8, and there is no {name + SCALE!r}")
+        elif scale.shape != (entry.shape[0], 1):
+            found.append(
+                f"tensor {scale.name!r} has shape {list(scale.shape)}, expected {[entry.shape[0], 1]}: a scale per "
+                "output channel"
+            )
+    return found
+
+
+def quantized_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The integers and scales of the rows of a matrix: the numbers of `levanter.layers.quantized.int8_matrix`.
+
+    Args:
+        matrix: `[out, in]`, floating.
+
+    Returns:
+        int8 `[out, in]`, and float32 `[out, 1]`.
+    """
+    q = np.empty(matrix.shape, np.int8)
+    scales = np.empty((matrix.shape[0], 1), np.float32)
+    step = max(1, (1 << 22) // max(matrix.shape[1], 1))
+    for at in range(0, matrix.shape[0], step):
+        exact = matrix[at : at + step].astype(np.float32)
+        finite = np.isfinite(exact)
+        scale = np.where(finite, np.abs(exact), np.float32(np.inf)).max(axis=1, keepdims=True, initial=0) * STEP
+        scale = np.where(scale < SMALLEST_SCALE, np.float32(0), scale)
+        usable = (scale > 0) & np.isfinite(scale)
+        inverse = np.where(usable, np.float32(1) / np.where(usable, scale, np.float32(1)), np.float32(0))
+        scaled = np.where(finite, exact, np.float32(0)) * inverse
+        q[at : at + step] = np.clip(np.rint(scaled), -LARGEST, LARGEST)
+        scales[at : at + step] = scale
+    return q, scales
+
+
+def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape of a packed matrix `[out, in]`."""
+    rows, columns = shape
+    return rows, -(-columns // _FOUR)
+
+
+def packed(q: np.ndarray) -> np.ndarray:
+    """int8 `[out, in]` as int32, four to one."""
+    rows, words = packed_shape(q.shape)
+    padded = np.full((rows, words * _FOUR), _OFFSET, np.uint8)
+    padded[:, : q.shape[1]] = q.view(np.uint8) ^ _OFFSET
+    return padded.view("<i4")
+
+
+def quantization_block(ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a folder of packed int8 weights.
+
+    Args:
+        ignored: linear modules that are not quantized.
+    """
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": METHOD,
+        "format": PACKED,
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": list(ignored),
+        "config_groups": {"group_0": group},
+    }

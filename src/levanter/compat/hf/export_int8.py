@@ -1,0 +1,132 @@
+"""Exports with int8 weights: what stands in the file in the place of a matrix, and what says so in config.json.
+
+A matrix is quantized on the host when it is written, from the numbers that the model has and not from those of the
+export's dtype. So an export is what `quantize: int8` loads from the same model, bit for bit.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.rules import WeightRules
+from haliax_ext.saving import OutTensor
+from levanter.compat.hf.compressed_tensors import (
+    PACKED_NAME,
+    SCALE,
+    SHAPE_NAME,
+    packed,
+    packed_shape,
+    quantization_block,
+    quantized_rows,
+)
+
+UNPACKED = 4
+"""Input features must be a multiple of this, or their number would not follow from what is packed."""
+
+
+class Int8ExportError(ValueError):
+    """A model's matrices cannot be written as int8."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as a file has it."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Tensor(OutTensor):
+    """A matrix `[out, in]` that is written as packed integers and scales; `dtype` is that of its numbers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is written."""
+        return sum(each.nbytes for each in stored_as(self))
+
+
+def stored_as(tensor: OutTensor) -> tuple[Stored, ...]:
+    """What a file has for a tensor, in order."""
+    if not isinstance(tensor, Int8Tensor):
+        return (Stored(tensor.name, tensor.dtype, tensor.shape),)
+    return (
+        Stored(tensor.name + PACKED_NAME, np.dtype(np.int32), packed_shape(tensor.shape)),
+        Stored(tensor.name + SCALE, np.dtype(np.float32), (tensor.shape[0], 1)),
+        Stored(tensor.name + SHAPE_NAME, np.dtype(np.int64), (2,)),
+    )
+
+
+def encoded(tensor: OutTensor, values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The numbers of what `stored_as` lists."""
+    if not isinstance(tensor, Int8Tensor):
+        return (values,)
+    q, scale = quantized_rows(values)
+    return packed(q), scale, np.asarray(values.shape, np.int64)
+
+
+def as_int8(
+    tensors: Sequence[OutTensor], own: Sequence[Leaf], rules: WeightRules, inputs: Mapping[str, tuple[str, ...]]
+) -> tuple[OutTensor, ...]:
+    """The tensors of an export, those of projections to be written as int8.
+
+    Args:
+        tensors: as they are written without.
+        own: the model's leaves.
+        rules: where these go.
+        inputs: paths of the leaves that are int8, with the names of their contracted axes.
+
+    Raises:
+        Int8ExportError: rows of a matrix are not output channels, or not a multiple of four long; lists them.
+    """
+    table, dtypes = rules.by_target(), {leaf.path: leaf.dtype for leaf in own}
+    problems: dict[str, None] = {}
+    found: list[OutTensor] = []
+    for tensor in tensors:
+        targets = [piece.target for piece in tensor.pieces]
+        if not all(target in inputs for target in targets):
+            found.append(tensor)
+            continue
+        rule = table[targets[0]]
+        if len(rule.axes) != 2 or any(set(table[t].axes[1]) != set(inputs[t]) for t in targets):
+            problems[f"rows of {rule.source} are not output channels, and the format has no other kind"] = None
+        elif tensor.shape[1] % UNPACKED:
+            said = f"{rule.source} has {tensor.shape[1]} input features, which is not a multiple of {UNPACKED}"
+            problems[said] = None
+        else:
+            same = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
+            found.append(Int8Tensor(**{**same, "dtype": dtypes[targets[0]]}))
+    if problems:
+        raise Int8ExportError("\n".join(f"int8: {problem}" for problem in problems) + "\n  → int8: false")
+    return tuple(found)
+
+
+def quantization_of(
+    own: Sequence[Leaf], rules: WeightRules, inputs: Mapping[str, tuple[str, ...]], linear: Sequence[str]
+) -> Mapping[str, Any]:
+    """`quantization_config` of an export.
+
+    Args:
+        own: the model's leaves.
+        rules: where these go.
+        inputs: see `as_int8`.
+        linear: paths of the weights of all projections of the model; of those that are not int8 it is said.
+    """
+    table, leaves = rules.by_target(), {leaf.path: leaf for leaf in own}
+    kept = [path for path in linear if path not in inputs and path in table]
+    ignored = [name.removesuffix(".weight") for path in kept for name in table[path].source_names(leaves[path])]
+    if not any("vocab" in leaves[path].names for path in inputs):
+        # The head is the embedding table; readers make a module of it all the same.
+        is_neox = any(rule.source.startswith("gpt_neox.") for rule in rules.rules)
+        ignored.append("embed_out" if is_neox else "lm_head")
+    return quantization_block(ignored)
