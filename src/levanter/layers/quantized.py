@@ -12,7 +12,7 @@ biases stay as they are.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import equinox as eqx
 import haliax as hax
@@ -22,7 +22,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
-from haliax_ext.pytree import path_string
+from haliax_ext.pytree import KeyPath, PyTree, path_string
 from levanter.layers.linear import Linear, Operand
 
 M = TypeVar("M")
@@ -107,13 +107,13 @@ def int8_matrix(weight: NamedArray, In: tuple[str, ...]) -> Int8Matrix:
     return Int8Matrix(q=q.rearrange(weight.axes), scale=scale)
 
 
-def projections(model: Any) -> Mapping[str, Linear]:
+def projections(model: PyTree) -> Mapping[str, Linear]:
     """All projections of a model by path."""
     flat = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_linear)[0]
     return {path_string(keys): x for keys, x in flat if isinstance(x, Linear)}
 
 
-def quantizable(model: Any) -> Mapping[str, Linear]:
+def quantizable(model: PyTree) -> Mapping[str, Linear]:
     """The projections of a model that can be int8, by path: those whose weight is an array, but no router."""
     return {
         path: linear
@@ -135,11 +135,12 @@ def with_int8(model: M, chosen: Callable[[str], bool]) -> M:
     """
     there = quantizable(model)
 
-    def visit(keys: Any, x: Any) -> Any:
+    def visit(keys: KeyPath, x: object) -> object:
         path = path_string(keys)
         if path not in there or not chosen(path):
             return x
-        return dataclasses.replace(x, weight=abstract_int8(x.weight.axes, x.In))
+        linear = there[path]
+        return dataclasses.replace(linear, weight=abstract_int8(linear.operand.axes, linear.In))
 
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=_is_linear)
 
@@ -165,5 +166,5 @@ def abstract_int8(axes: tuple[Axis, ...], In: tuple[str, ...]) -> Int8Matrix:
 
 
 def _abstract(axes: tuple[Axis, ...], dtype: DTypeLike) -> NamedArray:
-    array: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), np.dtype(dtype))
-    return NamedArray(array, axes)
+    array = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), np.dtype(dtype))
+    return NamedArray(cast(jax.Array, array), axes)

@@ -16,6 +16,7 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
@@ -238,7 +239,7 @@ def _precision_check(precision: Precision, quantize: Quantize | None) -> Check:
 
 
 def _quantized(
-    choice: ModelChoice, origin: Origin, module: Any, rules: WeightRules
+    choice: ModelChoice, origin: Origin, module: PyTree, rules: WeightRules
 ) -> tuple[QuantizedModel | None, list[Check]]:
     asked = choice.quantize is not None
     try:

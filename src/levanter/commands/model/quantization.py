@@ -7,14 +7,14 @@ holds beyond the int8 model is a piece of one leaf. Weights that a checkpoint st
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from haliax import NamedArray
 
 from haliax_ext.abstract import Leaf, leaves
 from haliax_ext.derived import DerivedRule
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.pytree import leaves_with_paths
+from haliax_ext.pytree import PyTree, leaves_with_paths
 from haliax_ext.rules import WeightRule, WeightRules
 from levanter.compat.hf.compressed_tensors import SCALE
 from levanter.layers.linear import Linear
@@ -42,7 +42,7 @@ class QuantizedModel:
         stored: those of them that are stored so, and read as they are.
     """
 
-    module: Any
+    module: PyTree
     rules: WeightRules
     projections: tuple[str, ...]
     stored: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class _Derive:
 
 
 def quantized(
-    module: Any,
+    module: PyTree,
     rules: WeightRules,
     *,
     asked: bool,
