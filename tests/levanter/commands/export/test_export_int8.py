@@ -46,10 +46,14 @@ def export(saved, out, *words):
     return run_entry_point(ConvertLmConfig, main, words)
 
 
-def arrays(mesh: str, **choice):
+def planned(mesh: str, **choice):
     trainer = load(EvalLmConfig, ["--hf_checkpoint", "x", "--trainer.mp", "bfloat16", "--trainer.mesh", mesh]).trainer
     model = ModelChoice(reference=None, model=None, tokenizer=None, trainer=trainer)
-    described = describe_pretrained(replace(model, **choice), CPU8, batch=lambda _: 8, positions=16)
+    return describe_pretrained(replace(model, **choice), CPU8, batch=lambda _: 8, positions=16)
+
+
+def arrays(mesh: str, **choice):
+    described = planned(mesh, **choice)
     for check in described.checks:
         if check.error is not None:
             raise check.error
@@ -148,6 +152,18 @@ def test_plain_integers_and_16_bit_scales_are_read(exported, tmp_path):
     path = "transformer.layers.stacked.mlp.down_proj.weight"
     np.testing.assert_array_equal(found[f"{path}.q"][1], tensors[LAYER])
     np.testing.assert_array_equal(found[f"{path}.scale"][1], tensors[f"{LAYER}_scale"][:, 0].astype(np.float32))
+
+
+def test_a_config_alone_is_planned_as_int8(exported, tmp_path):
+    """A quantized checkpoint that is elsewhere: its config.json says which weights are integers, and how many bytes."""
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(exported / file, tmp_path)
+    model = planned("{axes: {data: 8}}", reference=str(tmp_path))
+    q = model.load_plan.by_path["lm_head.weight.q"]
+    assert (q.sources, q.source_dtype, q.derived) == (("lm_head.weight",), np.dtype(np.int8), None)
+    scale = model.load_plan.by_path["transformer.layers.stacked.mlp.up_proj.weight.scale"]
+    assert scale.sources == tuple(f"model.layers.{n}.mlp.up_proj.weight_scale" for n in range(2))
+    assert q.source_bytes == IDS * 64
 
 
 def save_bfloat16(tensors, file):
