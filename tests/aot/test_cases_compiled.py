@@ -5,7 +5,6 @@ file names; with another one the test is skipped after the rest held, naming bot
 """
 
 import importlib.util
-import itertools
 
 import pytest
 from helpers.golden import assert_golden_compiled
@@ -13,7 +12,7 @@ from helpers.plan_cases import CASES
 from helpers.plan_facts import compiled_facts
 
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.budget import Resident
+from levanter.plan.drawn import tile_padding
 from levanter.plan.verdict import Verdict
 
 pytestmark = [
@@ -60,21 +59,6 @@ def test_compiled(name):
         assert_golden_compiled(f"compiled/{name}.json", compiled_facts(case, verdict))
 
 
-def padding(resident: Resident) -> int:
-    """Bytes that tiles of 8 × 128 words add to a shard, with the best two of its axes laid along them.
-
-    A second axis shorter than 8 takes a shorter tile. Small slices of heads notice: Llama 3.2 1B on 64 chips has
-    `[head_size 64, embed 32]` pieces, which take twice their bytes.
-    """
-
-    def share(second: int, minor: int) -> float:
-        tile = min(8, 1 << (second - 1).bit_length())
-        return -(-second // tile) * tile * -(-minor // 128) * 128 / (second * minor)
-
-    pairs = itertools.permutations(resident.shard_shape, 2)
-    return round(resident.nbytes * (min((share(*pair) for pair in pairs), default=1.0) - 1))
-
-
 def check_outcomes(verdict: Verdict) -> None:
     """What holds for every Program: inputs as arithmetic has them, a peak within memory, no utilization above one."""
     outcomes = [(p, p.outcome) for p in verdict.programs if p.outcome is not None]
@@ -90,7 +74,7 @@ def check_outcomes(verdict: Verdict) -> None:
         expected = verdict.budget.arguments[program.name]
         assert expected <= outcome.memory.argument * 1.0001
         if program.name == verdict.budget.largest:
-            expected += sum(padding(r) for r in verdict.budget.residents)
+            expected += sum(tile_padding(r.nbytes, r.shard_shape) for r in verdict.budget.residents)
         assert outcome.memory.argument == pytest.approx(expected, rel=0.03, abs=1 << 18)
         assert program.peak_bytes <= hbm
         assert program.mfu is None or 0 < program.mfu[0] <= program.mfu[1] <= 1

@@ -23,7 +23,7 @@ LOGITS_BYTES = 256 << 20
 CPU_LOGITS_BYTES = 32 << 20
 """How many of them a CPU device makes at a time while training, unless that is less than `CPU_TOKENS`."""
 
-CPU_TOKENS = 256
+CPU_TOKENS = 512
 """Tokens that a CPU device scores at a time while training, if `LOGITS_BYTES` allow it."""
 
 

@@ -7,14 +7,16 @@ each array is a fusion of the generator's rounds with the inverse error function
 nothing beside them. So it is not asked where the sum below leaves room.
 
 *Drawn*: the sum for one Program. It has everything that is made at one time if arrays are made one after another, which
-nothing forces a compiler to do, and not the padding of a TPU's tiles.
+nothing forces a compiler to do, and on a TPU what its tiles add to pieces that do not fill them: heads of 64 whose other
+axis is sharded 64 ways take twice their bytes.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from haliax_ext.planner import ShardingPlan
+from haliax_ext.planner import LeafPlan, ShardingPlan
 from haliax_ext.program import Program
 from levanter.plan.budget import residents_of
 from levanter.run import RunPlan
@@ -32,15 +34,31 @@ class Drawn:
     Attributes:
         results: what it makes.
         working: of the largest array, while it is made.
+        padding: what a TPU's tiles add to the results; 0 elsewhere.
     """
 
     results: int
     working: int
+    padding: int = 0
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.results + self.working
+        """All of it."""
+        return self.results + self.padding + self.working
+
+
+def tile_padding(nbytes: int, shard_shape: Sequence[int]) -> int:
+    """Bytes that tiles of 8 × 128 words add to a piece of `nbytes`, with the best two of its axes laid along them.
+
+    A second axis shorter than 8 takes a shorter tile.
+    """
+
+    def share(second: int, minor: int) -> float:
+        tile = min(8, 1 << (second - 1).bit_length())
+        return -(-second // tile) * tile * -(-minor // 128) * 128 / (second * minor)
+
+    pairs = itertools.permutations(shard_shape, 2)
+    return round(nbytes * (min((share(*pair) for pair in pairs), default=1.0) - 1))
 
 
 def drawn_in(plan: RunPlan) -> Mapping[str, Drawn]:
@@ -49,8 +67,20 @@ def drawn_in(plan: RunPlan) -> Mapping[str, Drawn]:
     load = plan.load
     if load is not None and load.initial:
         name = load.initialize_program.name
-        found[name] = Drawn(results=load.initial_bytes, working=load.initial_transient_bytes)
+        made = [load.sharding.by_path[each.path] for each in load.initial]
+        found[name] = Drawn(
+            results=load.initial_bytes,
+            working=load.initial_transient_bytes,
+            padding=_padding(made, plan),
+        )
     return found
+
+
+def _padding(made: Iterable[LeafPlan], plan: RunPlan) -> int:
+    if plan.target.platform != "tpu":
+        return 0
+    pieces = [(each.shard_shape, each.leaf.dtype.itemsize) for each in made]
+    return sum(tile_padding(math.prod(shape) * itemsize, shape) for shape, itemsize in pieces)
 
 
 def _drawn(program: Program, plan: RunPlan) -> Drawn | None:
@@ -62,4 +92,5 @@ def _drawn(program: Program, plan: RunPlan) -> Drawn | None:
     return Drawn(
         results=placement.bytes_per_device,
         working=_WORKING_BYTES * max(math.prod(each.shard_shape) for each in placement.leaves),
+        padding=_padding(placement.leaves, plan),
     )

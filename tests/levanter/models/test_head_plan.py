@@ -52,13 +52,13 @@ def test_accelerators_take_large_chunks():
 @pytest.mark.parametrize(
     ("rows", "vocab", "positions"),
     [
-        # 32 MiB are 170 tokens, fewer than the 256 below which the head is all that moves.
-        (8, 49152, 32),
+        # 32 MiB are 170 tokens, fewer than the 512 below which the head is all that moves.
+        (8, 49152, 64),
         # 32 MiB are 2,048 tokens.
         (8, 4096, 256),
-        # 256 tokens of one row.
-        (1, 128256, 256),
-        # 256 tokens would be 320 MiB; what a device may hold is less.
+        # 512 tokens of one row.
+        (1, 128256, 512),
+        # 512 tokens would be 1.25 GiB; what a device may hold is less.
         (2, 327680, 102),
     ],
 )

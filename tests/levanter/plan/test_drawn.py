@@ -6,7 +6,7 @@ import pytest
 from helpers.plan_cases import CASES
 
 from levanter.plan import preflight as stages
-from levanter.plan.drawn import drawn_in
+from levanter.plan.drawn import drawn_in, tile_padding
 from levanter.plan.preflight import _beside, _bounded, _chosen
 from levanter.plan.targets import target_of_pod
 
@@ -29,6 +29,24 @@ def test_bytes_by_hand(plan):
     # The largest arrays are those of the feed-forward part, of 32 layers.
     assert drawn.working == 8 * 32 * 4096 * 11008 // 16
     assert 4.71 * GIB < drawn.total < 1.2 * 4.73 * GIB
+
+
+@pytest.mark.parametrize(
+    ("shape", "times"),
+    [
+        # 32 of 128 lanes and 64 of a multiple of 8: or 64 of 128 lanes, which is better.
+        ((16, 64, 32), 2),
+        ((16, 64, 128), 1),
+        # Two rows take a tile of two.
+        ((2, 128), 1),
+        ((3, 128), 4 / 3),
+        ((100,), 1),
+        ((1, 1), 128),
+    ],
+)
+def test_what_tiles_add(shape, times):
+    nbytes = 4 * math.prod(shape)
+    assert tile_padding(nbytes, shape) == pytest.approx((times - 1) * nbytes, abs=1)
 
 
 def test_what_has_room_is_not_compiled(plan):
