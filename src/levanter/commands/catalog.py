@@ -85,6 +85,13 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
             ),
             ("generate", "generate.generate", "generate.config", "GenerateConfig", "text behind prompts, line by line"),
             (
+                "sample_lm",
+                "generate.sample_lm",
+                "generate.sample_config",
+                "SampleLmConfig",
+                "texts behind a few prompts",
+            ),
+            (
                 "viz_logprobs",
                 "evaluate.viz_logprobs",
                 "evaluate.config",

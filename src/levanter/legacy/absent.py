@@ -38,7 +38,7 @@ _SFT_INSTEAD = (
     "`train_lm` trains on conversations: list each set under data.components.<name> with format: {type: chat}, "
     "and the checkpoint as initialize_from_hf"
 )
-_SAMPLE_INSTEAD = "`train_lm` exports Hugging Face folders (hf_save_path), which any inference tool can load"
+_CHAT_INSTEAD = "`generate` answers a file of prompts, `sample_lm` a few"
 
 ABSENT: Mapping[str, AbsentEntryPoint] = {
     "lora_lm": AbsentEntryPoint(
@@ -51,9 +51,8 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         what="converting a Hugging Face checkpoint to our format",
         instead="not needed: every entry point reads Hugging Face files directly",
     ),
-    "sample_lm": AbsentEntryPoint(config_name="SampleLmConfig", what="sampling from a model", instead=_SAMPLE_INSTEAD),
     "inference_repl": AbsentEntryPoint(
-        config_name="InferenceReplConfig", what="interactive chat in a terminal", instead=_SAMPLE_INSTEAD
+        config_name="InferenceReplConfig", what="interactive chat in a terminal", instead=_CHAT_INSTEAD
     ),
     "sft": AbsentEntryPoint(
         config_name="SftConfig", what="supervised fine-tuning by its own keys", instead=_SFT_INSTEAD

@@ -67,47 +67,6 @@ class ExportHfToLmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceEngineConfig:
-    """Paged decoding of many requests at once."""
-
-    max_seq_len: int | None = None
-    hbm_utilization: float = 0.9
-    page_size: int = 128
-    max_rounds: int = 32
-    max_stop_seqs: int = 4
-    max_stop_tokens: int = 16
-    seed: int = 0
-    max_seqs: int = 256
-    max_pages: int | None = None
-    compute_dtype: str = "bfloat16"
-    max_queued_tokens: int = 512
-    max_seqs_in_prefill: int = 16
-    max_prefill_size: int | None = None
-    max_tokens_per_round: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLmConfig:
-    """Sampling of continuations of prompts."""
-
-    checkpoint_path: str | None = None
-    hf_checkpoint: str | None = None
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: LmConfig = field(default_factory=LlamaConfig)
-    tokenizer: str | None = None
-    engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
-    prompts: list[str] | str | None = None
-    stop_sequence: str | None = "."
-    max_new_tokens: int = 192
-    temperature: float = 0.7
-    seed: int = 2
-    n_generations: int = 1
-    n_rounds: int = 4
-    profile: bool = False
-    log_kernel_jaxprs_path: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class InferenceReplConfig:
     """Interactive chat with a model in a terminal."""
 

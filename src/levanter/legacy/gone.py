@@ -25,7 +25,7 @@ _PREFERENCES = (
 )
 _STORE = "tokens live in token stores: levanter.data.build_tokens writes and reads them"
 _SPEECH = "this project trains on text only"
-_SAMPLING = "sampling is not implemented yet; an exported folder (hf_save_path) works with any inference tool"
+_SAMPLING = "text is generated otherwise here: `generate`, `sample_lm`, levanter.inference"
 _SERVING = "serving over HTTP is not implemented yet"
 _LAYERS = "models are one decoder built from specs: levanter.models.decoder, levanter.layers"
 _OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
@@ -292,7 +292,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.main.perplexity_gap": {
         "main score_main ModelPerplexityConfig": "`eval_lm` once for each model: bits per byte compare",
     },
-    "levanter.main.sample_lm": {"main": _SAMPLING},
     "levanter.main.sft": {"main train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
     "levanter.main.sft_mixture": {"main train": "`train_lm` trains on conversations"},
     "levanter.main.train_asr": {"main": _SPEECH},

@@ -261,7 +261,6 @@ _OWN: Mapping[str, Mapping[str, str]] = {
         "GapFinderConfig": f"{_ABSENT}:PerplexityGapConfig",
         "GapFinderModelConfig": f"{_ABSENT}:GapModelConfig",
     },
-    "levanter.main.sample_lm": {"SampleLmConfig": f"{_ABSENT}:SampleLmConfig"},
     "levanter.main.sft": {"SFTConfig": f"{_ABSENT}:SftConfig"},
     "levanter.main.sft_mixture": {"SFTMixtureConfig": f"{_ABSENT}:SftMixtureConfig"},
     "levanter.main.train_asr": {"TrainASRConfig": f"{_ABSENT}:TrainAsrConfig"},

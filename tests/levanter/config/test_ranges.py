@@ -95,6 +95,13 @@ ZERO = {
     "SamplingParams.max_tokens",
     "SamplingParams.stop_token_ids",
     "SamplingParams.logprobs",
+    "SampleLmConfig.temperature",
+    "SampleLmConfig.seed",
+    # Upstream's, without effect.
+    "InferenceEngineConfig.hbm_utilization",
+    "InferenceEngineConfig.max_stop_seqs",
+    "InferenceEngineConfig.max_stop_tokens",
+    "InferenceEngineConfig.seed",
     # A model's: no such part, derived from the others, or a layer's number.
     "DecoderConfig.initializer_range",
     "Gpt2Config.intermediate_dim",

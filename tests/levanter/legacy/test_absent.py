@@ -23,7 +23,6 @@ from levanter.run import Target
 
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 DOCUMENTS = {
-    "sample_lm": "sampler/20_sample_llama8b.yaml",
     "eval_harness": "harness/21_eval_llama3.yaml",
     "sft_mixture": "22_sft_llama3_mixture.yaml",
     "train_dpo": "26_new_lora_dpo_tp4.yaml",
@@ -54,10 +53,6 @@ AS_USERS_HAVE_THEM = {
         "max_train_length: 64\ntrainer: {wandb: {project: p}, model_axis_size: 4}\n"
     ),
     "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
-    "sample_lm": (
-        "hf_checkpoint: acme/llama\nprompts: [one, two]\nengine: {max_pages_per_seq: 4, page_size: 16}\n"
-        "trainer: {tensor_parallel_axes: [mlp, heads, kv_head, vocab], ray: {auto_start_cluster: false}}\n"
-    ),
     "inference_repl": "checkpoint: acme/llama\nmodel: {type: llama, seq_len: 64}\nserver: {port: 10243}\n",
     "sft": (
         "model: {type: llama, seq_len: 64}\nsupervised_data: {a: {train_urls: [a.jsonl]}}\nepoch: 2\n"

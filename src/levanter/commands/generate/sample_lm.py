@@ -1,0 +1,201 @@
+"""Samples texts behind a few prompts and prints them, by the keys of upstream's `sample_lm`.
+
+    python -m levanter.main.sample_lm --config_path my_sampler.yaml
+
+It is `generate` with prompts from the configuration and texts for the terminal: the same plan, the same Programs, the
+same rows. What each of upstream's keys became says the plan.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from haliax_ext.load_progress import LoadReport
+from levanter.commands.generate import plan as generation
+from levanter.commands.generate.plan import GenerateWork
+from levanter.commands.generate.sample_config import SampleLmConfig
+from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
+from levanter.commands.shell.perform import perform
+from levanter.config import Written
+from levanter.inference.device import DeviceRows
+from levanter.inference.engine import Engine, schedule_of
+from levanter.inference.params import stop_ids_of
+from levanter.inference.requests import ChoiceId, Failed, Request, Token
+from levanter.inference.text import ChoiceText
+from levanter.io import Output
+from levanter.io.exit_codes import INTERNAL_ERROR, OK
+from levanter.processes.together import jit_together
+from levanter.run import Check, EntryPoint, RunPlan, Session, Target
+
+NAME = "sample_lm"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleWork:
+    """What `execute` needs besides the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        generate: the model, its cache and its Programs.
+        requests: the prompts of one round.
+    """
+
+    config: SampleLmConfig
+    generate: GenerateWork
+    requests: tuple[Request, ...]
+
+
+@dataclass(kw_only=True)
+class SampledTexts:
+    """How a run went.
+
+    Attributes:
+        loading: how loading went.
+        texts: of each round, each prompt and each choice, in this order.
+        failed: what happened to choices that could not be finished.
+        tokens: how many were generated.
+        seconds: from the first prompt to the last token, compilation included.
+    """
+
+    loading: LoadReport | None = None
+    texts: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def describe(config: SampleLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[SampleWork]:
+    """Describes the run for `target`; reads metadata, no weights.
+
+    Args:
+        config: what is sampled.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+
+    Raises:
+        ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
+    """
+    written = Written.in_python(config) if written is None else written
+    planned = generation.describe(config.generating(written), target, written=written)
+    checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
+    requests = tuple(_requests(config, planned.work.pretrained))
+    checks += _prompt_checks(requests, planned.work)
+    checks += [Check(name="keys", status="note", message=said) for said in _notes(config, written)]
+    work = SampleWork(config=config, generate=planned.work, requests=requests)
+    # The same plan with other work: a type checker cannot see that `replace` changes what a plan is of.
+    return cast("RunPlan[SampleWork]", replace(cast(Any, planned), entry_point=NAME, checks=tuple(checks), work=work))
+
+
+def _notes(config: SampleLmConfig, written: Written) -> Iterator[str]:
+    yield from config.engine.notes(written)
+    if config.profile:
+        yield "profile: without effect; trainer.profiler profiles training runs"
+    if config.log_kernel_jaxprs_path:
+        yield "log_kernel_jaxprs_path: without effect; there are no kernels to write down"
+
+
+def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[Request]:
+    """The prompts of the first round."""
+    tokenizer = pretrained.tokenizer
+    begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
+        yield Request(
+            id=str(n),
+            tokens=(*begin, *ids.tolist()),
+            params=config.sampling,
+            seed=config.seed,
+            stop_ids=stop_ids_of(config.sampling, ends),
+        )
+
+
+def _prompt_checks(requests: Sequence[Request], work: GenerateWork) -> Iterator[Check]:
+    schedule = schedule_of(work.programs)
+    if not requests:
+        error = ValueError("prompts: an empty list; there is nothing to go on with")
+        yield Check(name="prompts", status="error", message=str(error), error=error)
+    for n, request in enumerate(requests):
+        try:
+            schedule.check(request)
+        except ValueError as problem:
+            error = ValueError(f"prompts[{n}]: {problem}; engine.max_seq_len is the context")
+            yield Check(name="prompts", status="error", message=str(error), error=error)
+
+
+def execute(plan: RunPlan[SampleWork], mesh: Mesh | None, session: Session | None = None) -> SampledTexts:
+    """Samples every round and prints its texts; nothing runs that is not in `plan`."""
+    assert mesh is not None, "sampling runs on devices"
+    work, show = plan.work, session is not None and session.show
+    generate = work.generate
+    loaded = load_pretrained(generate.pretrained, mesh, show=show)
+    model = with_arrays(generate.pretrained.abstract, loaded.arrays)
+    engine = Engine(DeviceRows(generate.programs, mesh, model, jit=jit_together), schedule_of(generate.programs))
+    found = SampledTexts(loading=loaded.report)
+    began = time.perf_counter()
+    for number in range(work.config.n_rounds):
+        _round(work, engine, number, found, show=show)
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+def _round(work: SampleWork, engine: Engine, number: int, found: SampledTexts, *, show: bool) -> None:
+    """Goes through all prompts once."""
+    requests = {f"{number}.{r.id}": replace(r, id=f"{number}.{r.id}", seed=r.seed + number) for r in work.requests}
+    texts, pieces = {}, {}
+    for request in requests.values():
+        for choice in range(request.params.n):
+            of = ChoiceId(request.id, choice)
+            stream = work.generate.pretrained.tokenizer.stream()
+            texts[of], pieces[of] = ChoiceText.of(request, stream, limit=work.config.max_new_tokens), []
+    for event in engine.run(requests.values()):
+        if isinstance(event, Failed):
+            found.failed.append(f"{event.of}: {event.error}")
+        elif isinstance(event, Token):
+            found.tokens += 1
+            piece = texts[event.of].push(event.id)
+            pieces[event.of].append(piece.text)
+            if piece.reason is not None:
+                engine.give_up(event.of)
+    for of, text in pieces.items():
+        found.texts.append("".join(text))
+        if show:
+            prompt = work.config.texts[int(of.request.partition(".")[2])]
+            print(f"--- round {number + 1}, prompt {of.request.partition('.')[2]}, text {of.choice + 1}")
+            print(f"{prompt}{found.texts[-1]}")
+
+
+def conclude(plan: RunPlan[SampleWork], done: SampledTexts, session: Session) -> int:
+    """Says how fast it went, and what could not be finished."""
+    del plan
+    rate = done.tokens / max(done.seconds, 1e-9)
+    session.tracker.log_summary({"tokens": done.tokens, "seconds": done.seconds, "tokens_per_second": rate})
+    if session.show:
+        print(f"{done.tokens:,} tokens in {done.seconds:.1f} s = {rate:,.1f} tokens/s, compilation included")
+        for said in done.failed:
+            print(f"not finished: {said}")
+    return INTERNAL_ERROR if done.failed else OK
+
+
+def outputs(plan: RunPlan[SampleWork], session: Session) -> tuple[Output, ...]:
+    """Nothing is written."""
+    del plan, session
+    return ()
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=SampleLmConfig,
+    describe=describe,
+    execute=execute,
+    outputs=outputs,
+    conclude=conclude,
+)
+
+
+def main(config: SampleLmConfig, *, written: Written | None = None) -> int:
+    """Samples on the devices of this run."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

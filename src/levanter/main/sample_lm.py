@@ -1,0 +1,16 @@
+"""Samples texts behind a few prompts and prints them, by the keys of upstream's `sample_lm`."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.generate.sample_config import SampleLmConfig
+    from levanter.commands.generate.sample_lm import ENTRY_POINT, describe, execute, main
+
+__all__ = ["ENTRY_POINT", "SampleLmConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("sample_lm"))
