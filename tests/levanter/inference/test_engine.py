@@ -113,11 +113,11 @@ def test_who_is_given_up_gets_nothing_more_and_the_row_goes_to_the_next(engine, 
 
 
 def test_with_too_few_pages_the_youngest_give_way_and_say_the_same(devices):
-    """13 pages of 4 positions in each shard for two rows of up to 12 pages."""
-    long = [request(f"long {n}", *prompt(20 + n, 10), new=30) for n in range(4)]
-    roomy = texts(made(tuple(devices), "paged", 4)().run(long))
-    assert texts(made(tuple(devices), "paged", 4, 26)().run(long)) == roomy
-    assert [len(ids) for ids in roomy.values()] == [30] * 4
+    """12 pages of 4 positions in each shard, of which each of two rows needs 7 in the end."""
+    long = [request(f"long {n}", *prompt(20 + n, 10), new=18) for n in range(4)]
+    roomy = texts(made(tuple(devices))().run(long))
+    assert texts(made(tuple(devices), "paged", 4, 24)().run(long)) == roomy
+    assert [len(ids) for ids in roomy.values()] == [18] * 4
 
 
 def test_choices_of_a_request_differ_by_their_noise_alone(engine):

@@ -250,6 +250,9 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
         model = with_arrays(work.pretrained.abstract, loaded.arrays)
         engine = Engine(DeviceRows(work.programs, mesh, model, jit=jit_together), schedule)
         began = time.perf_counter()
+        if answers is not None:
+            # What is ready when the run is interrupted is stored too.
+            held.callback(answers.store)
         with Progress("generating", total=None, unit="tokens", show=show) as progress:
             for event in engine.run(run.requests(found.kept)):
                 run.take(event, engine)
@@ -297,6 +300,12 @@ def outputs(plan: RunPlan[GenerateWork], session: Session) -> tuple[Output, ...]
     return () if path is None else (Output(key="output_path", path=path, kind="file"),)
 
 
+def left(plan: RunPlan[GenerateWork], session: Session) -> str:
+    """Where an interrupted run goes on."""
+    del session
+    return f"answers so far are kept beside {plan.work.config.output_path}; the same command goes on behind them"
+
+
 ENTRY_POINT = EntryPoint(
     name=NAME,
     config=GenerateConfig,
@@ -304,6 +313,7 @@ ENTRY_POINT = EntryPoint(
     execute=execute,
     outputs=outputs,
     conclude=conclude,
+    left=left,
 )
 
 

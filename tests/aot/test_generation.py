@@ -1,0 +1,62 @@
+"""What the TPU compiler makes of generating text: the cache is written in place, and nothing of it is copied.
+
+Llama 3.1 70B, a few layers of it, on v5e-8: each chip has one head of keys and values, 32 rows of 8,192 positions.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from levanter.plan.aot import Compiled, compile_programs
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not __import__("importlib.util").util.find_spec("libtpu"), reason="libtpu is not installed (the `plan` extra)"
+    ),
+]
+LAYERS, ROWS, CONTEXT, CHIPS = 4, 32, 8192, 8
+HEAD, EMBED, MLP, HEADS, KV, VOCAB = 128, 8192, 28672, 64, 8, 128256
+CACHE = LAYERS * ROWS * KV * 2 * CONTEXT * HEAD * 2 // CHIPS
+LAYER = 2 * (2 * EMBED * HEADS * HEAD + 2 * EMBED * KV * HEAD + 3 * EMBED * MLP) // CHIPS
+HEAD_WEIGHTS = 2 * EMBED * VOCAB // CHIPS
+
+
+def compiled(program: str, **payload) -> Compiled:
+    where = f"{Path(__file__).parent / 'generation_programs.py'}:generation"
+    (found,) = compile_programs(where, payload, target="v5e-8", programs=[program])
+    assert isinstance(found, Compiled), found
+    return found
+
+
+@pytest.mark.ci
+def test_a_decode_step_has_no_second_cache_and_reads_the_first_once():
+    step = compiled(f"decode_{ROWS}")
+    assert step.memory.temp <= 256 << 20
+    # The cache and the state of the rows are written over their inputs.
+    assert step.memory.alias >= CACHE
+    assert step.memory.output - step.memory.alias <= 1 << 20
+    assert step.figures is not None
+    needed = CACHE + LAYERS * LAYER + HEAD_WEIGHTS
+    assert needed <= step.figures.hbm_bytes <= 1.2 * needed
+    # What is communicated: sums of the residual stream and of the head, no keys, values or weights.
+    assert sum(each.bytes * each.times for each in step.figures.collectives) <= 64 << 20
+
+
+def test_with_more_tokens_a_call_it_is_the_same():
+    step = compiled(f"decode_{ROWS}", steps=4)
+    assert step.memory.temp <= 256 << 20
+    assert step.memory.alias >= CACHE
+
+
+def test_pages_cost_a_copy_of_one_layer_of_what_is_read():
+    step = compiled(f"decode_{ROWS}", cache={"allocation": "paged"})
+    assert step.memory.temp <= (256 << 20) + 2 * CACHE // LAYERS
+    assert step.memory.alias >= CACHE
+
+
+def test_a_part_of_a_prompt_is_written_in_place():
+    part = compiled("prefill_1x512")
+    assert part.memory.temp <= 512 << 20
+    assert part.memory.alias >= CACHE
