@@ -7,8 +7,8 @@ each array is a fusion of the generator's rounds with the inverse error function
 nothing beside them. So it is not asked where the sum below leaves room.
 
 *Drawn*: the sum for one Program. It has everything that is made at one time if arrays are made one after another, which
-nothing forces a compiler to do, and on a TPU what its tiles add to pieces that do not fill them: heads of 64 whose other
-axis is sharded 64 ways take twice their bytes.
+nothing forces a compiler to do, and on a TPU what its tiles add to pieces that do not fill them: heads of 64 whose
+other axis is sharded 64 ways take twice their bytes.
 """
 
 import itertools
