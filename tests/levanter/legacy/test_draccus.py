@@ -22,6 +22,8 @@ NEEDED = {
     "BookConfig": ["--txt_path", "a"],
     "EvalLmConfig": ["--hf_checkpoint", "a"],
     "VizLmConfig": ["--hf_checkpoint", "a"],
+    "GenerateConfig": ["--hf_checkpoint", "a"],
+    "SampleLmConfig": ["--hf_checkpoint", "a"],
     "EvalCarelessLmConfig": ["--hf_checkpoint", "a", "--txt_path", "b"],
     "EvalSlidingLmConfig": [
         *("--hf_checkpoint", "a", "--data.components"),
