@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.model.quantization import Quantize, TiedHead
+from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig

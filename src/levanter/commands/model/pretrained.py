@@ -22,14 +22,8 @@ from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
-from levanter.commands.model.quantization import (
-    QuantizationError,
-    Quantize,
-    QuantizedModel,
-    TiedHead,
-    quantization_check,
-    quantized,
-)
+from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
+from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.commands.model.saved_model import find_saved
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work

@@ -7,7 +7,6 @@ holds beyond the int8 model is a piece of one leaf. Weights that a checkpoint st
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from haliax import NamedArray
 
@@ -16,15 +15,11 @@ from haliax_ext.derived import DerivedRule
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree, leaves_with_paths
 from haliax_ext.rules import WeightRule, WeightRules
+from levanter.commands.model.representation import TiedHead
 from levanter.compat.hf.compressed_tensors import SCALE
 from levanter.layers.linear import Linear
 from levanter.layers.quantized import int8_matrix, quantizable, with_int8, with_own_head
 from levanter.run import Check
-
-Quantize = Literal["int8"]
-"""In what the projections of a model are held, where that is not the compute dtype."""
-TiedHead = Literal["copy", "share"]
-"""What a head that is the embedding table multiplies by: an int8 copy of it, or the table itself."""
 
 
 class QuantizationError(ValueError):
