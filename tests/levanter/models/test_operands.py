@@ -124,9 +124,7 @@ CASES = {
 }
 QUICK = {
     ("own head, 2x4", "low rank"),
-    ("own head, 2x4", "integers"),
     ("tied, 2x4", "integers"),
-    ("grouped experts, both cut", "low rank"),
     ("grouped experts, both cut", "integers"),
     ("dense experts, both cut", "low rank"),
 }
