@@ -19,6 +19,7 @@ from levanter.commands.train.train_lm import describe
 from levanter.config import Change, ConfigError, Loaded, parse_text, plain, read, read_text
 from levanter.legacy.migrate import config_class, migrate
 from levanter.mesh import ModelAxes, ResolvedMesh, mesh_report, resolve
+from levanter.models import LlamaConfig
 from levanter.models.absent import AbsentModelConfig
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.models.registry import LmConfig
@@ -59,9 +60,11 @@ def sizes_of(model: LmConfig) -> dict[str, int]:
 
 
 def resolved_here(config: Any, *, devices: int, slices: int) -> ResolvedMesh:
-    sizes = sizes_of(config.model)
+    # Whoever takes a checkpoint's architecture names none: then any model's axes will do.
+    model = config.model or LlamaConfig()
+    sizes = sizes_of(model)
     axes = ModelAxes(
-        sizes={**sizes, "vocab": VOCAB, "position": config.model.max_seq_len},
+        sizes={**sizes, "vocab": VOCAB, "position": model.max_seq_len},
         known={*KNOWN_AXES, *sizes},
         aliases=ALIASES,
     )
@@ -198,7 +201,7 @@ def described_facts(case: Case) -> dict[str, Json]:
             "refused": figures(refusal),
             "changes": [change_facts(change) for change in found.changes],
             "places": places,
-            "model": model_facts(case, config.model),
+            "model": None if config.model is None else model_facts(case, config.model),
         }
     return facts
 
