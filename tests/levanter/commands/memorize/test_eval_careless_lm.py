@@ -135,6 +135,7 @@ def test_every_mesh_gives_the_same_rows(tmp_path, inputs, finished, devices, axe
     np.testing.assert_allclose(found.top_lse, expected.top_lse, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow  # tests/multihost/test_eval.py has two processes that score what one does
 def test_two_processes_give_the_same_rows(tmp_path, inputs, finished):
     command = ["levanter.main.eval_careless_lm", "--config_path", config_file(tmp_path, inputs)]
     run_together(tmp_path, 2, command, devices=4)
