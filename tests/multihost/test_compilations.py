@@ -89,7 +89,8 @@ def test_generate(tmp_path, inputs, count):
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 7
 
 
-@pytest.mark.parametrize("count", [1, 2])
+# Two processes train in make test as well: test_train.py here.
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_train_lm_saves_evaluates_exports_and_goes_on(tmp_path, inputs, count):
     def train(steps: int, attempt: str) -> list[Heard]:
         command = inputs.train_lm(

@@ -108,6 +108,7 @@ def test_log_pz_equals_torch(tmp_path, folder, in_torch, token_mode, bos):
     assert 0 < drawable["k40_s2"] < drawable["k40_s1"] < len(windows) and drawable["greedy_s1"] > 0, drawable
 
 
+@pytest.mark.slow  # 35 s; tests above compare the same numbers with torch on models of random weights
 def test_a_real_model_and_a_text_it_knows(tmp_path):
     """SmolLM2-135M on the Apache licence, which every model has read."""
     text = Path(__file__).parents[2] / "LICENSE"

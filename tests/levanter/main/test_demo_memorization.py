@@ -35,6 +35,7 @@ def demo(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_learned_half_is_covered_and_the_other_is_not(demo):
     book = BookResult.read(str(demo / "book"))
     text = book.text
@@ -52,6 +53,7 @@ def test_the_learned_half_is_covered_and_the_other_is_not(demo):
     assert np.isneginf(book.log_pz(TOP_40)[unseen]).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_everything_is_written(demo):
     summary = json.loads((demo / "book" / "summary.json").read_text())
     assert 0.4 < summary["coverage"] < 0.52 and summary["preset"] == "levanter"
@@ -59,6 +61,7 @@ def test_everything_is_written(demo):
     assert (demo / "book" / "heatmap.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_model_is_one_that_others_read(demo):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

@@ -93,7 +93,8 @@ def test_numpys_integers_on_every_mesh(name, folder_of):
 LEAST = {"qwen2": 0.92, "qwen3": 0.94, "gemma": 0.95, "gemma2": 0.97}
 
 
-@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(n, marks=pytest.mark.slow) for n in LEAST if n != "gemma2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEAST)
 def test_the_likeliest_token_is_the_same_but_where_two_are_nearly_as_likely(name, folder_of):
     exact, found = (logits_of(described(folder_of(name), name, quantize=quantize)) for quantize in (None, "int8"))
     first, second = np.argmax(exact, -1), np.argmax(found, -1)
