@@ -1,5 +1,6 @@
 """Every test sees 8 virtual CPU devices and JAX's strict promotion rules."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,10 +48,20 @@ def devices() -> list[jax.Device]:
     return found
 
 
-@pytest.fixture(scope="module")
-def compiled_once() -> Iterator[None]:
-    """What this module's tests compile here is compiled quickly, and alike computations once."""
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What this module's tests compile here is compiled quickly, and alike computations once.
+
+    Most tests compile for longer than they run. Those that run a real model, compare bits with another process's, or
+    look at machine code say `pytestmark = pytest.mark.optimized`; so do, unsaid, those for the TPU compiler.
+    """
     from helpers.compile_once import compile_once
 
-    with compile_once():
+    asked = any(request.node.get_closest_marker(name) for name in ("optimized", "aot"))
+    with contextlib.nullcontext() if asked else compile_once():
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests (several processes, real models) go first: at the end, one would have all cores for itself."""
+    items.sort(key=lambda item: item.path.parent.name not in ("multihost", "parity"))

@@ -9,6 +9,8 @@ import pytest
 from helpers.attacks import Attack, judge, strike, table
 from helpers.tiny_runs import make_inputs
 
+pytestmark = pytest.mark.optimized
+
 AGAIN, REWRITTEN, NOTHING = "its windows are scored again", "rewritten from its scores", "nothing to do"
 
 

@@ -4,7 +4,7 @@ JAX forgets what a function compiled to when nobody has the function any more, a
 of its own; many tests run the same tiny model on the same mesh. What JAX hands to XLA is compared, not the functions.
 Fusion, partitioning and everything else that XLA does with HLO is as always.
 
-    pytestmark = pytest.mark.usefixtures("compiled_once")
+`tests/conftest.py` does so for every module that is not marked `optimized`.
 """
 
 import contextlib

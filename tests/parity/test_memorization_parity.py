@@ -18,6 +18,8 @@ from levanter.commands.shell.entry import run_entry_point
 from levanter.compat.open import open_checkpoint
 from levanter.memorization.results import BookResult, Scheme
 
+pytestmark = pytest.mark.optimized
+
 # Digits are tokens of their own: among them a token is often what it was before, which this model finds likely.
 _WORDS = [word + " " for text in [*TEXTS, "77777777 4444 111111"] for word in text.split(" ")]
 TEXT = "".join(np.random.default_rng(3).choice(_WORDS, 220))

@@ -18,6 +18,8 @@ from levanter.config import parse
 from levanter.data import next_tokens, python_docs_text
 from levanter.mesh import describe_devices
 
+pytestmark = pytest.mark.optimized
+
 ROWS, POSITIONS = 8, 96
 
 
@@ -46,7 +48,7 @@ def expected(tokens):
         "{data: 2, model: 4}",
         pytest.param("{data: 1, model: 8}", marks=pytest.mark.slow),
         pytest.param("{data: 1, model: 2, group: 4}", marks=pytest.mark.slow),
-        "one device",
+        pytest.param("one device", marks=pytest.mark.slow),
     ],
 )
 def test_every_log_probability_equals_torch(axes, tokens, expected, devices):

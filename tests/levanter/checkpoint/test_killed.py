@@ -15,6 +15,8 @@ import pytest
 
 from levanter.checkpoint import CheckpointRef, RestoreTarget, find_checkpoints, restore
 
+pytestmark = pytest.mark.optimized
+
 SCRIPT = Path(__file__).with_name("save_until_killed.py")
 
 

@@ -27,6 +27,8 @@ from levanter.memorization.results import FULL, BookResult
 from levanter.mesh import describe_devices
 from levanter.run import Session, Target
 
+pytestmark = pytest.mark.optimized
+
 TEXT = "".join(word + " " for text in TEXTS for word in text.split(" ")) * 9
 BASE = {
     "book_title": "A Small Book",

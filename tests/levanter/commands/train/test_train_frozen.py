@@ -19,8 +19,6 @@ from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 from levanter.trainer.frozen import FrozenPart
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 NORMS = ("--trainer.trainable", "[norm]")
 DATA_8 = ("--trainer.mesh.axes", "{data: 8}")
 

@@ -15,6 +15,8 @@ from levanter.checkpoint import CheckpointSource, find_checkpoints
 from levanter.compat.open import open_checkpoint
 from levanter.io import local_path
 
+pytestmark = pytest.mark.optimized
+
 OFTEN = ("--trainer.checkpointer.save_interval", "0.1s", "--trainer.checkpointer.keep", "[{every: 50}]")
 
 

@@ -13,8 +13,6 @@ from levanter.config import load
 from levanter.run import OK, Target
 from levanter.trainer.metrics import Peak
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 RUN = """
 data:
   tokenizer: passthrough

