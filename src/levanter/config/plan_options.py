@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from levanter.config.ranges import ManyInt, Ranged
+from levanter.config.ranges import ManyInt, PositiveFloat, Ranged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,8 +12,11 @@ class PlanOptions(Ranged):
 
     Attributes:
         assume_tokens: tokens to score if the text is unavailable.
+        chip_hour_price: what an hour of a chip costs, in dollars; with it, runs that generate text say what a million
+            tokens cost.
     """
 
     assume_tokens: ManyInt | None = None
+    chip_hour_price: PositiveFloat | None = None
 
     range_prefix: ClassVar[str] = "plan."

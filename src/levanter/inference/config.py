@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from levanter.config.ranges import PositiveInt, Range, Ranged
 
 Allocation: TypeAlias = Literal["fixed", "paged"]
+Auto: TypeAlias = Literal["auto"]
 StepCount: TypeAlias = Annotated[int, Range(1, 8)]
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
@@ -18,7 +19,8 @@ class InferenceConfig(Ranged):
     """How rows run, and how much of their keys and values is remembered.
 
     Attributes:
-        max_rows: rows that run at once, over all devices; a multiple of the batch's shards.
+        max_rows: rows that run at once, over all devices; a multiple of the batch's shards. `auto` takes as many as the
+            plan finds room for, 256 at most.
         max_seq_len: positions that a row may have, prompt and text together; null for the model's.
         prefill_chunk: tokens of a prompt that a call takes at most.
         steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for
@@ -34,7 +36,7 @@ class InferenceConfig(Ranged):
 
     range_prefix: ClassVar[str] = "inference."
 
-    max_rows: PositiveInt = 8
+    max_rows: PositiveInt | Auto = 8
     max_seq_len: PositiveInt | None = None
     prefill_chunk: PositiveInt = 512
     steps: StepCount = 1

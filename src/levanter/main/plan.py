@@ -73,7 +73,9 @@ class PlanRequest:
     cache: bool = True
 
 
-_WITH_VALUE = ("target", "json", "html", "assume_tokens", "keep_hlo")
+_WITH_VALUE = ("target", "json", "html", "assume_tokens", "chip_hour_price", "keep_hlo")
+_OF_PLAN_BLOCK = ("assume_tokens", "chip_hour_price")
+"""Options that are keys of the block `plan:`."""
 _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
@@ -93,6 +95,7 @@ options:
   --all_programs       also compile what draws the initial weights (minutes; judged by arithmetic otherwise)
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
   --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
+  --chip_hour_price D  dollars an hour of a chip: runs that generate text say what a million tokens cost
   --search             look for meshes that fit better or run faster
   --no_cache           recompile everything, and cache nothing
   --json FILE          the verdicts as JSON; `-` for standard output
@@ -166,7 +169,7 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
         problems.append("no target: give --target v4-256 (any accelerator; several are planned in turn) or local")
     if {"all_programs", "timed_only"} <= switches:
         problems.append("--all_programs and --timed_only contradict each other")
-    for name in ("json", "html", "assume_tokens", "keep_hlo"):
+    for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo"):
         if len(values[name]) > 1:
             problems.append(f"--{name} is given {len(values[name])} times")
     if problems:
@@ -176,10 +179,9 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
     def one(name: str) -> str | None:
         return values[name][0] if values[name] else None
 
-    assume = one("assume_tokens")
     return PlanRequest(
         entry_point=entry,
-        argv=(*rest, *([] if assume is None else [f"--plan.assume_tokens={assume}"])),
+        argv=(*rest, *(f"--plan.{name}={one(name)}" for name in _OF_PLAN_BLOCK if values[name])),
         targets=tuple(dict.fromkeys(targets)),
         json=one("json"),
         html=one("html"),

@@ -37,6 +37,7 @@ from levanter.plan.load_ceilings import load_ceilings
 from levanter.plan.offload import offloaded
 from levanter.plan.report.words import seconds_text, span_text
 from levanter.plan.room import shortage
+from levanter.plan.rows import too_many_rows
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Stage, StageStatus, Verdict
 from levanter.plan.why_not import why_not
@@ -215,6 +216,7 @@ def _sharding(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budg
     if limit is not None and most > limit:
         code = DOES_NOT_FIT
         message = f"inputs of {name} alone do not fit: {gib(most)} > {gib(limit)}; mesh {plan.mesh}"
+        errors += too_many_rows(plan, pod)
     else:
         code = DOES_NOT_FIT if replicated else BAD_INPUT if errors else OK
     if not errors and pod is not None and plan.workloads:
@@ -240,7 +242,7 @@ def _loading(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None) -> LoadB
         inquiry.end(
             "loading",
             f"does not fit while loading: {gib(peak)} > {gib(limit)}",
-            findings=[f"{leaf}: {gib(extra)} more than its own shard"],
+            findings=[f"{leaf}: {gib(extra)} more than its own shard"] if leaf else [],
             code=DOES_NOT_FIT,
         )
     else:
@@ -272,11 +274,11 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
         inquiry.end("compile", f"not needed: the inputs of {name} alone do not fit", status="skipped")
         return {}
     if not question.compile:
-        _without_compiler(inquiry, plan, chosen, "not requested (--no-compile)", status="skipped")
+        _without_compiler(inquiry, plan, chosen, "not requested (--no-compile)", pod=pod, status="skipped")
         return {}
     if pod is not None and not pod.can_compile:
         why = f"no compiler for {pod.generation.name} runs without one"
-        _without_compiler(inquiry, plan, chosen, why, status="unchecked")
+        _without_compiler(inquiry, plan, chosen, why, pod=pod, status="unchecked")
         return {}
 
     inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
@@ -312,6 +314,7 @@ def _compile(inquiry: _Inquiry, plan: RunPlan, pod: Accelerator | None, budget: 
     beyond = [o for o in outcomes if _beyond(plan, o)]
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
     findings += [_too_much(plan, o) for o in beyond if isinstance(o, Compiled)]
+    findings += too_many_rows(plan, pod) if findings else []
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
     message = "; ".join([*findings, *compiled, *_arithmetic(plan, question.scope), *_ages(outcomes)])
@@ -353,7 +356,13 @@ def _ages(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _without_compiler(
-    inquiry: _Inquiry, plan: RunPlan, chosen: Sequence[str], why: str, *, status: StageStatus
+    inquiry: _Inquiry,
+    plan: RunPlan,
+    chosen: Sequence[str],
+    why: str,
+    *,
+    pod: Accelerator | None,
+    status: StageStatus,
 ) -> None:
     """Judges by what is known of the Programs' bytes; says so where that decides nothing."""
     limit = plan.target.hbm_bytes
@@ -368,7 +377,8 @@ def _without_compiler(
     lacking = f"not in it: {known.lacking}"
     if known.total > limit:
         finding = f"{name} needs at least {gib(known.total)} > {gib(limit)}: {known}; {lacking}"
-        inquiry.end("compile", f"{why}, nor needed", findings=[finding], code=DOES_NOT_FIT)
+        found = [finding, *too_many_rows(plan, pod)]
+        inquiry.end("compile", f"{why}, nor needed", findings=found, code=DOES_NOT_FIT)
         return
     inquiry.end(
         "compile", f"{why}; {name} needs at least {_of(known.total, limit)} ({known}); {lacking}", status=status

@@ -11,6 +11,7 @@ from dataclasses import replace
 from haliax_ext.errors import gib
 from haliax_ext.hlo import OutOfMemory
 from levanter.plan.budget import Budget, budget_of
+from levanter.plan.rows import too_many_rows
 from levanter.plan.why_not import why_not
 from levanter.run import DoesNotFitError, RunPlan
 
@@ -86,7 +87,8 @@ def _error(held: RunPlan, budget: Budget, needed: int, name: str) -> DoesNotFitE
     whose = "what a device has"
     if held.target.host_bytes is not None:
         whose = f"a device's share of this machine's memory ({gib(held.target.host_bytes)}; a container may have less)"
-    return DoesNotFitError("\n".join([f"it does not fit: {gib(shown)} > {gib(limit)}, {whose}", *lines]))
+    lines = [f"it does not fit: {gib(shown)} > {gib(limit)}, {whose}", *too_many_rows(held), *lines]
+    return DoesNotFitError("\n".join(lines))
 
 
 def _asked_for(said: str) -> int:

@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 
 from levanter.commands.generate.config import GenerateConfig
+from levanter.commands.generate.room import planned_cache, served_model
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
@@ -15,6 +16,7 @@ from levanter.inference.cache import CachePlan, plan_cache
 from levanter.inference.config import InferenceConfig
 from levanter.inference.generation import GenerationPrograms, generation_programs
 from levanter.inference.programs import ServedModel
+from levanter.inference.served import Served
 from levanter.io import exists
 from levanter.mesh.config import DEFAULT_BATCH_AXES
 from levanter.models.decoder.config import DecoderConfig
@@ -32,11 +34,13 @@ class GenerateWork:
         config: as the user wrote it.
         pretrained: the model.
         programs: what fills and reads the cache.
+        serving: what they hold and move.
     """
 
     config: GenerateConfig
     pretrained: PretrainedModel
     programs: GenerationPrograms
+    serving: Served
 
 
 def describe(config: GenerateConfig, target: Target, *, written: Written | None = None) -> RunPlan[GenerateWork]:
@@ -64,7 +68,8 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
             saved=config.checkpoint_path,
         ),
         target,
-        batch=lambda _: inference.max_rows,
+        # A part of one prompt on each shard is the largest that a call computes.
+        batch=lambda ways: ways,
         positions=inference.prefill_chunk,
         work="generate",
     )
@@ -72,28 +77,43 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
     if not isinstance(model, DecoderConfig):
         raise ValueError(f"text cannot be generated with a {type(model).__name__} yet: it has no cache")
     length = inference.max_seq_len or model.max_seq_len
-    cache = plan_cache(
-        model,
-        pretrained.resolved.mappings,
-        pretrained.resolved.spec,
-        batch_axis=pretrained.resolved.batch_axis,
-        rows=inference.max_rows,
-        max_seq_len=length,
-        dtype=_cache_dtype(inference, pretrained),
-        allocation=inference.allocation,
-        page_size=inference.page_size,
-        pages=inference.pages,
-        hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
-    )
+
+    def cache_of(rows: int) -> CachePlan:
+        return plan_cache(
+            model,
+            pretrained.resolved.mappings,
+            pretrained.resolved.spec,
+            batch_axis=pretrained.resolved.batch_axis,
+            rows=rows,
+            max_seq_len=length,
+            dtype=_cache_dtype(inference, pretrained),
+            allocation=inference.allocation,
+            page_size=inference.page_size,
+            pages=inference.pages,
+            hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
+        )
+
+    ways = pretrained.resolved.batch_ways
+    cache, why = planned_cache(cache_of, model, inference, pretrained, target, shards=ways)
     programs = _programs(pretrained, cache, inference)
     # Which kernel attends within whole sequences says nothing of attention to a cache.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
     checks += [*not_carried(config, written), *_length_checks(length, model)]
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
+    checks += [Check(name="rows", status="note", message=why)] if why else []
     checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
     checks += _file_checks(config)
     parameters = pretrained.sharding.bytes_per_device
+    serving = served_model(
+        model,
+        pretrained,
+        cache,
+        inference,
+        decode={cache.rows: programs.decode.name},
+        prefill={program.name: bucket for bucket, program in programs.prefill.items()},
+        chip_hour_price=config.plan.chip_hour_price,
+    )
     return RunPlan(
         entry_point=NAME,
         target=target,
@@ -105,7 +125,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
         computing=programs.all,
         workloads=_workloads(pretrained, programs),
         notes=(*pretrained.notes, *notes),
-        work=GenerateWork(config=config, pretrained=pretrained, programs=programs),
+        work=GenerateWork(config=config, pretrained=pretrained, programs=programs, serving=serving),
         resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
         beside={programs.start.name: parameters},
         searchable="layouts of generation are not searched yet",
@@ -188,7 +208,8 @@ def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tup
             unit="tokens",
             items=rows * tokens,
             flops_full=of(rows, tokens, "full"),
-            flops_causal=of(rows, tokens, "causal"),
+            # A new token meets all before it.
+            flops_causal=of(rows, tokens, "full" if name == programs.decode.name else "causal"),
             executions=None,
             reason="how many depends on the prompts and on how long the texts get",
         )

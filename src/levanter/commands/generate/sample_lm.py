@@ -25,6 +25,7 @@ from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.params import stop_ids_of
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
+from levanter.inference.served import Served
 from levanter.inference.text import ChoiceText
 from levanter.io import Output
 from levanter.io.exit_codes import INTERNAL_ERROR, OK
@@ -47,6 +48,11 @@ class SampleWork:
     config: SampleLmConfig
     generate: GenerateWork
     requests: tuple[Request, ...]
+
+    @property
+    def serving(self) -> Served:
+        """What they hold and move."""
+        return self.generate.serving
 
 
 @dataclass(kw_only=True)

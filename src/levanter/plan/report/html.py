@@ -12,6 +12,7 @@ from haliax_ext.errors import named_shape
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.report import charts, facts
 from levanter.plan.report.markup import Content, Html, escaped, listed, section, table, tag
+from levanter.plan.report.serving import Sheet, serving_sheets
 from levanter.plan.report.words import (
     between,
     count_text,
@@ -131,6 +132,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         parts.append(section("What is wrong", listed(wrong)))
     if reasons := facts.reasons(verdict):
         parts.append(section("Why it does not fit", listed(reasons)))
+    parts += [_serving(sheet) for sheet in serving_sheets(verdict)]
     parts += [_bytes(verdict), _arrays(verdict, most)]
     for program in facts.main_and_others(verdict)[0]:
         parts += [_time(verdict, program), _collectives(program)]
@@ -143,6 +145,15 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         if entries:
             parts.append(section(title, listed(entries)))
     return tag("div", parts, class_="panel", id=id_)
+
+
+def _serving(sheet: Sheet) -> Content:
+    """A table of a run that generates text."""
+    width = max(map(len, (sheet.header, *sheet.rows)))
+    numbers = tuple(n for n in range(width) if n not in sheet.left)
+    said = [tag("p", sentence) for sentence in sheet.said]
+    header = sheet.header or ("",) * width
+    return section(sheet.title[0].upper() + sheet.title[1:], table(header, sheet.rows, numbers=numbers), *said)
 
 
 def _tiles(verdict: Verdict) -> Html:

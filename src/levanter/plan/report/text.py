@@ -13,6 +13,7 @@ from levanter.plan.cost import StepTime
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.report import facts
 from levanter.plan.report.layout import WIDTH, Align, bar, paragraph, table
+from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.report.words import (
     between,
     count_text,
@@ -90,6 +91,7 @@ def _one(verdict: Verdict) -> list[str]:
     lines = [*_heading(verdict), "", *_stages(verdict)]
     if verdict.exit_code:
         lines += _wrong(verdict)
+    lines += as_text(serving_sheets(verdict))
     lines += [*_bytes(verdict), *_largest(verdict), *_loading(verdict.load), *_programs(verdict)]
     for program in facts.main_and_others(verdict)[0]:
         lines += [*_time(verdict, program), *_collectives(program)]

@@ -11,6 +11,7 @@ from typing import Any
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.budget import Resident
 from levanter.plan.report import facts
+from levanter.plan.report.serving import serving_values
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 
@@ -56,6 +57,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "bytes": _bytes(verdict),
         "arrays": [] if budget is None else [_resident(resident) for resident in budget.residents],
         "loading": _loading(verdict),
+        "serving": serving_values(verdict),
         "programs": [_program(verdict, program) for program in verdict.programs],
         "not_checked": list(facts.unchecked(verdict)),
         "not_modelled": list(facts.unknown(verdict)),
