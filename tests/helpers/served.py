@@ -28,6 +28,7 @@ SEVENTY = Served(
     repeated=1,
     query_groups=HEADS // KV,
     head_size=HEAD,
+    embed=EMBED,
     windows=((None, LAYERS),),
     weight_flops=2.0 * PROJECTIONS,
     attention_features=((None, float(LAYERS * HEADS * HEAD)),),

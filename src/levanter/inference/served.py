@@ -7,7 +7,7 @@ is what *binds*. Bytes are those of the shards, as the plan places them; a TPU's
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -135,6 +135,8 @@ class Served:
         repeated: how many devices hold the same keys and values.
         query_groups: query heads of each of them.
         head_size: of a key.
+        embed: features of the residual stream.
+        compute_bytes: of an element in the compute dtype.
         windows: how many layers see so many positions (None: all before them).
         weight_flops: of a token, in products with weights, over all devices.
         attention_features: over how many features a token's attention sums, over all layers of one window.
@@ -163,6 +165,8 @@ class Served:
     repeated: int
     query_groups: int
     head_size: int
+    embed: int
+    compute_bytes: int = 2
     windows: tuple[tuple[int | None, int], ...]
     weight_flops: float
     attention_features: tuple[tuple[int | None, float], ...]
@@ -194,6 +198,33 @@ class Served:
         """
         free = limit - self.weights.total - room
         return max(0, free // (self.bytes_of_row(context, dtype) + self.state_bytes)) * self.shards
+
+    def laid_out(self, *, shards: int, kv_ways: int, group: int, dtype: str | None = None) -> "Served":
+        """The same model on other axes of as many devices or more: what it holds, by arithmetic.
+
+        Parameters that are sharded stay sharded, over all devices that share the rows of a shard.
+
+        Args:
+            shards: of the rows.
+            kv_ways: over how many devices heads of keys and values are sharded.
+            group: over how many more the query heads of each are.
+            dtype: of keys and values; the run's own by default.
+        """
+        held, before, now = self.weights, self.devices // self.shards, kv_ways * group
+        kinds = {name: getattr(held, name) for name in ("integers", "scales", "table", "others", "experts")}
+        return replace(
+            self,
+            devices=shards * now,
+            shards=shards,
+            kv_ways=kv_ways,
+            repeated=group,
+            dtype=dtype or self.dtype,
+            weights=replace(
+                held,
+                **{name: -(-nbytes * before // now) for name, nbytes in kinds.items()},
+            ),
+            state_bytes=self.state_bytes * before * shards // self.shards // now,
+        )
 
     def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Floor:
         """The floor of one token for every row.
@@ -332,6 +363,8 @@ def served(
         repeated=cache.repeated,
         query_groups=config.num_heads // config.KVHead.size,
         head_size=config.HeadSize.size,
+        embed=config.hidden_dim,
+        compute_bytes=max((x.leaf.dtype.itemsize for x in sharding.leaves if x.leaf.dtype != np.int8), default=2),
         windows=windows_of(config),
         weight_flops=flops.weights,
         attention_features=features_of(config),

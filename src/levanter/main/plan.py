@@ -30,8 +30,8 @@ from levanter.io import Output, atomic_write, probe, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
+    from levanter.main.plan_search import Searched
     from levanter.plan.preflight import Question, Scope
-    from levanter.plan.search import SearchResult
     from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.run import EntryPoint, RunPlan, Target
 
@@ -73,8 +73,8 @@ class PlanRequest:
     cache: bool = True
 
 
-_WITH_VALUE = ("target", "json", "html", "assume_tokens", "chip_hour_price", "keep_hlo")
-_OF_PLAN_BLOCK = ("assume_tokens", "chip_hour_price")
+_WITH_VALUE = ("target", "json", "html", "assume_tokens", "chip_hour_price", "goal", "keep_hlo")
+_OF_PLAN_BLOCK = ("assume_tokens", "chip_hour_price", "goal")
 """Options that are keys of the block `plan:`."""
 _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
 
@@ -97,6 +97,8 @@ options:
   --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
   --chip_hour_price D  dollars an hour of a chip: runs that generate text say what a million tokens cost
   --search             look for meshes that fit better or run faster
+  --goal GOAL          what a search for runs that generate text looks for: max_rows, latency_ms, or
+                       tokens_per_second (default)
   --no_cache           recompile everything, and cache nothing
   --json FILE          the verdicts as JSON; `-` for standard output
   --html FILE          the verdicts as one self-contained page
@@ -271,7 +273,7 @@ def _planned(asked: PlanRequest) -> int:
             kept=KeptAnswers.here() if asked.cache else None,
         )
         verdicts: list[Verdict] = []
-        searches: dict[str, SearchResult] = {}
+        searches: dict[str, Searched] = {}
         for target in targets:
             folder = None if asked.keep_hlo is None else Path(asked.keep_hlo) / target.replace(":", "_")
             say(f"planning {asked.entry_point.name} for {target}")
@@ -290,24 +292,26 @@ def _searched(
     loaded: Loaded[Any],
     verdict: "Verdict",
     say: Callable[[str], None],
-) -> dict[str, "SearchResult"]:
+) -> dict[str, "Searched"]:
     """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
-    from levanter.main.plan_search import search_layouts
+    from levanter.main.plan_search import LayoutCompiler, found_layouts, found_rows
+    from levanter.plan.rows import serving_of
     from levanter.plan.search import NothingToSearch
 
-    if verdict.plan is None or verdict.accelerator is None or not verdict.accelerator.can_compile:
+    pod = verdict.accelerator
+    if verdict.plan is None or pod is None or not pod.can_compile:
         say(f"{verdict.target}: no layout search: there is nothing to compile")
         return {}
     try:
-        found = search_layouts(
-            replace(question, keep_text=None),
+        run = LayoutCompiler(
+            question=replace(question, keep_text=None),
             config=loaded.config,
             describe=lambda config, target: entry_point.describe(config, target, written=loaded.written),
             plan=verdict.plan,
-            pod=verdict.accelerator,
-            own=_own(verdict),
             say=say,
         )
+        is_text = serving_of(verdict.plan) is not None
+        found = found_rows(run, pod) if is_text else found_layouts(run, pod, own=_own(verdict))
     except NothingToSearch as error:
         say(f"{verdict.target}: no layout search: {error}")
         return {}
@@ -353,21 +357,15 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping[str, "SearchResult"]) -> None:
+def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping[str, "Searched"]) -> None:
     """Prints the verdicts, and writes them to the requested files."""
-    from levanter.main.plan_search import keys_of
     from levanter.plan.report import render, to_html, to_json
-    from levanter.plan.search import render as render_search
-    from levanter.plan.search import values as search_values
 
     document, texts, pages = to_json(verdicts), [render(verdicts)], []
-    plans = {verdict.target: verdict.plan for verdict in verdicts if verdict.plan is not None}
-    for target, result in searches.items():
-        best = result.best or result.closest
-        keys = {} if best is None else keys_of(plans[target], best.candidate)
-        texts.append(render_search(result, target=target, keys=keys))
-        pages.append((f"search on {target}", texts[-1]))
-        document.setdefault("searches", []).append(search_values(result, target=target, keys=keys))
+    for target, found in searches.items():
+        texts.append(found.text)
+        pages.append((f"search on {target}", found.text))
+        document.setdefault("searches", []).append(found.values)
     # With the JSON on standard output, text for people goes to standard error.
     print("\n".join(texts), file=sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json is not None:

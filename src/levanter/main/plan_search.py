@@ -14,11 +14,15 @@ from levanter.mesh import MeshConfig
 from levanter.plan.aot import Ahead, compile_ahead
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import Question, preflight
-from levanter.plan.search import Candidate, SearchResult, search, subject_of
+from levanter.plan.report.words import seconds_text
+from levanter.plan.rows import serving_of
+from levanter.plan.search import Candidate, NothingToSearch, SearchResult, render, search, subject_of, values
+from levanter.plan.search.rows import RowsLayout, render_rows, rows_values, search_rows
+from levanter.plan.serving import Load, serving_report
 from levanter.plan.targets import target_of_pod
-from levanter.plan.verdict import ProgramVerdict
+from levanter.plan.verdict import ProgramVerdict, Verdict
 from levanter.plan.workers import scratch_folder
-from levanter.run import RunPlan, Searchable, Target
+from levanter.run import OK, RunPlan, Searchable, Target
 
 
 def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
@@ -153,6 +157,84 @@ def search_layouts(
         asked = dataclasses.replace(question, kept=kept)
         compiler = LayoutCompiler(question=asked, config=config, describe=describe, plan=plan, say=say)
         return search(subject, pod, compile_candidate=compiler, ahead=compiler.ahead, own=own, on_event=say)
+
+
+def _loads(verdict: Verdict) -> tuple[Load, ...]:
+    found = serving_report(verdict)
+    return () if found is None else found.loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search found, as it is shown.
+
+    Attributes:
+        text: for people.
+        values: for `--json`.
+    """
+
+    text: str
+    values: Mapping[str, object]
+
+
+def found_layouts(asked: LayoutCompiler, pod: Accelerator, *, own: ProgramVerdict | None) -> Searched:
+    """`search_layouts`, as it is shown.
+
+    Args:
+        asked: the run.
+        pod, own: see `search_layouts`.
+    """
+    result = search_layouts(
+        asked.question,
+        config=asked.config,
+        describe=asked.describe,
+        plan=asked.plan,
+        pod=pod,
+        own=own,
+        say=asked.say,
+    )
+    best = result.best or result.closest
+    keys = {} if best is None else keys_of(asked.plan, best.candidate)
+    return Searched(text=render(result, target=pod.name, keys=keys), values=values(result, target=pod.name, keys=keys))
+
+
+def found_rows(asked: LayoutCompiler, pod: Accelerator) -> Searched:
+    """The best rows, mesh and cache of a run that generates text, compiled as the run would have them.
+
+    Args:
+        asked: the run.
+        pod: on what.
+
+    Raises:
+        NothingToSearch: the run's keys are another project's, or no memory is known.
+    """
+    plan, question = asked.plan, asked.question
+    served, limit = serving_of(plan), plan.target.limit_bytes
+    assert served is not None
+    if not hasattr(asked.config, "inference"):
+        raise NothingToSearch(f"{plan.entry_point}: rows are searched with the keys of `generate`")
+    if limit is None:
+        raise NothingToSearch(f"{plan.entry_point}: what a device has is not known")
+
+    def compiled(layout: RowsLayout) -> tuple[bool, str]:
+        asked.say(f"compiling {layout}")
+        given = {"candidate": dataclasses.asdict(layout.candidate), "candidate_keys": layout.keys}
+        varied = vary(asked.config, layout.candidate, layout.keys)
+        one = dataclasses.replace(
+            question,
+            describe=lambda target: asked.describe(varied, target),
+            payload={**question.payload, **given},
+            require_inputs=False,
+            scope="timed",
+        )
+        verdict = preflight(one)
+        steps = [load for load in _loads(verdict) if load.rows == layout.rows]
+        took = f"; {seconds_text(steps[-1].time[1])} a token" if steps and steps[-1].time is not None else ""
+        return verdict.exit_code == OK, f"{verdict.headline.partition(';')[0]}{took}"
+
+    goal = asked.config.plan.goal
+    result = search_rows(served, pod, goal, limit=limit, compile_layout=compiled if question.compile else None)
+    return Searched(text=render_rows(result, target=pod.name), values=rows_values(result, target=pod.name))
 
 
 def with_candidate(config: Any, payload: Mapping[str, Any]) -> Any:
