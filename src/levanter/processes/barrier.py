@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 from levanter.processes.peers import Peers, PeersDifferError
 
+ONE_FOR_ALL_SECONDS = 24 * 3600.0
+"""How long processes wait for one that works for all of them: tokenizes, exports to a bucket. If it is lost, they learn
+so within seconds."""
+
 _SHOWN_VALUES = 3
 
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from levanter.commands.model.origin import find_tokenizer
 from levanter.commands.shell.lifecycle import join_processes
-from levanter.commands.train.run import DATA_SECONDS
 from levanter.commands.train.train_lm import TrainLmConfig
 from levanter.config import Written
 from levanter.data import (
@@ -41,7 +40,7 @@ from levanter.data.store import StoredTokens
 from levanter.data.training import store_identity
 from levanter.io import Output, Progress, probe
 from levanter.io.progress import amount, duration
-from levanter.processes.barrier import is_process_0, process_0_first
+from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, is_process_0, process_0_first
 from levanter.run import BAD_INPUT, RunRefused
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def main(config: CacheDatasetConfig, *, written: Written | None = None) -> int:
     """Builds what is missing and prints what exists."""
     del written  # what a training run would refuse does not affect its rows
     join_processes(config.trainer.distributed)
-    with process_0_first("preparing data", seconds=DATA_SECONDS):
+    with process_0_first("preparing data", seconds=ONE_FOR_ALL_SECONDS):
         _build(config, show=is_process_0())
     return 0
 

@@ -36,9 +36,10 @@ from levanter.commands.train.evaluation import find_validation
 from levanter.commands.train.frozen import frozen_part, partition_notes, spared_flops
 from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
+from levanter.commands.train.outcome import Trained
 from levanter.commands.train.places import places_written, what_is_left
 from levanter.commands.train.programs import TrainedRun, evaluation_program, first_programs, step_programs
-from levanter.commands.train.run import Trained, execute
+from levanter.commands.train.run import execute
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.config import Written
