@@ -91,6 +91,7 @@ class Case:
         program: what makes up its time.
         what: the run, for people.
         fsdp_alone: whether parameters are sharded over what shards the batch, and over nothing else.
+        held_out: whether the tuned options were chosen without it, so that it says what they are worth elsewhere.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Case:
     program: str
     what: str
     fsdp_alone: bool = True
+    held_out: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -150,7 +152,7 @@ CASES = (
     Case(
         name="train_d24_v6e-8", entry_point="train_lm", target="v6e-8", program="train_step",
         argv=("--config_path", "config/train/published/nanochat_d24_v6e-8.yaml"),
-        what="24 layers × 1,536, FSDP 8",
+        what="24 layers × 1,536, FSDP 8", held_out=True,
     ),
     Case(
         name="eval_8b_v6e-8_tp2", entry_point="eval_lm", target="v6e-8", program="score",
@@ -164,12 +166,35 @@ CASES = (
     Case(
         name="train_8b_v6e-64", entry_point="train_lm", target="v6e-64", program="train_step",
         argv=("--config_path", "config/train/llama3_8b_v6e-128.yaml"),
-        what="Llama 3.1 8B, FSDP 64",
+        what="Llama 3.1 8B, FSDP 64", held_out=True,
     ),
     Case(
         name="train_7b_v4-32", entry_point="train_lm", target="v4-32", program="train_step",
         argv=("--config_path", "config/train/published/llama2_7b_v4-32.yaml"),
         what="Llama 2 7B, FSDP 16",
+    ),
+    *(
+        Case(
+            name=f"eval_8b_{target}", entry_point="eval_lm", target=target, program="score",
+            argv=(
+                "--configs", "config/eval/llama3.1_405b_v4-256.yaml", "config/model/llama3.1_8b.yaml",
+                "--hf_checkpoint=meta-llama/Llama-3.1-8B", "--trainer.mesh.axes.model=1",
+                "--trainer.per_device_eval_parallelism=16",
+            ),
+            what=f"Llama 3.1 8B scored, FSDP {chips}",
+        )
+        for target, chips in (("v5p-8", 4), ("v5e-8", 8))
+    ),
+    *(
+        Case(
+            name=f"eval_27b_{target}", entry_point="eval_lm", target=target, program="score",
+            argv=(
+                "--config_path", "config/eval/gemma3_27b.yaml", "--trainer.mesh.axes.model=1",
+                "--trainer.per_device_eval_parallelism=4",
+            ),
+            what="Gemma 3 27B scored, FSDP 8", held_out=True,
+        )
+        for target in ("v6e-8", "v5e-8")
     ),
 )  # fmt: skip
 

@@ -72,6 +72,20 @@ def test_every_tuned_option_has_a_case():
                     assert (kind, entry_point, alone) in measured
 
 
+def test_what_is_tuned_holds_for_runs_that_nobody_tuned_to():
+    """Each generation and kind of work with tuned options has a run that they were chosen without (`held_out`)."""
+    tuned, held = set(), set()
+    for name in KEPT:
+        case = CASES[name]
+        kind = parse_accelerator(case.target).generation.device_kind
+        work = "train" if case.entry_point == "train_lm" else "score"
+        options = as_values(tuned_options("tpu", kind, work=work, fsdp_alone=case.fsdp_alone))
+        if options == default_of(name):
+            continue
+        (held if case.held_out else tuned).add((kind, work))
+    assert tuned and tuned == held
+
+
 def test_the_table_in_the_documentation_is_of_these_figures():
     shown = (ROOT / "docs" / "preflight.md").read_text().split("<!-- compiler options -->")[1].strip().splitlines()
     assert shown == benchmark.table(list(KEPT))
