@@ -1,11 +1,14 @@
 """`InferenceEngineConfig`: upstream's `engine:` block, and what becomes of each of its keys here."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from levanter.config import Written
 from levanter.config.ranges import Count, Fraction, PositiveInt, Ranged
 from levanter.inference.config import InferenceConfig
+
+if TYPE_CHECKING:
+    from levanter.inference.served import Served
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 """Short names of `compute_dtype`."""
@@ -82,11 +85,21 @@ class InferenceEngineConfig(Ranged):
             penalties=False,
         )
 
-    def notes(self, written: Written) -> tuple[str, ...]:
-        """What is said of keys that were written and change nothing, or not all that they ask for."""
+    def notes(self, written: Written, *, served: "Served | None" = None) -> tuple[str, ...]:
+        """What is said of keys that were written and change nothing, or not all that they ask for.
+
+        Args:
+            written: the keys of the document.
+            served: what the plan came to; None before there is one.
+        """
         said = [
             f"engine.{key}: without effect; {why}" for key, why in WITHOUT_EFFECT.items() if f"engine.{key}" in written
         ]
+        if "engine.hbm_utilization" in written and served is not None:
+            from haliax_ext.errors import gib
+
+            cache = f"{served.rows} rows of {served.context:,} positions, {gib(served.cache_bytes)} a device"
+            said = [f"{each}: {cache}" if "hbm_utilization" in each else each for each in said]
         if "engine.max_rounds" in written and self.max_rounds > MOST_STEPS:
             said.append(f"engine.max_rounds: {MOST_STEPS} instead of {self.max_rounds} tokens a call")
         if "engine.page_size" in written and self.max_pages is None:

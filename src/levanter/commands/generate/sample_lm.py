@@ -90,14 +90,15 @@ def describe(config: SampleLmConfig, target: Target, *, written: Written | None 
     checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
     requests = tuple(_requests(config, planned.work.pretrained))
     checks += _prompt_checks(requests, planned.work)
-    checks += [Check(name="keys", status="note", message=said) for said in _notes(config, written)]
+    notes = _notes(config, written, planned.work.serving)
+    checks += [Check(name="keys", status="note", message=said) for said in notes]
     work = SampleWork(config=config, generate=planned.work, requests=requests)
     # The same plan with other work: a type checker cannot see that `replace` changes what a plan is of.
     return cast("RunPlan[SampleWork]", replace(cast(Any, planned), entry_point=NAME, checks=tuple(checks), work=work))
 
 
-def _notes(config: SampleLmConfig, written: Written) -> Iterator[str]:
-    yield from config.engine.notes(written)
+def _notes(config: SampleLmConfig, written: Written, served: Served) -> Iterator[str]:
+    yield from config.engine.notes(written, served=served)
     if config.profile:
         yield "profile: without effect; trainer.profiler profiles training runs"
     if config.log_kernel_jaxprs_path:
