@@ -159,7 +159,8 @@ def test_a_plan_needs_no_weights_and_no_prompts(tmp_path):
     assert not plan.errors
     assert {"input_path", "output_path", "weights"} <= {check.name for check in plan.checks if check.error is not None}
     names = [program.name for program in plan.computing]
-    assert names == ["start_rows", "prefill_4x32", "prefill_4x128", "prefill_1x512", "decode_4"]
+    # With several prompts in a call, a TPU's compiler would copy the cache.
+    assert names == ["start_rows", "prefill_1x32", "prefill_1x128", "prefill_1x512", "decode_4"]
     # 80 layers of 8 heads of 128, keys and values, two bytes each, over 8 chips.
     row = 80 * 8 * 128 * 2 * 2 * 8192 // 8
     assert plan.resident_bytes is not None and plan.resident_bytes["cache"] == 4 * row
