@@ -9,6 +9,7 @@ A chunk holds every n-th position, not a run of them: a mapping that shards `pos
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -21,7 +22,7 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.by_shard import OpenedAxes
 from haliax_ext.divisibility import divisors
-from haliax_ext.mapping import shard_like_parameter
+from haliax_ext.mapping import shard_like_parameter, ways_in_scope
 from levanter.layers.attention.reference import HIDDEN, soft_capped
 from levanter.layers.linear import Dense, Linear
 
@@ -217,6 +218,10 @@ def _dense_loop(
 
     What is added up are each shard's own sums, over its own rows: the devices add theirs up once, behind the loop, each
     for the shard of the head that it stores.
+
+    One device alone with fewer tokens than features makes the gradient as the head lies: then the product turns tokens
+    × vocabulary around, once. Otherwise XLA for CPUs turns vocabulary × embed around, and again for each thing that the
+    optimizer makes of it.
     """
     operand = stored.operand
     assert isinstance(operand, Dense)
@@ -231,15 +236,20 @@ def _dense_loop(
         of_x = of_x.rearrange(x.axes).astype(x.dtype)
         if total is not None:
             tokens = tuple(axis for axis in target.axes if axis not in weight.axes)
-            of_weight = hax.dot(x, of_products, axis=tokens, preferred_element_type=jnp.float32)
+            factors = (_by_token(of_products, tokens), _by_token(x, tokens)) if direct else (x, of_products)
+            over = "token" if direct else tokens
+            of_weight = hax.dot(*factors, axis=over, preferred_element_type=jnp.float32)
             total = hax.auto_sharded(total + of_weight.rearrange(total.axes))
         return total, (found, of_x)
 
     weight, opened = hax.auto_sharded(operand.array), rows.open(x)
+    alone = all(ways_in_scope(axis.name) == 1 for axis in {*opened.axes, *weight.axes})
+    direct = alone and Chunks.size == 1 and math.prod(axis.size for axis in targets.axes) <= weight.axis_size("embed")
     with rows.mapped():
         weight = hax.auto_sharded(weight.broadcast_to((*rows.shards, *weight.axes)))
-        # `vocab` last: the devices' sums are cut along `embed`, which is cheap for an outer axis only.
-        sums = (*(axis for axis in weight.axes if axis.name != "vocab"), weight.resolve_axis("vocab"))
+        # Else `vocab` last: the devices' sums are cut along `embed`, which is cheap for an outer axis only.
+        last = () if direct else (weight.resolve_axis("vocab"),)
+        sums = (*(axis for axis in weight.axes if axis not in last), *last)
         start = hax.auto_sharded(hax.zeros(sums, dtype=jnp.float32)) if learns else None
         opened_too = tuple(rows.open(each) for each in beside)
         total, (found, of_x) = hax.scan(step, Chunks)(start, opened, rows.open(targets), opened_too)
@@ -254,6 +264,15 @@ def _dense_loop(
         of_head = jax.tree.unflatten(structure, [of_weight])
     of_x = hax.auto_sharded(rows.close(of_x.rearrange(opened.axes)))
     return Found(scores=tuple(rows.close(each) for each in found), of_x=of_x, of_head=of_head)
+
+
+def _by_token(x: NamedArray, tokens: tuple[Axis, ...]) -> NamedArray:
+    """`x` with its tokens as one axis, the first: what XLA for CPUs multiplies as it lies, along whichever axis.
+
+    Along two axes it would have a transposed copy of one factor.
+    """
+    first = x.rearrange((*tokens, *(axis for axis in x.axes if axis not in tokens)))
+    return first.flatten_axes(tokens, "token")
 
 
 def head_logits(x: NamedArray, head: Linear, *, vocab_size: int | None, soft_cap: float | None) -> NamedArray:

@@ -27,6 +27,7 @@ from levanter.config.ranges import (
 )
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
 from levanter.optim.curvature import Hutchinson
+from levanter.optim.gradient_clipping import clip_by_global_norm
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.outliers import SkipStepConfig, carry_recent
 from levanter.optim.parameters import Parameter, decay_mask, map_parameters
@@ -132,28 +133,41 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
             ends=cycle_ends(num_train_steps, cycle_length=self.cycle_length, cycles=cycles),
         )
 
-    def build(self, num_train_steps: int) -> optax.GradientTransformation:
-        """The whole transformation, from gradients to what is added to the parameters."""
+    def build(self, num_train_steps: int, *, platform: str | None = None) -> optax.GradientTransformation:
+        """The whole transformation, from gradients to what is added to the parameters.
+
+        Args:
+            num_train_steps: of the run.
+            platform: `cpu`, `gpu` or `tpu`, where it is known; see `clipping`.
+        """
         schedule = self.schedule(num_train_steps)
-        chain = [*self.stages(schedule), optax.scale_by_learning_rate(schedule)]  # pyright: ignore
+        chain = [*self.stages(schedule, platform=platform), optax.scale_by_learning_rate(schedule)]  # pyright: ignore
         if self.outliers is not None:
             chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))
 
-    def stages(self, schedule: Schedule) -> list[optax.GradientTransformation]:
+    def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
         """What comes before the learning rate: clipping, the optimizer proper, weight decay and what follows it.
 
         Always three, so that the paths of their states, and with them checkpoints, do not depend on what is off.
 
         Args:
             schedule: the learning rate, for what follows it.
+            platform: see `clipping`.
         """
         del schedule
-        return [self.clipping(), self.scaling(), self.decaying(self.weight_decay)]
+        return [self.clipping(platform), self.scaling(), self.decaying(self.weight_decay)]
 
-    def clipping(self) -> optax.GradientTransformation:
-        """Clipping of the global norm."""
-        return optax.identity() if self.max_grad_norm is None else optax.clip_by_global_norm(self.max_grad_norm)
+    def clipping(self, platform: str | None = None) -> optax.GradientTransformation:
+        """Clipping of the global norm.
+
+        Args:
+            platform: on CPUs by a product, see `optim.gradient_clipping`; elsewhere it is optax's, with which every
+                figure of a pod was compiled.
+        """
+        if self.max_grad_norm is None:
+            return optax.identity()
+        return (clip_by_global_norm if platform == "cpu" else optax.clip_by_global_norm)(self.max_grad_norm)
 
     def decaying(self, weight_decay: float) -> optax.GradientTransformation:
         """Weight decay of the parameters that it applies to."""
@@ -233,8 +247,8 @@ class AdamConfig(OptimizerConfig):
     def scaling(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)
 
-    def stages(self, schedule: Schedule) -> list[optax.GradientTransformation]:
-        clip, scale, decay = super().stages(schedule)
+    def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
+        clip, scale, decay = super().stages(schedule, platform=platform)
         if self.adamc_weight_decay and self.weight_decay > 0:
             part = self.weight_decay / self.learning_rate
             decay = optax.add_decayed_weights(lambda step: part * schedule(step), self._decay_mask())  # pyright: ignore
@@ -378,11 +392,11 @@ class MuonConfig(OptimizerConfig):
             kimi=self.use_kimi_scaling,
         )
 
-    def stages(self, schedule: Schedule) -> list[optax.GradientTransformation]:
+    def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
         del schedule
         others = self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
         adam = [
-            self.clipping(),
+            self.clipping(platform),
             optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
             self.decaying(others),
             # Every schedule is proportional to its peak.

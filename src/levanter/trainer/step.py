@@ -86,6 +86,8 @@ class StepRecipe(Generic[B]):
         curvature: how often the optimizer is given an estimate of the Hessian's diagonal; None for never.
         outliers: likewise for a step far from those before; the optimizer's state then ends with their numbers.
         watch: what else is seen of the step; None for nothing.
+        norms_first: whether parameters change after the norms of the step are known. XLA for CPUs does not order a
+            reading of a donated array before its writing unless one needs the other: it copies every parameter.
     """
 
     objective: Objective[LmHeadModel, B]
@@ -100,6 +102,7 @@ class StepRecipe(Generic[B]):
     curvature: Hutchinson | None = None
     outliers: SkipStepConfig | None = None
     watch: Watch | None = None
+    norms_first: bool = False
 
     @property
     def skips(self) -> bool:
@@ -152,6 +155,8 @@ def _updated(
         terms=Sums({name: value for name, value in shown.items() if name != LOSS}),
         watched=_watched(recipe.watch, grads=grads, params=state.model, updates=updates, opt_state=state.optimizer),
     )
+    if recipe.norms_first:
+        updates = jax.tree.map(_after(metrics.parameter_norm, metrics.update_norm), updates)
     model = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.model, updates)
     average = state.average
     if average is not None:
@@ -159,6 +164,12 @@ def _updated(
         with jax.named_scope("average"):
             average = averaged(recipe.averaging, average, model, state.step)
     return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key, average=average), metrics
+
+
+def _after(*norms: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """The identity, of which the compiler cannot know that it needs no norms: none of them is negative."""
+    one = jnp.where(sum(norms) == -1.0, 0.0, 1.0)
+    return lambda x: x * one.astype(x.dtype)
 
 
 def _watched(watch: Watch | None, **trees: PyTree) -> Watched | None:

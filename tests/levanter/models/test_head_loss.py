@@ -25,11 +25,12 @@ FACTOR = 0.37
 
 
 def sums(a, w, bias=None, *, chunk, **how):
+    Features = Embed.resize(a.shape[-1])
     head = Linear(
-        weight=hax.named(w, (Vocab, Embed)), bias=None if bias is None else hax.named(bias, Vocab), In=("embed",)
+        weight=hax.named(w, (Vocab, Features)), bias=None if bias is None else hax.named(bias, Vocab), In=("embed",)
     )
     targets, weights = hax.named(TARGETS, (Batch, Pos)), hax.named(WEIGHTS, (Batch, Pos))
-    return weighted_loss(hax.named(a, (Batch, Pos, Embed)), head, targets, weights, chunk=chunk, **how)
+    return weighted_loss(hax.named(a, (Batch, Pos, Features)), head, targets, weights, chunk=chunk, **how)
 
 
 def minimized(*arrays, **how):
@@ -125,6 +126,32 @@ def test_three_products_and_no_logits_are_kept():
     # A frozen head, a head alone, and no gradient at all.
     assert products(jax.grad(loss), ACTIVATIONS, HEAD) == 2
     assert products(loss, ACTIVATIONS, HEAD) == 1
+
+
+WIDE = RNG.standard_normal((3, 17, 64)).astype(np.float32), RNG.standard_normal((40, 64)).astype(np.float32)
+"""Activations and a head of more features than there are tokens (51)."""
+
+
+@pytest.mark.parametrize("chunk", [6, 100], ids=["chunks", "at once"])
+@pytest.mark.parametrize("how", CASES.values(), ids=CASES)
+def test_a_head_of_more_features_than_tokens(how, chunk):
+    *_, of_a, of_w, _, _ = by_numpy(*WIDE, **how)
+    found = jax.jit(jax.grad(lambda *arrays: minimized(*arrays, chunk=chunk, **how), argnums=(0, 1)))(*WIDE)
+    for mine, exact in zip(found, (of_a, of_w), strict=True):
+        np.testing.assert_allclose(mine, exact, atol=1e-4)
+
+
+def test_the_gradient_of_a_wide_head_is_made_as_the_head_lies():
+    """Nothing of the head's size or the logits' is turned around, neither before the product nor after it."""
+
+    def updated(a, w):
+        gradient = jax.grad(minimized, argnums=1)(a, w, chunk=100)
+        return w - 0.1 * gradient / jnp.sqrt(jnp.sum(gradient**2))
+
+    text = jax.jit(updated).lower(*WIDE).compile().as_text()
+    assert "f32[40,64]" in text and "f32[64,40]" not in text
+    turned = re.findall(r"f32\[([\d,]+)\]\S* (?:transpose|copy)\(", text)
+    assert not [shape for shape in turned if "40" in shape.split(",")], turned
 
 
 def test_each_row_alone_and_under_a_checkpoint():

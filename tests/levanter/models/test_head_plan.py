@@ -130,3 +130,32 @@ def test_a_step_does_what_its_plan_says(tied, trainable, products):
     logits = max((shape for shape in arrays if vocab in shape), key=math.prod)
     assert math.prod(logits) * 4 == mib * MIB and math.prod(logits) == rows * in_chunk * vocab
     assert chunks * in_chunk == positions
+
+
+def test_one_cpu_turns_no_table_around_and_copies_none(devices):
+    """A step of a wide head and few tokens, as a run describes it, compiled.
+
+    The head's gradient is made as the head lies, and tables are written in place, whatever norms are reported.
+    """
+    vocab, embed = 384, 64
+    overrides = {
+        "data.tokenizer": "passthrough",
+        "data.vocab_size": vocab,
+        "model": {
+            "type": "llama",
+            "max_seq_len": 16,
+            "hidden_dim": embed,
+            "intermediate_dim": 48,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+        },
+        "trainer.train_batch_size": 2,
+    }
+    plan = describe(parse(TrainLmConfig, overrides=overrides), LOCAL)
+    text = plan.program("train_step").lower(plan.mesh.build(devices[:1])).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    made = re.findall(rf"= f32\[{vocab},{embed}\]\S* ([\w-]+)\(", entry)
+    assert made.count("parameter") == 6 and made.count("fusion") >= 8
+    assert "copy" not in made and "transpose" not in made, made
+    assert f"f32[{embed},{vocab}]" not in text

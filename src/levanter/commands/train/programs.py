@@ -151,6 +151,7 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         curvature=optimizer.curvature,
         outliers=optimizer.outliers,
         watch=watch,
+        norms_first=run.platform == "cpu",
     )
 
 
