@@ -339,7 +339,7 @@ def _flow(document: Mapping[str, Any]) -> str:
 def score(described: PretrainedModel, tokens: np.ndarray, segments: np.ndarray) -> tuple[Any, np.ndarray]:
     """The model with its weights loaded, and log-probabilities of the next tokens, by the run's own Program."""
     assert not described.sharding.errors and not described.activations.errors, described.sharding.errors
-    mesh = described.resolved.spec.build(jax.devices()[:8])
+    mesh = described.resolved.spec.build(jax.devices()[: described.resolved.spec.size])
     model = with_arrays(described.abstract, load_pretrained(described, mesh, show=False).arrays)
     program = score_program(described, rows=tokens.shape[0], positions=tokens.shape[1])
     axes = (hax.Axis("batch", tokens.shape[0]), hax.Axis("position", tokens.shape[1]))

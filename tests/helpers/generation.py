@@ -1,5 +1,6 @@
 """Greedy text by the run's own Programs, prompt by prompt, and what torch says of it."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,25 @@ from levanter.models.decoder.config import DecoderConfig
 
 GAP = 1e-3
 """Where torch's two best logits are nearer than this, either may be ours."""
+TOLERANCE = 2e-4
+"""Of a log-probability, in nats."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was generated behind a prompt: ids, and their log-probabilities."""
+    """What was generated behind a prompt: ids, their log-probabilities, and the likeliest ids with theirs."""
 
     tokens: list[int]
     logprobs: list[float]
+    top: list[tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How many positions of a text were compared, and where torch's two best logits were too near to decide."""
+
+    positions: int
+    undecided: list[tuple[int, float]]
 
 
 def served(described: PretrainedModel) -> ServedModel:
@@ -88,12 +100,12 @@ def generate(
     behind: int = 2,
 ) -> list[Written]:
     """Greedy text behind each prompt, by the engine."""
-    params = SamplingParams(temperature=0.0, max_tokens=new, logprobs=0)
+    params = SamplingParams(temperature=0.0, max_tokens=new, logprobs=20)
     requests = [
         Request(id=str(n), tokens=tuple(map(int, prompt)), params=params, seed=0, stop_ids=tuple(stops))
         for n, prompt in enumerate(prompts)
     ]
-    found = [Written([], []) for _ in prompts]
+    found = [Written([], [], []) for _ in prompts]
     finished = set()
     for event in Engine(DeviceRows(programs, mesh, model), schedule_of(programs), behind=behind).run(requests):
         assert not isinstance(event, Failed), event
@@ -101,24 +113,60 @@ def generate(
             assert event.of not in finished and event.logprob is not None
             found[int(event.of.request)].tokens.append(event.id)
             found[int(event.of.request)].logprobs.append(event.logprob)
+            found[int(event.of.request)].top.append(event.top)
         else:
             finished.add(event.of)
     assert len(finished) == len(prompts)
     return found
 
 
-def check_by_torch(model: Any, prompt: Sequence[int], written: Written) -> float:
-    """Asserts that each token is torch's, given those before it; the share of positions where the gap decides."""
+def check_by_torch(model: Any, prompt: Sequence[int], written: Written) -> Judged:
+    """Asserts that each token is torch's, given those before it, and that log-probabilities are torch's."""
     import torch
 
     whole = torch.tensor([[*prompt, *written.tokens]])
-    with torch.no_grad():
-        logits = model(whole).logits[0].double()
     at = slice(len(prompt) - 1, whole.shape[1] - 1)
-    best, ids = logits[at].topk(2, dim=-1)
-    clear = (best[:, 0] - best[:, 1] > GAP).numpy()
+    with torch.no_grad():
+        logits = model(whole).logits[0, at].double()
+    best, ids = logits.topk(2, dim=-1)
+    gaps = (best[:, 0] - best[:, 1]).numpy()
     mine = np.asarray(written.tokens)
-    np.testing.assert_array_equal(mine[clear], ids[:, 0].numpy()[clear])
-    logprobs = logits[at].log_softmax(-1)[torch.arange(len(mine)), torch.from_numpy(mine)].numpy()
-    np.testing.assert_allclose(written.logprobs, logprobs, atol=2e-4, rtol=0)
-    return float(clear.mean())
+    np.testing.assert_array_equal(mine[gaps > GAP], ids[:, 0].numpy()[gaps > GAP])
+    logprobs = logits.log_softmax(-1)
+    rows = torch.arange(len(mine))
+    np.testing.assert_allclose(written.logprobs, logprobs[rows, torch.from_numpy(mine)], atol=TOLERANCE, rtol=0)
+    top_ids, top = (np.asarray([[pair[n] for pair in pairs] for pairs in written.top]) for n in (0, 1))
+    assert all(len(set(row)) == len(row) for row in top_ids.tolist())
+    # Of ids that are nearly as likely either may come first: each must have its own number, and the numbers torch's.
+    np.testing.assert_allclose(top, logprobs.gather(-1, torch.from_numpy(top_ids)), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(top, logprobs.topk(top.shape[1], dim=-1).values, atol=TOLERANCE, rtol=0)
+    np.testing.assert_array_equal(top[:, 0], written.logprobs)
+    (undecided,) = np.nonzero(gaps <= GAP)
+    return Judged(len(mine), [(len(prompt) + int(n), float(gaps[n])) for n in undecided])
+
+
+def decided(judged: Sequence[Judged]) -> None:
+    """Asserts that the gap decides 99 % of all positions; prints the others."""
+    undecided = {n: each.undecided for n, each in enumerate(judged) if each.undecided}
+    positions = sum(each.positions for each in judged)
+    count = sum(len(each) for each in undecided.values())
+    sys.stdout.write(
+        f"{positions - count} of {positions} positions are decided; not, by prompt, with gaps: {undecided}\n"
+    )
+    assert count <= 0.01 * positions, undecided
+
+
+def check_by_scores(described: PretrainedModel, prompts: Sequence[Sequence[int]], found: Sequence[Written]) -> None:
+    """Compares log-probabilities with those of `eval_lm`'s Program on the same texts."""
+    from helpers.family_models import score
+
+    length = max(len(prompt) + len(written.tokens) for prompt, written in zip(prompts, found, strict=True))
+    rows = -(-len(prompts) // described.resolved.spec.size) * described.resolved.spec.size
+    tokens, segments = np.zeros((rows, length), np.int32), np.full((rows, length), -1, np.int32)
+    for row, (prompt, written) in enumerate(zip(prompts, found, strict=True)):
+        text = [*prompt, *written.tokens]
+        tokens[row, : len(text)], segments[row, : len(text)] = text, 0
+    _, scores = score(described, tokens, segments)
+    for row, (prompt, written) in enumerate(zip(prompts, found, strict=True)):
+        mine = scores[row, len(prompt) - 1 : len(prompt) - 1 + len(written.tokens)]
+        np.testing.assert_allclose(written.logprobs, mine, atol=TOLERANCE, rtol=0)

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from helpers.family_models import ALL_MESHES, ESSENTIAL, VARIANTS, describe_folder, layout, make_checkpoint
-from helpers.generation import check_by_torch, generate, on_devices, planned
+from helpers.generation import check_by_scores, check_by_torch, decided, generate, on_devices, planned
 
 LENGTHS, NEW, ROOM = (1, 30, 5, 17, 8, 40, 16, 23, 3, 12), 20, 64
 PROMPTS = [np.random.default_rng(n).integers(3, 250, length).tolist() for n, length in enumerate(LENGTHS)]
@@ -31,15 +31,16 @@ def folders(tmp_path_factory):
     return made
 
 
-def check(folders, name: str, mesh: str, **options):
+def check(folders, name: str, mesh: str, *, scored: bool = False, **options):
     folder, theirs = folders(name)
     described = describe_folder(folder, mesh=layout(name, mesh), positions=ROOM)
     programs = planned(described, **({"rows": 8, "max_seq_len": ROOM, "prefill": [(1, 16)]} | options))
     found = generate(programs, *on_devices(described), PROMPTS, new=NEW)
     assert [len(written.tokens) for written in found] == [NEW] * len(PROMPTS)
     assert len({tuple(written.tokens) for written in found}) > 4, "texts must differ for this to say anything"
-    shares = [check_by_torch(theirs, prompt, written) for prompt, written in zip(PROMPTS, found, strict=True)]
-    assert np.mean(shares) >= 0.95, shares
+    decided([check_by_torch(theirs, prompt, written) for prompt, written in zip(PROMPTS, found, strict=True)])
+    if scored:
+        check_by_scores(described, PROMPTS, found)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_greedy_text_is_that_of_transformers(name, mesh, options, folders):
 @pytest.mark.parametrize("mesh", ALL_MESHES)
 @pytest.mark.parametrize("name", ESSENTIAL)
 def test_every_family_on_every_mesh(name, mesh, allocation, folders):
-    check(folders, name, mesh, allocation=allocation)
+    check(folders, name, mesh, allocation=allocation, scored=mesh == "2x4" and allocation == "fixed")
 
 
 @pytest.mark.slow

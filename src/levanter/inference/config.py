@@ -32,6 +32,8 @@ class InferenceConfig(Ranged):
         penalties: whether rows count their tokens, which presence, frequency and repetition penalties go by: an integer
             for each row and id of the vocabulary.
         pages: pages of a paged cache over all devices; null for as many as all rows need at full length.
+        share_prefixes: whether rows of a paged cache that begin alike share the pages of their beginning, so that it is
+            computed once; a row whose prompt is scored or penalized for repetition computes its own.
     """
 
     range_prefix: ClassVar[str] = "inference."
@@ -45,6 +47,7 @@ class InferenceConfig(Ranged):
     page_size: PositiveInt = 128
     penalties: bool = True
     pages: PositiveInt | None = None
+    share_prefixes: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ learns of it a call later, drops nothing but what was never sampled.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from levanter.inference.device import DeviceRows, RowsOnHost, fetched
 from levanter.inference.generation import GenerationPrograms
@@ -121,6 +121,8 @@ class Engine:
                 yield from self._lose(part.id)
             elif part.ends:
                 yield from self._tokens(part.id, drawn, [at])
+            else:
+                self._standing = self._standing.read_part(part.id, part.start + len(part.tokens))
         for row in call.rows:
             places = [(step, row.place) for step, there in enumerate(drawn.there[:, row.place]) if there]
             yield from self._tokens(row.id, drawn, places)
@@ -150,10 +152,8 @@ class Engine:
             yield from self._lose(of)
 
     def _lose(self, of: ChoiceId) -> Iterator[Event]:
-        row = self._standing.find(of)
-        if row is not None:
-            # Nobody may begin with its pages.
-            self._standing = self._standing.with_row(replace(row, written=0))
+        # Others may begin with those of its pages that were found sound before.
+        if self._standing.find(of) is not None:
             self.give_up(of)
             yield Failed(of=of, error=NOT_FINITE)
 

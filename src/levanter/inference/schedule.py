@@ -3,6 +3,8 @@
 - Who came first is admitted first; nobody overtakes, so nobody starves. The one exception: a choice waits while another
   one of its request computes the prompt that they share.
 - Prompts are computed in parts (*chunked prefill*), at most one call of them a step, beside the decoding of all others.
+  How a prompt is cut depends on its length alone: in calls of other sizes the last bits of numbers are others, and what
+  a text is must not depend on who else is there.
 - A row takes pages as it grows. If there are none, the youngest row gives way: its pages go at once, and it waits in
   its old order with the tokens that it has, which are prefilled like a prompt later. The oldest row never gives way,
   and whoever could not finish with all pages of a shard is refused at the door: so the oldest row always finishes.
@@ -161,6 +163,19 @@ class Schedule:
             after=work.standing(),
         )
 
+    def bucket_for(self, tokens: int) -> tuple[int, int]:
+        """The call that takes the next part of a prompt of which so many tokens are left.
+
+        The shortest that takes them all, unless half of it or more would be empty and there is a shorter one; for more
+        tokens than any call takes, the longest.
+        """
+        sizes = {size: (rows, size) for rows, size in sorted(self.buckets)}
+        below = [size for size in sizes if size <= tokens]
+        above = [size for size in sizes if size >= tokens]
+        if above and (2 * tokens > min(above) or not below):
+            return sizes[min(above)]
+        return sizes[max(below)]
+
     def pages_for(self, positions: int) -> int:
         """How many pages so many positions take."""
         return -(-positions // self.page_size)
@@ -248,7 +263,7 @@ class _Work:
 
     def _give_way(self, row: Row) -> None:
         self.vacate(row)
-        waits = replace(row, place=None, target=0, written=0, shared=0, pages=(), named=0, gave_way=True)
+        waits = replace(row, place=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, gave_way=True)
         self.queue = sorted([*self.queue, waits], key=lambda each: each.order)
 
     def _decodes(self, row: Row) -> bool:
@@ -276,17 +291,22 @@ class _Work:
     def _shareable_names(self, row: Row) -> tuple[bytes, ...]:
         """The names of the pages that a row could share: at least one token has to be computed."""
         schedule = self.schedule
+        params = row.request.params
         # A prompt whose tokens are counted or scored has to be gone through.
-        if not schedule.share_prefixes or schedule.fixed or row.request.params.repetition_penalty != 1:
+        if not schedule.share_prefixes or schedule.fixed or params.repetition_penalty != 1 or params.echo:
             return ()
-        if row.request.params.echo:
-            return ()
-        return page_names(row.tokens[: row.known - 1], schedule.page_size, row.names)
+        tokens = row.tokens[: row.known - 1]
+        if params.counts_tokens:
+            # So have those that it made before it gave way.
+            tokens = tokens[: len(row.request.tokens)]
+        return page_names(tokens, schedule.page_size, row.names[: len(tokens) // schedule.page_size])
 
     def _sibling_prefills(self, row: Row, names: Sequence[bytes]) -> bool:
         """Whether another choice of the request is about to have pages that this one could share."""
         return any(
-            other is not None and other.prefilling and other.id.request == row.id.request and other.named < len(names)
+            other is not None
+            and other.id.request == row.id.request
+            and other.named < min(len(names), other.target // self.schedule.page_size)
             for other in self.rows
         )
 
@@ -332,6 +352,7 @@ class _Work:
                 shared=len(shared) * schedule.page_size,
                 pages=pages,
                 names=names,
+                sound=len(shared) * schedule.page_size,
                 named=len(shared),
             )
         )
@@ -348,19 +369,15 @@ class _Work:
         return tuple(sorted(planned, key=lambda each: each.place))
 
     def prefill(self) -> tuple[tuple[int, int] | None, tuple[PrefillPart, ...]]:
-        """Plans the prefill call: of the calls that there are the one that computes the least for nothing."""
-        waiting = [row for row in self.running() if row.prefilling]
+        """Plans the prefill call: the one of the row that came first, and of those that need the same."""
+        waiting = [
+            (self.schedule.bucket_for(row.target - row.written), row) for row in self.running() if row.prefilling
+        ]
         if not waiting:
             return None, ()
-        chosen = {bucket: self._lanes(waiting, bucket) for bucket in self.schedule.buckets}
-
-        def worth(bucket: tuple[int, int]) -> tuple[float, int]:
-            used = sum(min(bucket[1], row.target - row.written) for row in chosen[bucket].values())
-            return used / (bucket[0] * bucket[1]), used
-
-        bucket = max(self.schedule.buckets, key=worth)
+        bucket = waiting[0][0]
         parts = []
-        for lane, row in sorted(chosen[bucket].items()):
+        for lane, row in sorted(self._lanes([row for own, row in waiting if own == bucket], bucket).items()):
             assert row.place is not None
             end = min(row.target, row.written + bucket[1])
             ends = end == row.target
@@ -391,15 +408,15 @@ class _Work:
         return lanes
 
     def name_pages(self) -> None:
-        """Tells the pools what the full pages hold. They are shared from the next step on, behind the calls of this."""
+        """Tells the pools what those full pages hold that are known to be sound."""
         for row in self.rows:
             if row is None or row.place is None or self.schedule.fixed:
                 continue
-            if row.surely_written // self.schedule.page_size > row.named:
+            if row.sound // self.schedule.page_size > row.named:
                 self.put(self._name(row, self.pool(self.shard_of(row.place))))
 
     def _name(self, row: Row, pool: PagePool) -> Row:
-        full = row.surely_written // self.schedule.page_size
+        full = row.sound // self.schedule.page_size
         if not self.schedule.share_prefixes or full <= row.named:
             return row
         names = page_names(row.tokens[: full * self.schedule.page_size], self.schedule.page_size, row.names[:full])

@@ -27,6 +27,7 @@ class Row:
         written: positions whose keys and values are in the cache when all planned calls have run.
         pages: the pages that it holds, in the order of its positions.
         names: the names of its full pages, as far as their tokens are known.
+        sound: positions whose keys and values are in the cache and known to be numbers: of calls that were read.
         named: how many of its pages the pool has been told about.
         gave_way: whether it ran before.
     """
@@ -43,6 +44,7 @@ class Row:
     written: int = 0
     pages: tuple[int, ...] = ()
     names: tuple[bytes, ...] = ()
+    sound: int = 0
     named: int = 0
     gave_way: bool = False
 
@@ -65,15 +67,6 @@ class Row:
     def prefilling(self) -> bool:
         """Whether it runs and part of its prompt has not been planned yet."""
         return self.place is not None and self.written < self.target
-
-    @property
-    def surely_written(self) -> int:
-        """Positions whose keys and values are in the cache by all that is known.
-
-        A row may have ended in a call that was not read yet, so only what its known tokens say counts: a token's key
-        and value are there when the next token is.
-        """
-        return min(self.written, max(self.target, self.known - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,4 +118,22 @@ class Standing:
         if row is None:
             return self
         assert row.due and len(tokens) <= row.due[0], f"{id}: {len(tokens)} tokens, {row.due} due"
-        return self.with_row(replace(row, made=row.made + tokens, due=row.due[1:]))
+        row = replace(row, made=row.made + tokens, due=row.due[1:])
+        # A token's key and value are there when the next token is.
+        return self.with_row(row)._sound(row, row.known - 1) if tokens else self.with_row(row)
+
+    def read_part(self, id: ChoiceId, end: int) -> "Standing":
+        """The standing when a call for a part of a choice's prompt was read and all in it was numbers.
+
+        Args:
+            id: the choice; nothing changes if it has ended.
+            end: how many of its positions there are then.
+        """
+        row = self.find(id)
+        return self if row is None else self._sound(row, end)
+
+    def _sound(self, row: Row, positions: int) -> "Standing":
+        # A row that gave way and came back hears of calls from before. What those found of its tokens still holds, for
+        # as many of them as are planned again.
+        sound = max(row.sound, min(positions, row.written))
+        return self if row.place is None or sound == row.sound else self.with_row(replace(row, sound=sound))

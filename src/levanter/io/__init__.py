@@ -1,6 +1,7 @@
 """Files and terminals: paths, atomic writes, progress, logs. Knows nothing of models and never imports jax."""
 
 from levanter.io.atomic import atomic_write as atomic_write
+from levanter.io.atomic import special_kind as special_kind
 from levanter.io.lease import Lease as Lease
 from levanter.io.lease import LeaseError as LeaseError
 from levanter.io.lease import LeaseLostError as LeaseLostError

@@ -243,7 +243,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
             )
             answers = Answers(path, identity(work), lease=lease)
         found = Generated(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
-        schedule = schedule_of(work.programs)
+        schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
         run = _Run(work, schedule, found)
         loaded = load_pretrained(work.pretrained, mesh, show=show)
         found.loading = loaded.report

@@ -1,5 +1,7 @@
 """What `generate` will do, before it does it: the model, its cache, and the Programs that fill and read it."""
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +19,7 @@ from levanter.inference.config import InferenceConfig
 from levanter.inference.generation import GenerationPrograms, generation_programs
 from levanter.inference.programs import ServedModel
 from levanter.inference.served import Served
-from levanter.io import exists
+from levanter.io import exists, is_remote, local_path, special_kind
 from levanter.mesh.config import DEFAULT_BATCH_AXES
 from levanter.models.decoder.config import DecoderConfig
 from levanter.run import Check, RunPlan, Target, Workload
@@ -194,7 +196,34 @@ def _file_checks(config: GenerateConfig) -> list[Check]:
         checks.append(Check(name="input_path", status="unchecked", message=str(error), error=error))
     if config.output_path is not None:
         checks += output_checks("output_path", config.output_path)
+    for key, problem in _not_files(config):
+        error = ValueError(problem)
+        checks.append(Check(name=key, status="unchecked", message=problem, error=error))
     return checks
+
+
+def _not_files(config: GenerateConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with paths of something that is there and no file of its own, by key."""
+    read, written = config.input_path, config.output_path
+    if read is not None and (kind := _kind(read)) is not None:
+        yield "input_path", f"input_path: {read} is a {kind}; a run reads its prompts twice\n  → name a file"
+    if written is not None and (kind := _kind(written)) is not None:
+        yield (
+            "output_path",
+            f"output_path: {written} is a {kind}; a run that can go on where it was killed writes a file\n  → name one",
+        )
+    if read is not None and written is not None and _same_file(read, written):
+        yield "output_path", f"output_path: {written} is the file of the prompts\n  → name another file"
+
+
+def _kind(path: str) -> str | None:
+    return None if is_remote(path) else special_kind(path)
+
+
+def _same_file(one: str, other: str) -> bool:
+    if is_remote(one) or is_remote(other):
+        return one == other
+    return os.path.realpath(local_path(one)) == os.path.realpath(local_path(other))
 
 
 def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tuple[Workload, ...]:

@@ -140,7 +140,8 @@ def execute(plan: RunPlan[SampleWork], mesh: Mesh | None, session: Session | Non
     generate = work.generate
     loaded = load_pretrained(generate.pretrained, mesh, show=show)
     model = with_arrays(generate.pretrained.abstract, loaded.arrays)
-    engine = Engine(DeviceRows(generate.programs, mesh, model, jit=jit_together), schedule_of(generate.programs))
+    schedule = schedule_of(generate.programs, share_prefixes=generate.config.inference.share_prefixes)
+    engine = Engine(DeviceRows(generate.programs, mesh, model, jit=jit_together), schedule)
     found = SampledTexts(loading=loaded.report)
     began = time.perf_counter()
     for number in range(work.config.n_rounds):

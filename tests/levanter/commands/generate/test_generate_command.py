@@ -107,25 +107,39 @@ def test_every_line_has_its_answer_in_its_place(folder, whole):
     assert all(len(choice["tokens"]) == 9 for choice in choices)
 
 
-def test_a_run_that_was_interrupted_goes_on_and_writes_the_same(folder, whole, tmp_path, monkeypatch):
+class Killed(BaseException):
+    """As by SIGKILL: nothing is stored any more. What really is killed is in tests/attacks/test_generation.py."""
+
+
+def test_a_run_that_was_interrupted_and_killed_goes_on_and_writes_the_same(folder, whole, tmp_path, monkeypatch):
     """Also with pages, other parts of prompts, more tokens a call and other rows beside: none of it is in the text."""
     monkeypatch.setattr(answers, "PART_LINES", 1)
     out = tmp_path / "again.jsonl"
     words = words_of(folder, out, allocation="paged", page_size=8, steps=4, prefill_chunk=16)
     take, taken = generate._Run.take, []
 
-    def interrupted(self, event, engine):
-        take(self, event, engine)
-        taken.append(event)
-        if len(taken) == 45:
-            raise KeyboardInterrupt
+    def kept() -> int:
+        parts = out.with_name("again.jsonl.parts").glob("part-*")
+        return sum(len(path.read_bytes().splitlines()) - 1 for path in parts)
 
     with monkeypatch.context() as patch:
+
+        def interrupted(self, event, engine):
+            take(self, event, engine)
+            taken.append(event)
+            if len(taken) == 45:
+                raise KeyboardInterrupt
+            if len(taken) == 50:
+                patch.setattr(answers.Answers, "store", lambda self: None)
+                raise Killed
+
         patch.setattr(generate._Run, "take", interrupted)
         assert run(words) == 130
-    assert not out.exists()
-    kept = sum(len(path.read_bytes().splitlines()) - 1 for path in out.with_name("again.jsonl.parts").glob("part-*"))
-    assert 0 < kept < len(LINES)
+        first = kept()
+        assert 0 < first < len(LINES)
+        with pytest.raises(Killed):
+            run(words)
+    assert not out.exists() and first <= kept() < len(LINES)
     assert run(words) == 2
     assert out.read_bytes() == whole
 

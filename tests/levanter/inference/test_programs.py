@@ -1,0 +1,78 @@
+"""What the compiler makes of a decode step: which collectives, and what becomes of the cache."""
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from helpers.llama_on_mesh import mappings_for
+
+from haliax_ext.abstract import abstract, leaves
+from haliax_ext.hlo import read_figures
+from haliax_ext.meshspec import MeshSpec
+from haliax_ext.planner import plan_sharding
+from levanter.inference.cache import plan_cache
+from levanter.inference.generation import GenerationPrograms, generation_programs
+from levanter.inference.programs import ServedModel
+from levanter.models import LlamaConfig, MixtralConfig
+from levanter.models.decoder import DecoderLmHeadModel
+
+MESH = MeshSpec.of(data=2, model=4)
+ROWS, EXPERTS, EMBED, MLP = 8, 8, 128, 512
+SIZES = dict(
+    max_seq_len=64,
+    hidden_dim=EMBED,
+    intermediate_dim=MLP,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=512,
+    gradient_checkpointing=False,
+)
+
+
+def programs(config: LlamaConfig, mesh: MeshSpec, *, mapping: dict, **cache) -> GenerationPrograms:
+    mappings = mappings_for(config, mesh, params=mapping, compute={k: v for k, v in mapping.items() if k != "embed"})
+    planned = plan_cache(
+        config,
+        mappings,
+        mesh,
+        batch_axis="batch",
+        **{"rows": ROWS, "max_seq_len": 64, "dtype": np.dtype(np.float32), **cache},
+    )
+    assert config.vocab_size is not None
+    Vocab = hax.Axis("vocab", config.vocab_size)
+    module = abstract(lambda: config.build(Vocab, key=jax.random.key(0)))
+    assert isinstance(module, DecoderLmHeadModel)
+    served = ServedModel(abstract=module, sharding=plan_sharding(leaves(module), mappings, mesh))
+    return generation_programs(served, planned, prefill=[(1, 16)])
+
+
+def gathered(devices, **mapping) -> int:
+    """Bytes of the largest array that a decode step of a mixture of experts gathers or sends around."""
+    config = MixtralConfig(**SIZES, n_routed_experts=EXPERTS)
+    program = programs(config, MESH, mapping=mapping).decode
+    text = program.lower(MESH.build(devices)).compile().as_text()
+    found = read_figures(text or "", MESH).collectives
+    assert found, "a mesh of eight devices communicates"
+    return max((each.bytes for each in found if each.kind != "all-reduce"), default=0)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {},
+        pytest.param({"mlp": None, "expert": "model"}, marks=pytest.mark.slow),
+        {"expert": "data"},
+    ],
+    ids=["features over model", "experts over model", "experts over data, features over model"],
+)
+def test_a_decode_step_gathers_no_expert(mapping, devices):
+    """Tokens go to the experts: what is sent around is activations and logits, less than a device's part of one."""
+    part = EMBED * MLP * 4 // MESH.shape["model"]
+    assert gathered(devices, embed=None, **mapping) < part
+
+
+@pytest.mark.slow
+def test_experts_that_are_sharded_over_the_rows_devices_would_be_gathered(devices):
+    """What the test above would see."""
+    assert gathered(devices, embed="data") >= EMBED * MLP * 4 // MESH.shape["model"]
