@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from helpers.llama_on_mesh import abstract_model, mappings_for, place, random_arrays, tiny_config
 
-from haliax_ext.abstract import leaves
+from haliax_ext.abstract import cast, leaves
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.inference.cache import CachePlan, plan_cache
@@ -35,6 +35,7 @@ class TinyEngine:
         rows, prefill, steps, allocation, page_size, pages, max_seq_len: see `plan_cache`, `generation_programs`.
         share_prefixes: see `Schedule`.
         behind: see `Engine`.
+        dtype: of weights, activations and cache.
     """
 
     axes: tuple[tuple[str, int], ...] = (("data", 1), ("model", 1))
@@ -49,6 +50,7 @@ class TinyEngine:
     max_seq_len: int = 96
     share_prefixes: bool = False
     behind: int = 2
+    dtype: str = "float32"
 
     def engine(self) -> Engine:
         """A fresh engine; what it needs is made once."""
@@ -75,17 +77,18 @@ def _made(asked: TinyEngine) -> tuple[GenerationPrograms, Any, Any]:
         batch_axis="batch",
         rows=asked.rows,
         max_seq_len=asked.max_seq_len,
-        dtype=np.dtype(np.float32),
+        dtype=jnp.dtype(asked.dtype),
         allocation=asked.allocation,
         page_size=asked.page_size,
         pages=asked.pages,
     )
-    module = abstract_model(config)
+    module = cast(abstract_model(config), jnp.dtype(asked.dtype))
     assert isinstance(module, DecoderLmHeadModel)
     served = ServedModel(abstract=module, sharding=plan_sharding(leaves(module), mappings, spec), counts_tokens=True)
     mesh = spec.build(jax.devices()[: spec.size])
     programs = generation_programs(served, cache, prefill=asked.prefill, steps=asked.steps)
-    return programs, mesh, place(config, random_arrays(config, seed=5), mappings, mesh)
+    arrays = {path: each.astype(jnp.dtype(asked.dtype)) for path, each in random_arrays(config, seed=5).items()}
+    return programs, mesh, place(config, arrays, mappings, mesh)
 
 
 @dataclass

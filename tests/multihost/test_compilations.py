@@ -77,9 +77,26 @@ def test_eval_careless_lm(tmp_path, inputs, count):
     assert names(found, "score") == ["score"]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_generate(tmp_path, inputs, count):
-    found = heard(tmp_path, count, inputs.generate(tmp_path), inputs)
+GENERATES = {
+    "bf16, pages": (["--trainer.mp", "bfloat16"], {"allocation": "paged", "page_size": 4, "pages": 64}),
+    "f32": ([], {}),
+    "bf16, several tokens a call": (["--trainer.mp", "bfloat16"], {"steps": 4}),
+}
+"""Ways to generate text: words of the command line, and of `inference`. The first is in `make test`."""
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        pytest.param(how, count, marks=() if count == 1 and how == next(iter(GENERATES)) else pytest.mark.slow)
+        for how in GENERATES
+        for count in (1, 2)
+    ],
+)
+def test_generate(tmp_path, inputs, count, how):
+    """Nothing is compiled once the Programs are: requests of every kind, rows that come and go, shared pages."""
+    words, inference = GENERATES[how]
+    found = heard(tmp_path, count, [*inputs.generate(tmp_path, **inference), *words], inputs)
     check(found)
     assert [name for name in names(found, "") if not name.startswith("load.")] == [
         "start_rows",

@@ -7,6 +7,7 @@ noise decides, which depends on the request alone.
 
 import functools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -190,3 +191,27 @@ def test_texts_are_the_same_where_keys_are_on_several_devices(mesh, devices):
     assert min(min(gaps) for gaps in one.gaps.values()) > GAP
     assert TinyEngine(**mesh).cache().repeated > 1
     assert observed(TinyEngine(**mesh, allocation="paged").engine(), requests()).texts == one.texts
+
+
+@pytest.mark.slow
+def test_in_bfloat16_log_probabilities_differ_by_little(devices):
+    """Texts may part where two tokens are as likely; up to there, how far numbers are apart is printed."""
+    del devices
+    engine = TinyEngine(dtype="bfloat16").engine()
+    one = together([observed(engine, [request]) for request in requests()])
+    for asked in (
+        TinyEngine(dtype="bfloat16"),
+        TinyEngine(dtype="bfloat16", allocation="paged", share_prefixes=True, steps=8, prefill=((2, 8), (1, 24))),
+        TinyEngine(dtype="bfloat16", axes=axes(data=2, model=2, group=2), heads=("model", "group")),
+    ):
+        found, largest, alike = observed(asked.engine(), requests()), 0.0, 0
+        for of, text in one.texts.items():
+            same = next(
+                (n for n, pair in enumerate(zip(text, found.texts[of], strict=True)) if len(set(pair)) > 1), NEW
+            )
+            apart = np.abs(np.subtract(one.logprobs[of][:same], found.logprobs[of][:same]))
+            largest, alike = max(largest, float(apart.max(initial=0))), alike + (same == NEW)
+        sys.stdout.write(
+            f"{asked.axes}, {asked.allocation}: {alike} of {len(one.texts)} texts alike, {largest:.4f} nats\n"
+        )
+        assert largest < 0.25
