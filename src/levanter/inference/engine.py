@@ -15,7 +15,7 @@ from levanter.inference.generation import GenerationPrograms
 from levanter.inference.programs import SampledRows
 from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
 from levanter.inference.row_params import RowSampling
-from levanter.inference.schedule import Schedule
+from levanter.inference.schedule import QueueFullError, Schedule
 from levanter.inference.standing import Standing
 from levanter.inference.step_plan import DecodeRow, PrefillPart, StepPlan
 
@@ -84,10 +84,14 @@ class Engine:
         Raises:
             RefusedError: a request that could never finish; see `Schedule.check`.
         """
-        source = iter(requests)
+        source, waits = iter(requests), None
         while True:
-            while len(self._standing.queue) < self.schedule.rows and (request := next(source, None)) is not None:
-                self._standing = self.schedule.offered(self._standing, request)
+            while len(self._standing.queue) < self.schedule.rows and (waits := waits or next(source, None)) is not None:
+                try:
+                    self._standing = self.schedule.offered(self._standing, waits)
+                except QueueFullError:
+                    break
+                waits = None
             plan = self.schedule.step(self._standing)
             self._standing = plan.after
             self._dispatch(plan)
@@ -95,7 +99,7 @@ class Engine:
                 yield from self._read(self._calls.popleft())
                 if plan.empty:
                     break
-            if plan.empty and self._standing.idle and not self._calls:
+            if plan.empty and self._standing.idle and not self._calls and waits is None:
                 return
 
     def give_up(self, of: ChoiceId) -> None:

@@ -1,5 +1,6 @@
 """The engine on a tiny Llama: rows do not disturb each other, whatever becomes of one of them."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -118,6 +119,13 @@ def test_with_too_few_pages_the_youngest_give_way_and_say_the_same(devices):
     roomy = texts(made(tuple(devices))().run(long))
     assert texts(made(tuple(devices), "paged", 4, 24)().run(long)) == roomy
     assert [len(ids) for ids in roomy.values()] == [18] * 4
+
+
+def test_a_queue_that_is_full_is_waited_for(devices):
+    """Prompts of 3 to 20 tokens where 10 may wait."""
+    engine = made(tuple(devices))()
+    engine.schedule = dataclasses.replace(engine.schedule, max_queued_tokens=10)
+    assert texts(engine.run(GOOD)) == alone(tuple(devices))
 
 
 def test_choices_of_a_request_differ_by_their_noise_alone(engine):
