@@ -17,7 +17,7 @@ from levanter.inference.generation import generation_programs
 from levanter.inference.programs import ServedModel
 from levanter.mesh import resolve
 from levanter.mesh.config import MeshConfig
-from levanter.models import LlamaConfig
+from levanter.models import LlamaConfig, MixtralConfig
 from levanter.models.axes import model_axes
 from levanter.models.decoder import DecoderLmHeadModel
 from levanter.models.precision import Precision
@@ -49,7 +49,8 @@ def generation(payload: dict[str, Any], target: Target) -> Described:
             `steps`, `prefill`.
         target: what it is compiled for.
     """
-    config = LlamaConfig(**(SEVENTY | payload.get("model", {})))
+    fields = SEVENTY | payload.get("model", {})
+    config = MixtralConfig(**fields) if "n_routed_experts" in fields else LlamaConfig(**fields)
     assert config.vocab_size is not None
     precision = Precision.parse(payload.get("mp", "bfloat16"))
     Vocab = hax.Axis("vocab", config.vocab_size)

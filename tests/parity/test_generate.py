@@ -12,7 +12,8 @@ import pytest
 from helpers.family_models import ALL_MESHES, ESSENTIAL, VARIANTS, describe_folder, layout, make_checkpoint
 from helpers.generation import check_by_scores, check_by_torch, decided, generate, on_devices, planned
 
-LENGTHS, NEW, ROOM = (1, 30, 5, 17, 8, 40, 16, 23, 3, 12), 20, 64
+LENGTHS = (1, 30, 5, 17, 8, 40, 16, 23, 3, 12, 2, 33, 9, 27, 6, 38, 15, 20, 4, 44)
+NEW, ROOM = 20, 64
 PROMPTS = [np.random.default_rng(n).integers(3, 250, length).tolist() for n, length in enumerate(LENGTHS)]
 GROWING = {
     "qwen3_dynamic": "its rotary base grows with the text; here it is that of the whole room from the beginning",
