@@ -26,12 +26,12 @@ MATRIX = 2 * EMBED * MLP
 """Bytes of one of an expert's three matrices."""
 
 
-@pytest.mark.parametrize("axis", ["mlp", "expert"])
-def test_a_decode_step_gathers_no_expert(axis):
+@pytest.mark.parametrize("mapping", [{"mlp": "model"}, {"mlp": None, "expert": "model"}], ids=str)
+def test_a_decode_step_gathers_no_expert(mapping):
     where = f"{Path(__file__).parent / 'generation_programs.py'}:generation"
     payload = {
         "model": MODEL,
-        "mesh": {"shared_mapping": {axis: "model", "heads": "model", "vocab": "model"}},
+        "mesh": {"shared_mapping": {**mapping, "heads": "model", "vocab": "model"}},
         "cache": {"max_seq_len": 4096, "rows": ROWS},
     }
     (step,) = compile_programs(where, payload, target="v5e-8", programs=[f"decode_{ROWS}"])

@@ -49,4 +49,4 @@ def test_every_text_is_that_of_torch(allocation):
     theirs = torch_smollm2()
     decided([check_by_torch(theirs, prompt, written) for prompt, written in zip(given, found, strict=True)])
     if allocation == "fixed":
-        check_by_scores(model, given, found)
+        check_by_scores(model, given[::4], found[::4])
