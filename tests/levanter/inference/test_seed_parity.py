@@ -42,10 +42,15 @@ def test_sections_of_a_prompt_are_the_same_as_the_whole_at_once(section, devices
     given = requests(1024, 700, section, section + 1, 2 * section - 1, 1)
     whole = observed(ONE_SHOT.engine(), given)
     found = observed(TinyEngine(rows=2, prefill=((1, section),), max_seq_len=CONTEXT).engine(), given)
-    assert min(min(gaps) for gaps in whole.gaps.values()) > GAP
-    assert found.texts == whole.texts and len(found.texts) == len(given)
-    for of, logprobs in whole.logprobs.items():
-        np.testing.assert_allclose(found.logprobs[of], logprobs, atol=2e-4, rtol=0)
+    assert found.texts.keys() == whole.texts.keys() and len(whole.texts) == len(given)
+    compared = 0
+    for of, text in whole.texts.items():
+        # Up to where the last bits of two logits decide, if they do.
+        clear = next((n for n, gap in enumerate(whole.gaps[of]) if gap <= GAP), NEW)
+        assert found.texts[of][:clear] == text[:clear]
+        np.testing.assert_allclose(found.logprobs[of][:clear], whole.logprobs[of][:clear], atol=2e-4, rtol=0)
+        compared += clear
+    assert compared >= 0.9 * NEW * len(given)
 
 
 @pytest.mark.parametrize("how", [{"steps": 10}, {"behind": 10}], ids=str)
