@@ -2,9 +2,9 @@
 
 The source has a matrix; the model has its integers and a scale for each output channel. A `DerivedRule` names the leaf
 that is read and not kept, the leaves that are kept, and the function between them. What is read arrives on the devices
-as any leaf does, cut as the largest of the results is, in pieces along an axis that all results have; each piece is
-turned into results, put into them in place, and dropped. The function is traced under the plan's shardings, so a
-statistic over a sharded axis covers the entire axis: the compiler adds the collective.
+as any leaf does, cut as the largest of the results is, in pieces along an axis that all results have (of a sharded one,
+a part of each shard); each piece is turned into results, put into them in place, and dropped. The function is traced
+under the plan's shardings, so a statistic over a sharded axis covers the entire axis: the compiler adds the collective.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -92,7 +92,7 @@ class Derived:
             ways: how many shards it has.
         """
         leaf = exchange.leaf
-        share = 1.0 if exchange.cut is None else exchange.piece / leaf.shape[exchange.cut]
+        share = 1.0 if exchange.cut is None else exchange.piece * exchange.shards / leaf.shape[exchange.cut]
         results = sum(r.leaf.dtype.itemsize * math.prod(r.shard_shape) for r in self.results)
         return math.ceil(share * (WORKING_BYTES * math.prod(leaf.shape) / ways + results))
 
@@ -137,8 +137,7 @@ def derive_piece_program(name: str, exchange: Exchange, derived: Derived, piece:
         for path, part in _in_order(derived, exchanged(exchange, piece, slab)).items():
             whole = so_far[path]
             axis = [a.name for a in whole.axes].index(along)
-            array = jax.lax.dynamic_update_slice_in_dim(whole.array, part.array, start, axis=axis)
-            found[path] = hax.NamedArray(array, whole.axes)
+            found[path] = hax.NamedArray(exchange.put(whole.array, part.array, axis, start), whole.axes)
         return found
 
     return Program(

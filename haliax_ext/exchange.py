@@ -12,7 +12,8 @@ under `shard_map`, one mesh axis after another, innermost first:
 - `slice`: it starts sharding an unsharded axis (no communication).
 
 So what lives on a device at every moment is known beforehand. Where it would be more than the limit, the leaf is cut
-into *pieces* along `layers` (or another axis that is not sharded), which are exchanged one after another.
+into *pieces* along `layers` (or another axis that is not sharded), which are exchanged one after another. A piece may
+also be the same part of every shard of a sharded axis, where what is read are parts of those shards.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -32,6 +33,7 @@ from haliax_ext.divisibility import divisors
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Placement, Program
+from haliax_ext.reading import shard_boxes
 from haliax_ext.slices import Span
 
 Cuts = tuple[tuple[str, ...], ...]
@@ -77,6 +79,7 @@ class Exchange:
         moves: from `read` to `final`.
         cut: position of the axis along which pieces are cut; None: the entire leaf at once.
         piece: how long a piece is along it.
+        shards: of that axis, from each of which a piece takes the same part; 1 where it is not sharded.
         transient_device_bytes: the most that is on one device at a time beyond the leaf's other pieces.
     """
 
@@ -89,21 +92,49 @@ class Exchange:
     cut: int | None
     piece: int
     transient_device_bytes: int
+    shards: int = 1
 
     @property
     def pieces(self) -> tuple[Span, ...]:
-        """Where the pieces begin and end along the cut axis."""
+        """Where the pieces begin and end along the cut axis, or in each of its shards."""
         if self.cut is None:
             return ((0, 0),)
-        size = self.leaf.shape[self.cut]
+        size = self.leaf.shape[self.cut] // self.shards
         return tuple((at, min(at + self.piece, size)) for at in range(0, size, self.piece))
 
     def slab_shape(self, piece: Span) -> tuple[int, ...]:
         """The (padded) shape of a piece's slabs, all devices together."""
         shape = list(self.padded)
         if self.cut is not None:
-            shape[self.cut] = piece[1] - piece[0]
+            shape[self.cut] = (piece[1] - piece[0]) * self.shards
         return tuple(shape)
+
+    def slab_boxes(self, piece: Span) -> np.ndarray:
+        """The boxes `[devices, axes, 2]` of the leaf that a piece's slabs hold."""
+        boxes = shard_boxes(self.slab_shape(piece), self.read_mapping.spec(self.leaf.names), self.mesh)
+        if self.cut is not None:
+            between = self.leaf.shape[self.cut] // self.shards - (piece[1] - piece[0])
+            number = boxes[:, self.cut, :1] // (piece[1] - piece[0]) if self.shards > 1 else 0
+            boxes[:, self.cut] += piece[0] + number * between
+        return boxes
+
+    def put(self, whole: jax.Array, part: jax.Array, axis: int, start: jax.Array) -> jax.Array:
+        """An array with what comes of a piece in its place.
+
+        Args:
+            whole: over the cut axis, sharded along it as the leaf is.
+            part: of the piece.
+            axis: position of the cut axis in both.
+            start: where the piece begins.
+        """
+
+        def by_shard(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
+
+        if self.shards == 1:
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=axis)
+        found = jax.lax.dynamic_update_slice_in_dim(by_shard(whole), by_shard(part), start, axis=axis + 1)
+        return found.reshape(whole.shape)
 
     @property
     def read_mapping(self) -> AxisMapping:
@@ -263,7 +294,7 @@ def plan_exchange(
         order: positions of its axes from the outermost in a source tensor inward.
         stacked: positions of its stacked axes, preferred for cutting into pieces.
         limit: bytes on one device that the exchange of a piece may take (`transient_elements`).
-        along: positions of the axes that pieces may be cut along; None: any.
+        along: positions of the axes that pieces may be cut along, also where they are sharded; None: any that is not.
         still: whether every device reads what it holds in the end, so that nothing moves: for a leaf that is read
             directly, but in pieces.
     """
@@ -271,8 +302,8 @@ def plan_exchange(
     # A mesh axis of size 1 shards nothing.
     final = tuple(tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in final)
 
-    def with_piece(cut: int | None, piece: int) -> Exchange:
-        shape = [piece if axis == cut else size for axis, size in enumerate(leaf.shape)]
+    def with_piece(cut: int | None, piece: int, shards: int = 1) -> Exchange:
+        shape = [piece * shards if axis == cut else size for axis, size in enumerate(leaf.shape)]
         read = final if still else choose_read(leaf.names, shape, final, order, mesh)
         padded = [-(-size // mesh.ways(axes)) * mesh.ways(axes) for size, axes in zip(shape, read, strict=True)]
         moves = plan_moves(read, final, [p != s for p, s in zip(padded, shape, strict=True)])
@@ -287,6 +318,7 @@ def plan_exchange(
             cut=cut,
             piece=piece,
             transient_device_bytes=most,
+            shards=shards,
         )
 
     whole = with_piece(None, 0)
@@ -294,16 +326,23 @@ def plan_exchange(
     for axis in (*stacked, *order):
         if best.transient_device_bytes <= limit:
             break
-        if mesh.ways(final[axis]) > 1 or (along is not None and axis not in along):
+        shards = mesh.ways(final[axis])
+        if (along is None and shards > 1) or (along is not None and axis not in along):
+            continue
+        # Of a sharded axis a piece is the same part of every shard, and what it is read in must be parts of those.
+        if whole.read[axis][: len(final[axis])] != final[axis]:
             continue
         # A piece along an axis that also shards slabs must stay divisible, and so must its last one.
-        unit = mesh.ways(whole.read[axis])
-        if leaf.shape[axis] % unit:
+        unit = mesh.ways(whole.read[axis]) // shards
+        size = leaf.shape[axis] // shards
+        if leaf.shape[axis] % (unit * shards):
             continue
-        smallest = with_piece(axis, unit)
+        smallest = with_piece(axis, unit, shards)
         times = max(limit // max(smallest.transient_device_bytes, 1), 1)
-        candidate = with_piece(axis, even_piece(leaf.shape[axis], unit, times))
-        is_even = candidate.padded[axis] == candidate.piece and leaf.shape[axis] % mesh.ways(candidate.read[axis]) == 0
+        candidate = with_piece(axis, even_piece(size, unit, times), shards)
+        is_even = candidate.padded[axis] == candidate.piece * shards
+        is_even = is_even and leaf.shape[axis] % mesh.ways(candidate.read[axis]) == 0
+        is_even = is_even and candidate.read[axis][: len(final[axis])] == final[axis]
         if is_even and candidate.transient_device_bytes < best.transient_device_bytes:
             best = candidate
     return best

@@ -125,11 +125,7 @@ class LeafLoad:
         """The boxes `[devices, axes, 2]` of the leaf that devices are filled with for a piece."""
         if self.exchange is None:
             return shard_boxes(self.leaf.shape, self.spec, mesh)
-        spec = self.exchange.read_mapping.spec(self.leaf.names)
-        boxes = shard_boxes(self.exchange.slab_shape(piece), spec, mesh)
-        if self.exchange.cut is not None:
-            boxes[:, self.exchange.cut] += piece[0]
-        return boxes
+        return self.exchange.slab_boxes(piece)
 
     def units(self, boxes: Sequence[Box]) -> tuple[Unit, ...]:
         """How distinct blocks are read."""

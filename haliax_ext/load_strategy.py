@@ -5,6 +5,7 @@ stays below 1.02 times the checkpoint; every other leaf is read once and exchang
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -213,11 +214,13 @@ def _host_bytes(load: LeafLoad, hosts: np.ndarray, mesh: MeshSpec) -> tuple[tupl
     elements = np.zeros(num_hosts)
     largest = 0
     known: dict[tuple[Box, ...], tuple[int, int]] = {}
-    lengths: dict[int, list[Span]] = {}
+    # Pieces of one length read alike, and so do hosts with the same blocks. Parts of shards do not, where the axis is
+    # padded.
+    by_length = load.exchange is None or load.exchange.shards == 1
+    alike: dict[Hashable, list[Span]] = {}
     for piece in load.pieces:
-        lengths.setdefault(piece[1] - piece[0], []).append(piece)
-    for pieces in lengths.values():
-        # Pieces of one length read alike, and so do hosts with the same blocks.
+        alike.setdefault(piece[1] - piece[0] if by_length else piece, []).append(piece)
+    for pieces in alike.values():
         device_boxes = load.device_boxes(mesh, pieces[0])
         for host in range(num_hosts):
             boxes, _ = distinct(device_boxes[hosts == host])

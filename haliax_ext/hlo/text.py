@@ -138,6 +138,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
+# What another core runs, such as a TPU's sparse cores, says so behind its end.
+_END = re.compile(r"\}(, execution_thread=\"[\w.\-]+\")?\s*$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 
@@ -174,7 +176,7 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
         if current is None:
             if found := _COMPUTATION.match(line):
                 current, lines = (found.group(1) is not None, found.group(2)), []
-        elif line.rstrip() == "}":
+        elif _END.match(line):
             yield (*current, lines)
             current = None
         elif _INSTRUCTION.match(line):

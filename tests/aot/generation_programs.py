@@ -15,6 +15,7 @@ from levanter.hardware import compiler_options
 from levanter.inference.cache import plan_cache
 from levanter.inference.generation import generation_programs
 from levanter.inference.programs import ServedModel
+from levanter.layers.quantized import with_int8
 from levanter.mesh import resolve
 from levanter.mesh.config import MeshConfig
 from levanter.models import LlamaConfig, MixtralConfig
@@ -46,7 +47,7 @@ def generation(payload: dict[str, Any], target: Target) -> Described:
 
     Args:
         payload: `model` (LlamaConfig's fields over `SEVENTY`), `mesh` (MeshConfig's), `cache` (`plan_cache`'s), and
-            `steps`, `prefill`.
+            `steps`, `prefill`, `int8` (whether projections are).
         target: what it is compiled for.
     """
     fields = SEVENTY | payload.get("model", {})
@@ -68,6 +69,8 @@ def generation(payload: dict[str, Any], target: Target) -> Described:
         granules=target.granules,
     )
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
+    if payload.get("int8"):
+        module = with_int8(module, lambda _: True)
     assert isinstance(module, DecoderLmHeadModel)
     cache = plan_cache(
         config,

@@ -150,20 +150,67 @@ def test_a_table_that_does_not_fit_is_refused():
         RULES.sources(LEAVES)
 
 
-def test_padding_has_integers_and_scales_of_zero(devices):
-    values = np.random.default_rng(0).normal(size=(37, 16)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("way", "limit", "pieces"),
+    [("direct", 1 << 20, 1), ("direct", 250, 5), ("direct", 1, 10), ("exchange", 1 << 20, 1), ("exchange", 1, 5)],
+)
+def test_a_leaf_without_layers_arrives_in_parts_of_its_shards(way, limit, pieces, devices, monkeypatch):
+    """As an output head does, whose channels are sharded and padded: also where a part is of padding alone."""
+    if way == "exchange":
+        monkeypatch.setattr(load_strategy, "DIRECT_AMPLIFICATION", 0.5)
+    values = np.random.default_rng(0).normal(size=(37, 16)).astype(ml_dtypes.bfloat16)
     source, spec = MemorySource({"w": values}), MESHES["8"]
     leaf = Leaf("w", (("vocab", 40), ("embed", 16)), np.dtype(np.float32))
+    sharding, plan = planned_head(leaf, source, spec, transient_limit=limit)
+    (each,) = plan.loads
+    assert len(each.pieces) == pieces and each.strategy == way
+    assert each.transient_device_bytes <= limit or limit == 1
+    found = load(plan, sharding, source, spec.build(devices))
+    wanted = by_numpy(np.pad(values.astype(np.float32), ((0, 3), (0, 0))), leaf, ("embed",))
+    for path, exact in (("w.values", wanted[0]), ("w.scale", wanted[1])):
+        np.testing.assert_array_equal(np.asarray(found[path]), exact)
+        assert found[path].sharding.is_equivalent_to(sharding.sharding(path, spec.build(devices)), exact.ndim)
+    assert source.bytes_read == source.nbytes == plan.source_bytes == sum(plan.bytes_by_host)
+    for program in plan.programs:
+        text = program.lower(spec.build(devices)).compile().as_text() or ""
+        # The scale is a maximum over the two parts of `embed`; nothing else is sent but what is exchanged.
+        sent = ("all-gather", "permute") if way == "exchange" else ("all-gather", "all-to-all", "permute")
+        assert not [word for word in sent if word in text], program.name
+
+
+@pytest.mark.parametrize("hosts", [np.arange(8).reshape(4, 2) // 4, np.tile(np.arange(2), (4, 1))], ids=str)
+def test_parts_of_shards_are_read_once_by_all_hosts_together(hosts):
+    source = MemorySource({"w": np.zeros((37, 16), np.float32)})
+    leaf = Leaf("w", (("vocab", 40), ("embed", 16)), np.dtype(np.float32))
+    _, plan = planned_head(leaf, source, MESHES["8"], hosts=hosts, transient_limit=400)
+    times = np.zeros(source.nbytes, np.int32)
+    for host in range(plan.num_hosts):
+        ranges = list(byte_ranges(plan, source, host))
+        for piece in ranges:
+            times[piece.start : piece.stop] += 1
+        assert sum(piece.nbytes for piece in ranges) == plan.bytes_by_host[host]
+    assert times.min() == times.max() == 1
+
+
+def planned_head(leaf, source, spec, **options):
     rules = WeightRules(
         rules=(WeightRule(target="w", source="w", axes=(("vocab",), ("embed",)), padded=("vocab",)),),
         derived=(integers("w", ("embed",)),),
     )
     leaves = [
         Leaf("w.values", leaf.axes, np.dtype(np.int8)),
-        Leaf("w.scale", (("vocab", 40),), np.dtype(np.float32)),
+        Leaf("w.scale", leaf.axes[:1], np.dtype(np.float32)),
     ]
     sharding = plan_sharding(leaves, Mappings(params=AxisMapping({"vocab": "data", "embed": "model"})), spec).check()
-    found = load(plan_loading(sharding, rules, source), sharding, source, spec.build(devices))
+    return sharding, plan_loading(sharding, rules, source, **options)
+
+
+def test_padding_has_integers_and_scales_of_zero(devices):
+    values = np.random.default_rng(0).normal(size=(37, 16)).astype(np.float32)
+    source, spec = MemorySource({"w": values}), MESHES["8"]
+    leaf = Leaf("w", (("vocab", 40), ("embed", 16)), np.dtype(np.float32))
+    sharding, plan = planned_head(leaf, source, spec)
+    found = load(plan, sharding, source, spec.build(devices))
     wanted = by_numpy(np.pad(values, ((0, 3), (0, 0))), leaf, ("embed",))
     np.testing.assert_array_equal(np.asarray(found["w.values"]), wanted[0])
     np.testing.assert_array_equal(np.asarray(found["w.scale"]), wanted[1])

@@ -113,6 +113,39 @@ def test_kernels_are_listed_not_guessed():
     assert kernel.scope == Scope("attn.kernel")
 
 
+SPARSE_CORE = """\
+HloModule jit_f, is_scheduled=true, num_partitions=1
+
+%adding (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}, execution_thread="sparsecore"
+
+%first (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %n = f32[64]{0} negate(%p), backend_config={"estimated_cycles":"30"}
+}
+
+%second (p.1: f32[64]) -> f32[64] {
+  %p.1 = f32[64]{0} parameter(0)
+  ROOT %e = f32[64]{0} exponential(%p.1), backend_config={"estimated_cycles":"400"}
+}
+
+ENTRY %main (x: f32[64], which: s32[]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  %which = s32[] parameter(1)
+  ROOT %chosen = f32[64]{0} conditional(%which, %x, %x), branch_computations={%first, %second}
+}
+"""
+
+
+def test_what_stands_behind_a_computation_of_another_core_is_read():
+    """v6e has cores of their own for scatters; what they run ends with their name."""
+    figures = read_figures(SPARSE_CORE, MeshSpec.of(data=1))
+    assert figures.total_cycles == 430
+
+
 def test_unknown_loops_are_said():
     figures = read_figures((GOLDEN / "unknown_loop.txt").read_text(), MeshSpec.of(data=1))
     assert figures.total_cycles == 7

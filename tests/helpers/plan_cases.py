@@ -160,8 +160,12 @@ CASES: Mapping[str, Case] = {
             for config in ("gemma3_27b", "mixtral_8x22b", "qwen2.5_72b", "qwen3_235b_a22b")
             for target in ("v4-256", "v5p-128", "v6e-64", "v6e-256")
         ),
-        # Half the weights on an eighth of the chips.
+        # Half the weights on an eighth of the chips; tests/aot/test_int8_405b.py compiles them.
         _family("llama3.1_405b_int8", "v4-32"),
+        _family("llama3.1_405b_int8", "v5e-32"),
+        _windows("int8_v4-32", "v4-32", config="int8", compiled=None),
+        _windows("int8_v5e-32", "v5e-32", config="int8", compiled=None),
+        _scoring("v5e-64", "v5e-64", compiled=None),
         _training("nano_v4-8", "nano", "v4-8"),
         _training("llama_100m_v6e-8", "llama_100m_v6e-8", "v6e-8"),
         _training("llama_1b_v6e-64", "llama_1b_v6e-64", "v6e-64"),

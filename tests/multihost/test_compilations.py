@@ -71,6 +71,15 @@ def test_eval_lm(tmp_path, inputs, count):
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_eval_lm_with_weights_that_become_integers(tmp_path, inputs, count):
+    found = heard(tmp_path, count, [*inputs.eval_lm(tmp_path), "--quantize", "int8"], inputs)
+    check(found)
+    assert names(found, "score") == ["score"]
+    # Every projection and the head.
+    assert len(names(found, "load.derive.")) == 8
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_eval_careless_lm(tmp_path, inputs, count):
     found = heard(tmp_path, count, inputs.eval_careless_lm(tmp_path), inputs)
     check(found)

@@ -80,8 +80,9 @@ class CachePlan:
         shards = f" in {self.shards} shards" if self.shards > 1 else ""
         twice = f"; each key and value is on {self.repeated} devices" if self.repeated > 1 else ""
         dtype = np.dtype(self.abstract.pages[0].dtype).name
+        scaled = f" with a {np.dtype(self.abstract.scales[0].dtype).name} scale each" if self.abstract.scales else ""
         return (
-            f"{self.rows} rows of {self.max_seq_len:,} positions{shards}, {self.allocation}: {how}, {dtype}, "
+            f"{self.rows} rows of {self.max_seq_len:,} positions{shards}, {self.allocation}: {how}, {dtype}{scaled}, "
             f"{self.bytes_of_row / 2**20:,.1f} MiB a row and {self.bytes_per_device / 2**30:,.3f} GiB a device{twice}"
         )
 
@@ -109,7 +110,7 @@ def plan_cache(
         batch_axis: the logical name of the batch axis.
         rows: that can run at once, over all shards.
         max_seq_len: positions that a row may have.
-        dtype: of keys and values.
+        dtype: of keys and values; int8 for integers with scales.
         allocation: whether a row owns one page or takes pages as it grows.
         page_size: positions in a page of a paged cache.
         pages: of a paged cache, over all shards; None for as many as all rows need at full length.

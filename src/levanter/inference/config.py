@@ -9,7 +9,7 @@ Allocation: TypeAlias = Literal["fixed", "paged"]
 Auto: TypeAlias = Literal["auto"]
 StepCount: TypeAlias = Annotated[int, Range(1, 8)]
 
-CACHE_DTYPES = ("float32", "bfloat16", "float16")
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SHORT_PARTS = (128, 32)
 """Shorter parts of prompts than `prefill_chunk` that have a Program of their own, so that little is padded."""
 
@@ -25,7 +25,8 @@ class InferenceConfig(Ranged):
         prefill_chunk: tokens of a prompt that a call takes at most.
         steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for
             the call's end.
-        cache_dtype: of keys and values, float32, bfloat16 or float16; null for the compute dtype.
+        cache_dtype: of keys and values, float32, bfloat16, float16 or int8 (integers with a bfloat16 scale for each
+            position and head); null for the compute dtype.
         allocation: `fixed`: each row owns one page as long as a row may get, and nothing is gathered; `paged`: rows
             take pages of `page_size` positions as they grow.
         page_size: positions in a page of a paged cache.

@@ -72,8 +72,7 @@ def start_program(model: ServedModel, cache: CachePlan) -> Program:
     """Makes an empty cache and rows that nobody uses."""
 
     def start() -> tuple[KvCache, RowState]:
-        pages = tuple(hax.zeros(x.axes, dtype=x.dtype) for x in cache.abstract.pages)
-        return KvCache(pages=pages), _empty(model, cache)
+        return _each(lambda x: hax.zeros(x.axes, dtype=x.dtype), cache.abstract), _empty(model, cache)
 
     return _program("start_rows", start, (), cache, model)
 

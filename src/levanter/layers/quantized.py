@@ -32,6 +32,8 @@ LARGEST = 127
 STEP = np.float32(1 / LARGEST)
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 """A channel with a smaller scale is 0: it is not a normal number, and platforms differ about others."""
+COPIES = ("layers", "expert")
+"""Axes that count copies of a matrix."""
 ROUTER = "router"
 """What mixtures of experts call the projection that chooses among them. It stays as it is: it is small, and what it
 decides is discrete."""
@@ -160,8 +162,17 @@ def with_own_head(model: M) -> M:
 
 
 def abstract_int8(axes: tuple[Axis, ...], In: tuple[str, ...]) -> Int8Matrix:
-    """An int8 matrix over these axes without memory."""
+    """An int8 matrix over these axes without memory.
+
+    Where several axes are contracted, they come first, behind those that count copies of the matrix: a product of a few
+    rows on a TPU reads integers as they lie if the axes of its result are the innermost, and lays them out anew in each
+    layer otherwise (half of an output projection's cycles of a decode step).
+    """
     Out = tuple(axis for axis in axes if axis.name not in In)
+    if len(In) > 1:
+        copies = tuple(axis for axis in Out if axis.name in COPIES)
+        rest = tuple(axis for axis in Out if axis not in copies)
+        axes = (*copies, *(axis for axis in axes if axis.name in In), *rest)
     return Int8Matrix(q=_abstract(axes, np.int8), scale=_abstract(Out, np.float32))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, Ranged
 from levanter.inference.config import InferenceConfig
@@ -29,6 +30,10 @@ class GenerateConfig(Ranged):
         plan: assumptions for planning that a run would find out by itself.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
+            read; null keeps them in the compute dtype.
+        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
+            they `share` the table as it is.
     """
 
     hf_checkpoint: PathText | None = None
@@ -44,6 +49,8 @@ class GenerateConfig(Ranged):
     plan: PlanOptions = field(default_factory=PlanOptions)
     allow_pickle: bool = False
     load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
 
     def __post_init__(self) -> None:
         super().__post_init__()

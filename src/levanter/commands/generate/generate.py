@@ -224,6 +224,8 @@ def identity(work: GenerateWork) -> Mapping[str, Json]:
         "sampling": str(plain(config.sampling)),
         "seed": config.trainer.seed,
         "precision": str(work.pretrained.precision),
+        "quantize": config.quantize,
+        "tied_head": config.tied_head if config.quantize else None,
         "cache_dtype": str(work.programs.cache.abstract.pages[0].dtype),
         "max_seq_len": work.programs.cache.max_seq_len,
     }

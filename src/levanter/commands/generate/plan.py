@@ -70,6 +70,8 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
             allow_pickle=config.allow_pickle,
             memory_gib=config.load_memory_gib,
             saved=config.checkpoint_path,
+            quantize=config.quantize,
+            tied_head=config.tied_head,
         ),
         target,
         # A part of one prompt on each shard is the largest that a call computes.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.engine_keys import InferenceEngineConfig
+from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config import Written
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveInt, Ranged
@@ -40,6 +41,8 @@ class SampleLmConfig(Ranged):
         n_rounds: how often all prompts are gone through.
         profile: without effect; `trainer.profiler` profiles training runs.
         log_kernel_jaxprs_path: without effect.
+        quantize: `int8` holds all projections as 8-bit integers; see `generate`.
+        tied_head: with `quantize`, what a head multiplies by that is the embedding table: `copy` or `share`.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -58,6 +61,8 @@ class SampleLmConfig(Ranged):
     n_rounds: PositiveInt = 4
     profile: bool = False
     log_kernel_jaxprs_path: str | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
@@ -91,5 +96,7 @@ class SampleLmConfig(Ranged):
             trainer=self.trainer,
             inference=self.engine.inference(needed=len(self.texts) * self.n_generations, written=written),
             sampling=self.sampling,
+            quantize=self.quantize,
+            tied_head=self.tied_head,
             plan=self.plan,
         )

@@ -75,7 +75,7 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
         block="",
         name="quantize",
         why="training updates its weights, and 8-bit integers take no updates; leave it out, and quantize what was "
-        "trained: eval_lm, viz_logprobs, eval_careless_lm and eval_sliding_lm have this key",
+        "trained: eval_lm, viz_logprobs, eval_careless_lm, eval_sliding_lm, generate and sample_lm have this key",
         beside=(_TRAIN,),
     ),
     NotCarried(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.reference import HIDDEN, soft_capped
+from levanter.layers.attention.reference import HIDDEN, scaled_by, soft_capped
 
 
 def blockwise_attention(
@@ -24,6 +24,7 @@ def blockwise_attention(
     block_size: int,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
+    scales: tuple[NamedArray, NamedArray] | None = None,
 ) -> NamedArray:
     """As `reference_attention`, over blocks of `block_size` keys.
 
@@ -42,16 +43,26 @@ def blockwise_attention(
         return hax.pad(x, {KeyPos: (0, padding)}).unflatten_axis(KeyPos.name, (Blocks, Block))
 
     positions, segments = mask.positions_of_keys(KeyPos), mask.segments_of_keys(Pos, KeyPos)
-    blocks = (cut(positions), cut(hax.ones(KeyPos, dtype=bool)), cut(k), cut(v), cut(segments))
+    of_keys, of_values = (None, None) if scales is None else scales
+    blocks = (
+        cut(positions),
+        cut(hax.ones(KeyPos, dtype=bool)),
+        cut(k),
+        cut(v),
+        cut(segments),
+        cut(of_keys),
+        cut(of_values),
+    )
     queries = mask.positions_of_queries(Pos)
 
-    def step(carry, keys, exists, k_block, v_block, segment_block, explicit_block):
+    def step(carry, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block):
         top, total, mixed = carry
         visible = mask.visible(queries, keys, key_segments=segment_block, explicit=explicit_block)
         if padding:
             visible = exists if visible is None else hax.logical_and(visible, exists)
-        scores = hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32) * softmax_scale
-        scores = soft_capped(scores, soft_cap)
+        of_block = None if key_scales is None else (key_scales, value_scales)
+        scores = scaled_by(hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32), of_block, 0)
+        scores = soft_capped(scores * softmax_scale, soft_cap)
         if visible is not None:
             scores = hax.where(visible, scores, HIDDEN)
         new_top = hax.maximum(top, jax.lax.stop_gradient(hax.max(scores, Block)))
@@ -59,7 +70,8 @@ def blockwise_attention(
         if visible is not None:
             weights = hax.where(visible, weights, 0.0)
         shrink = hax.exp(top - new_top)
-        values = hax.dot(weights.astype(v.dtype), v_block, axis=Block, preferred_element_type=jnp.float32)
+        mixing = scaled_by(weights, of_block, 1).astype(v.dtype)
+        values = hax.dot(mixing, v_block, axis=Block, preferred_element_type=jnp.float32)
         new_mixed = mixed * shrink + values.rearrange(mixed.axes)
         return (new_top, total * shrink + hax.sum(weights, Block), new_mixed), None
 

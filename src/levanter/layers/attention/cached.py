@@ -13,9 +13,14 @@ written (both were read off what the TPU compiler makes of them).
 
 Rows are sharded like the batch, and a row's pages lie with the row: every device writes and reads its own rows and
 heads, and nothing is communicated. `jax.shard_map` says so.
+
+A cache of 8-bit integers has a second array for a stack of layers, of the same axes but `head_size`: the scales
+(`layers.attention.cache_int8`).
 """
 
 import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 
 import equinox as eqx
 import haliax as hax
@@ -25,11 +30,18 @@ from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
 from haliax_ext.mapping import AxisMapping, compute_mapping, compute_mapping_in_scope
-from levanter.layers.attention.backends import DEFAULT_BLOCK, BackendChoice, attend
+from levanter.layers.attention.backends import DEFAULT_BLOCK
+from levanter.layers.attention.blockwise import blockwise_attention
+from levanter.layers.attention.cache_int8 import int8_vectors
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.reference import reference_attention
 
 PAGE_AXES = ("layers", "page", "kv_head", "kv", "slot", "head_size")
 """The axes of the keys and values of a stack of layers, in order."""
+
+SCALE_AXES = ("layers", "kv_head", "kv", "page", "slot")
+"""The axes of the scales of integers, in order. With `kv` beside `slot` they would be laid out anew, and back, for each
+call."""
 
 MOST_SCORES = 1 << 20
 """Queries × keys of a head up to which all of their scores exist at a time; more are worked through by blocks of keys.
@@ -86,21 +98,34 @@ class CachedLayers(eqx.Module):
     Attributes:
         pages: keys and values of all of them, over `PAGE_AXES`.
         layer: the index of the layer that comes next, int32.
+        scales: of integers, over `SCALE_AXES`; None where keys and values are stored as they are.
     """
 
     pages: NamedArray
     layer: jax.Array
+    scales: NamedArray | None = None
 
     @staticmethod
-    def entering(pages: NamedArray) -> "CachedLayers":
+    def entering(pages: NamedArray, scales: NamedArray | None = None) -> "CachedLayers":
         """The state before the first layer."""
         assert tuple(axis.name for axis in pages.axes) == PAGE_AXES, pages.axes
-        return CachedLayers(pages=pages, layer=jnp.int32(0))
+        assert scales is None or tuple(axis.name for axis in scales.axes) == SCALE_AXES, scales.axes
+        return CachedLayers(pages=pages, layer=jnp.int32(0), scales=scales)
 
 
 def page_axes(*, layers: int, pages: int, slots: int, KVHead: Axis, HeadSize: Axis) -> tuple[Axis, ...]:
     """The axes of a stack's keys and values."""
     return (Axis("layers", layers), Axis("page", pages), KVHead, Axis("kv", 2), Axis("slot", slots), HeadSize)
+
+
+def scale_axes(pages: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The axes of the scales of a stack's keys and values.
+
+    Args:
+        pages: those of the keys and values.
+    """
+    by_name = {axis.name: axis for axis in pages}
+    return tuple(by_name[name] for name in SCALE_AXES)
 
 
 def attend_cached(
@@ -140,31 +165,46 @@ def attend_cached(
     (Batch,) = (a for a in q.axes if a.name not in ("position", "kv_head", "q_heads_per_group", "head_size"))
     of_key = (Batch.name, "position", "kv_head", "head_size")
     of_query = (*of_key[:3], "q_heads_per_group", "head_size")
-    q, k, v = q.rearrange(of_query), k.rearrange(of_key), v.rearrange(of_key)
     at = (Batch.name, "position")
-    given = [q, k, v, state.pages, new.positions.rearrange(at), new.there.rearrange(at)]
-    given += [x for x in (new.tables, sinks) if x is not None]
+    given = {
+        "q": q.rearrange(of_query),
+        "k": k.rearrange(of_key),
+        "v": v.rearrange(of_key),
+        "pages": state.pages,
+        "scales": state.scales,
+        "positions": new.positions.rearrange(at),
+        "there": new.there.rearrange(at),
+        "tables": new.tables,
+        "sinks": sinks,
+    }
+    there = {name: x for name, x in given.items() if x is not None}
     layer = _CachedAttention(
-        axes=tuple(tuple(axis.name for axis in x.axes) for x in given),
-        has_tables=new.tables is not None,
+        axes={name: tuple(axis.name for axis in x.axes) for name, x in there.items()},
         reach=new.reach,
         mask=mask,
         softmax_scale=softmax_scale,
         soft_cap=soft_cap,
         dtype=jnp.dtype(dtype),
     )
-    arrays = [x.array for x in given]
+    arrays = {name: x.array for name, x in there.items()}
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        mixed, pages = layer(state.layer, *arrays)
+        mixed, held = layer(state.layer, arrays)
     else:
         mapping = compute_mapping_in_scope()
         mapping = mapping.merged({"page": mapping.mesh_axes(Batch.name) or None})
-        specs = [mapping.spec(names) for names in layer.axes]
+        specs = {name: mapping.spec(names) for name, names in layer.axes.items()}
+        kept = {name: specs[name] for name in _HELD if name in specs}
         # That what is computed alike on several devices is the same there, the checker does not see.
-        run = jax.shard_map(layer, in_specs=(jax.P(), *specs), out_specs=(specs[0], specs[3]), check_vma=False)
-        mixed, pages = run(state.layer, *arrays)
-    return hax.named(mixed, q.axes), CachedLayers(pages=hax.named(pages, state.pages.axes), layer=state.layer + 1)
+        run = jax.shard_map(layer, in_specs=(jax.P(), specs), out_specs=(specs["q"], kept), check_vma=False)
+        mixed, held = run(state.layer, arrays)
+    behind = {name: hax.named(x, there[name].axes) for name, x in held.items()}
+    mixed = hax.named(mixed, there["q"].axes).rearrange(q.axes)
+    return mixed, CachedLayers(**behind, layer=state.layer + 1)
+
+
+_HELD = ("pages", "scales")
+"""What a layer reads and writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,8 +212,7 @@ class _CachedAttention:
     """A device's part of `attend_cached`.
 
     Attributes:
-        axes: names of the axes of its arguments: q, k, v, pages, positions, there, then tables and sinks.
-        has_tables: whether there are tables.
+        axes: names of the axes of its arguments: q, k, v, pages, positions, there, and maybe scales, tables and sinks.
         reach: how many positions of a row are read.
         mask: the rule.
         softmax_scale: multiplies the scores.
@@ -181,82 +220,95 @@ class _CachedAttention:
         dtype: in which attention is computed.
     """
 
-    axes: tuple[tuple[str, ...], ...]
-    has_tables: bool
+    axes: Mapping[str, tuple[str, ...]]
     reach: int | None
     mask: AttentionMask
     softmax_scale: float
     soft_cap: float | None
     dtype: jnp.dtype
 
-    def __call__(self, layer: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q, k, v, pages, positions, there, *more = (
-            hax.named(array, tuple(names)) for array, names in zip(arrays, self.axes, strict=True)
-        )
-        tables = more.pop(0) if self.has_tables else None
-        written = _written(pages.array, layer, k.array, v.array, positions.array, there.array, tables)
-        keys, values = self._read(written, layer, q.axes[0], q.resolve_axis("kv_head"), tables)
+    def __call__(self, layer: jax.Array, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        given = {name: hax.named(array, self.axes[name]) for name, array in arrays.items()}
+        q, positions, tables = given["q"], given["positions"], given.get("tables")
+        held = self._write({name: arrays[name] for name in _HELD if name in arrays}, layer, given)
+        (keys, key_scales), (values, value_scales) = (self._read(held, layer, q, tables, which) for which in (0, 1))
         Pos, KeyPos = q.resolve_axis("position"), keys.resolve_axis("key_position")
         whole = Pos.size == 1 or Pos.size * KeyPos.size <= MOST_SCORES
-        name, block = ("reference", None) if whole else ("blockwise", DEFAULT_BLOCK)
+        formula = reference_attention if whole else functools.partial(blockwise_attention, block_size=DEFAULT_BLOCK)
         # Haliax's functions constrain what they make by the mapping in scope; here are a device's own parts.
         with compute_mapping(AxisMapping()):
-            mixed = attend(
+            mixed = formula(
                 q.astype(self.dtype),
                 keys.astype(self.dtype),
                 values.astype(self.dtype),
                 self.mask.with_positions(query_positions=positions),
-                choice=BackendChoice(name=name, reason="by the number of scores", block_size=block),
                 softmax_scale=self.softmax_scale,
                 soft_cap=self.soft_cap,
-                sinks=more.pop(0) if more else None,
+                sinks=given.get("sinks"),
+                scales=None if key_scales is None or value_scales is None else (key_scales, value_scales),
             )
-        return mixed.rearrange(q.axes).array.astype(q.dtype), written
+        return mixed.rearrange(q.axes).array.astype(q.dtype), held
 
     def _read(
-        self, pages: jax.Array, layer: jax.Array, Batch: Axis, KVHead: Axis, tables: NamedArray | None
-    ) -> tuple[NamedArray, NamedArray]:
-        """Keys and values of the rows, `[batch, kv_head, key_position, head_size]`."""
-        slots, size = pages.shape[4:]
-        rows, heads = Batch.size, KVHead.size
+        self, held: Mapping[str, jax.Array], layer: jax.Array, q: NamedArray, tables: NamedArray | None, which: int
+    ) -> tuple[NamedArray, NamedArray | None]:
+        """Keys or values of the rows, `[batch, kv_head, key_position, head_size]`, and their scales without the last.
+
+        Each by itself: a product reads its own part of the cache where it lies.
+        """
+        Batch, KVHead = q.axes[0], q.resolve_axis("kv_head")
+        found: dict[str, NamedArray] = {}
+        for name, array in held.items():
+            names = self.axes[name]
+            size = dict(zip(names, array.shape, strict=True))
+            if tables is None:
+                reach = min(self.reach or size["slot"], size["slot"])
+                size |= {"layers": 1, "kv": 1, "page": Batch.size, "slot": reach}
+                start = {"layers": layer, "kv": which}
+                part = jax.lax.dynamic_slice(
+                    array, [start.get(each, 0) for each in names], [size[each] for each in names]
+                )
+                own = {"page": Batch, "slot": Axis("key_position", size["slot"])}
+                axes = [own.get(each, Axis(each, size[each])) for each in names if each not in start]
+                found[name] = hax.named(part.reshape([axis.size for axis in axes]), axes)
+            else:
+                slots = size["slot"]
+                some = tables.array[:, : -(-(self.reach or slots * tables.array.shape[1]) // slots)]
+                part = array.at[_at(names, layers=layer, page=some, kv=which)].get(mode="clip").swapaxes(1, 2)
+                part = part.reshape(Batch.size, KVHead.size, -1, *part.shape[4:])
+                features = (Axis("head_size", each) for each in part.shape[3:])
+                found[name] = hax.named(part, (Batch, KVHead, Axis("key_position", part.shape[2]), *features))
+        return found["pages"], found.get("scales")
+
+    def _write(
+        self, held: Mapping[str, jax.Array], layer: jax.Array, given: Mapping[str, NamedArray]
+    ) -> Mapping[str, jax.Array]:
+        """The pages, and their scales, with what is new in them; what is not there, or has no slot, is dropped."""
+        positions, there, tables = given["positions"].array, given["there"].array, given.get("tables")
+        pages = held["pages"]
+        slots = pages.shape[4]
         if tables is None:
-            reach = min(self.reach or slots, slots)
-            shape = (1, rows, heads, 1, reach, size)
-            # Each by itself: a product reads its own part of the cache where it lies.
-            keys, values = (
-                jax.lax.dynamic_slice(pages, (layer, 0, 0, which, 0, 0), shape)[0, :, :, 0] for which in (0, 1)
-            )
+            number = jnp.arange(positions.shape[0])[:, None]
+            there = there & (positions < slots)
         else:
-            some = tables.array[:, : -(-(self.reach or slots * tables.array.shape[1]) // slots)]
-            keys, values = (
-                pages.at[layer, some, :, which].get(mode="clip").swapaxes(1, 2).reshape(rows, heads, -1, size)
-                for which in (0, 1)
-            )
-        axes = (Batch, KVHead, Axis("key_position", keys.shape[2]), Axis("head_size", size))
-        return hax.named(keys, axes), hax.named(values, axes)
+            number = jnp.take_along_axis(tables.array, positions // slots, axis=1, mode="clip")
+            there = there & (positions < slots * tables.array.shape[1])
+        # A scatter of vectors along `head_size`. With heads and `kv` in what is written at a time, a compiled step on
+        # v5e had temporaries of one and a half caches.
+        number = jnp.where(there, number, pages.shape[1])[:, :, None, None]
+        head, which = jnp.arange(pages.shape[2])[:, None], jnp.arange(2)
+        at = {"layers": layer, "page": number, "kv_head": head, "kv": which}
+        at["slot"] = (positions % slots)[:, :, None, None]
+        vectors = jnp.stack([given["k"].array, given["v"].array], axis=3)
+        new = {"pages": jnp.where(jnp.isfinite(vectors), vectors, 0)}
+        if "scales" in held:
+            new["pages"], new["scales"] = int8_vectors(new["pages"])
+        return {
+            name: array.at[_at(self.axes[name], **at)].set(new[name].astype(array.dtype), mode="drop")
+            for name, array in held.items()
+        }
 
 
-def _written(
-    pages: jax.Array,
-    layer: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    there: jax.Array,
-    tables: NamedArray | None,
-) -> jax.Array:
-    """The pages with what is new in them; what is not there, or has no slot, is dropped."""
-    slots = pages.shape[4]
-    if tables is None:
-        number = jnp.arange(positions.shape[0])[:, None]
-        there = there & (positions < slots)
-    else:
-        number = jnp.take_along_axis(tables.array, positions // slots, axis=1, mode="clip")
-        there = there & (positions < slots * tables.array.shape[1])
-    # A scatter of vectors along `head_size`. With heads and `kv` in what is written at a time, a compiled step on v5e
-    # had temporaries of one and a half caches.
-    at = jnp.where(there, number, pages.shape[1])[:, :, None, None]
-    head, which = jnp.arange(pages.shape[2])[:, None], jnp.arange(2)
-    new = jnp.stack([k, v], axis=3)
-    new = jnp.where(jnp.isfinite(new), new, 0).astype(pages.dtype)
-    return pages.at[layer, at, head, which, (positions % slots)[:, :, None, None]].set(new, mode="drop")
+def _at(names: Sequence[str], **given: jax.Array | int) -> tuple[jax.Array | int | slice, ...]:
+    """An index by axis names: all of those that are not given."""
+    return tuple(given.get(name, slice(None)) for name in names)

@@ -20,6 +20,7 @@ def reference_attention(
     softmax_scale: float,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
+    scales: tuple[NamedArray, NamedArray] | None = None,
 ) -> NamedArray:
     """`softmax(q·k · softmax_scale) · v` over the keys that `mask` shows.
 
@@ -35,6 +36,8 @@ def reference_attention(
         soft_cap: bound of the scaled scores, see `soft_capped`; None for none.
         sinks: `[kv_head, q_heads_per_group]`, for each head the score of a key that every query sees and whose value
             is zero (gpt-oss, arXiv:2508.10925; Xiao et al., arXiv:2309.17453); neither scaled nor bounded.
+        scales: where `k` and `v` hold integers, what each vector of them is to be multiplied by, `[…, key_position,
+            kv_head]`: scores are, and the weights of values.
 
     Returns:
         The axes of `q`.
@@ -43,14 +46,21 @@ def reference_attention(
     axes = q.axes
     # Heads before positions: products over them come out in that order, and XLA for CPUs would transpose them back.
     q = q.rearrange((*(axis for axis in axes if axis.name not in (Pos.name, "head_size")), Pos, "head_size"))
-    scores = soft_capped(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32) * softmax_scale, soft_cap)
+    scores = scaled_by(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32), scales, 0)
+    scores = soft_capped(scores * softmax_scale, soft_cap)
     visible = mask.materialize(Pos, KeyPos)
     if visible is not None:
         scores = hax.where(visible, scores, HIDDEN)
     weights = _softmax(scores, KeyPos, sinks)
     if visible is not None:
         weights = hax.where(visible, weights, 0.0)
+    weights = scaled_by(weights, scales, 1)
     return hax.dot(weights.astype(v.dtype), v, axis=KeyPos).rearrange(axes)
+
+
+def scaled_by(x: NamedArray, scales: tuple[NamedArray, NamedArray] | None, which: int) -> NamedArray:
+    """Scores or weights times the scales of the keys (0) or values (1) that they are of; themselves where none are."""
+    return x if scales is None else (x * scales[which].astype(x.dtype)).rearrange(x.axes)
 
 
 def soft_capped(x: NamedArray, bound: float | None) -> NamedArray:

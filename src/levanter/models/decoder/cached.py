@@ -4,14 +4,13 @@ The cache of a model is one array of keys and values for each of its runs of lay
 (`models.decoder.spec`). What an array is, says `layers.attention.cached`.
 """
 
-from dataclasses import replace
-
 import equinox as eqx
 import jax.numpy as jnp
 from haliax import Axis, NamedArray, zeros
 from jax.typing import DTypeLike
 
-from levanter.layers.attention.cached import NewPositions, page_axes
+from levanter.layers.attention.cache_int8 import SCALE_DTYPE
+from levanter.layers.attention.cached import CachedLayers, NewPositions, page_axes, scale_axes
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.model import DecoderLmHeadModel
 
@@ -23,9 +22,12 @@ class KvCache(eqx.Module):
 
     Attributes:
         pages: `[layers, page, kv_head, kv, slot, head_size]` of each run of layers.
+        scales: where those are integers, what each vector of them is multiplied by, `[layers, kv_head, kv, page,
+            slot]` of each run of layers; otherwise none.
     """
 
     pages: tuple[NamedArray, ...]
+    scales: tuple[NamedArray, ...] = ()
 
     @staticmethod
     def zeros(config: DecoderConfig, *, pages: int, slots: int, dtype: DTypeLike) -> "KvCache":
@@ -35,12 +37,17 @@ class KvCache(eqx.Module):
             config: the architecture.
             pages: how many pages there are, over all shards.
             slots: positions in a page.
-            dtype: of keys and values.
+            dtype: of keys and values; int8 for integers with scales.
 
         Raises:
             ValueError: the model has layers that remember something else than keys and values.
         """
-        return KvCache(pages=tuple(zeros(axes, dtype=jnp.dtype(dtype)) for axes in cache_axes(config, pages, slots)))
+        axes, dtype = cache_axes(config, pages, slots), jnp.dtype(dtype)
+        of_integers = axes if dtype == jnp.int8 else ()
+        return KvCache(
+            pages=tuple(zeros(own, dtype=dtype) for own in axes),
+            scales=tuple(zeros(scale_axes(own), dtype=SCALE_DTYPE) for own in of_integers),
+        )
 
     @property
     def Slot(self) -> Axis:
@@ -89,5 +96,8 @@ def advance(
     """
     embedded = model.embeddings(tokens, at.positions)
     length = at.capacity(cache.Slot) if length is None else length
-    activations, pages = model.transformer.advance(embedded, at, cache.pages, length=length)
-    return activations, replace(cache, pages=pages)
+    scales = cache.scales or (None,) * len(cache.pages)
+    states = [CachedLayers.entering(*own) for own in zip(cache.pages, scales, strict=True)]
+    activations, left = model.transformer.advance(embedded, at, states, length=length)
+    behind = tuple(state.scales for state in left if state.scales is not None)
+    return activations, KvCache(pages=tuple(state.pages for state in left), scales=behind)

@@ -168,23 +168,23 @@ class DecoderTransformer(eqx.Module):
         return found
 
     def advance(
-        self, x: NamedArray, new: NewPositions, pages: Sequence[NamedArray], *, length: int
-    ) -> tuple[NamedArray, tuple[NamedArray, ...]]:
+        self, x: NamedArray, new: NewPositions, states: Sequence[CachedLayers], *, length: int
+    ) -> tuple[NamedArray, tuple[CachedLayers, ...]]:
         """As a call, for tokens that continue what a cache holds.
 
         Args:
             x: the embedded tokens, `[batch, position, embed]`.
             new: where they belong.
-            pages: of each run of layers, its keys and values.
+            states: of each run of layers, what it remembers.
             length: positions that a row may have: what rotary embeddings go by that depend on the whole length.
 
         Returns:
-            The activations, and the pages with the new positions in them.
+            The activations, and the states with the new positions in them.
         """
         tables = self._tables(new.positions, length=length)
         context = MixerContext(mask=AttentionMask.causal(), tables=tables, positions=new.positions, new=new)
-        found, states = self._through(x, context, [CachedLayers.entering(own) for own in pages])
-        return found.activations, tuple(state.pages for state in states if state is not None)
+        found, left = self._through(x, context, states)
+        return found.activations, tuple(state for state in left if state is not None)
 
     @property
     def _stacks(self) -> "tuple[Stacked | BlockSeq, ...]":

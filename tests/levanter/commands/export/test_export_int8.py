@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from helpers.family_models import CPU8
+from helpers.family_models import CPU8, describe_folder, score
 from helpers.llama_on_mesh import tiny_config
 from helpers.saved_run import IDS, TEXT, write_checkpoint, write_tokenizer
 from safetensors.numpy import load_file
@@ -284,6 +284,44 @@ def test_it_is_evaluated_and_training_refuses_it(exported, tmp_path, capsys):
     assert "quantize: training updates its weights, and 8-bit integers take no updates" in capsys.readouterr().err
 
 
+def dequantized(folder) -> dict[str, np.ndarray]:
+    """The weights of a folder as the format's formula has them, in float32."""
+    found = tensors_of(folder)
+    for name in [name for name in found if name.endswith("_packed")]:
+        base = name.removesuffix("_packed")
+        word, scale, shape = found.pop(name), found.pop(f"{base}_scale"), found.pop(f"{base}_shape")
+        q = np.stack([(word.view(np.uint32) >> (8 * n) & 255).astype(np.int64) - 128 for n in range(4)], -1)
+        found[base] = q.reshape(shape).astype(np.float32) * scale
+    return {name: x.astype(np.float32) for name, x in found.items()}
+
+
+def scored_by_torch(model) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        logprobs = model(torch.from_numpy(TOKENS).long()).logits.double().log_softmax(-1)
+    return logprobs[:, :-1].gather(-1, torch.from_numpy(TOKENS[:, 1:]).long()[..., None])[..., 0].numpy()
+
+
+TOKENS = np.random.default_rng(5).integers(3, 300, (8, 16)).astype(np.int32)
+
+
+def test_torch_gives_the_numbers_of_the_files_the_same_probabilities(exported):
+    """Torch multiplies by what NumPy makes of the files; we by the integers, and by the scales afterwards."""
+    import torch
+    import transformers
+
+    document = json.loads((exported / "config.json").read_text())
+    del document["quantization_config"]
+    config = transformers.LlamaConfig(**document, attn_implementation="eager")
+    theirs = transformers.LlamaForCausalLM(config).float().eval()
+    weights = {name: torch.from_numpy(x) for name, x in dequantized(exported).items()}
+    assert not theirs.load_state_dict(weights, strict=True).missing_keys
+    described = describe_folder(exported, mesh="2x4", positions=16)
+    _, found = score(described, TOKENS, np.zeros_like(TOKENS))
+    np.testing.assert_allclose(found[:, :-1], scored_by_torch(theirs), atol=2e-4, rtol=0)
+
+
 @pytest.mark.skipif(not is_compressed_tensors_available(), reason="the format's own library is not installed")
 def test_transformers_makes_the_same_numbers_of_it(exported):
     import torch
@@ -300,3 +338,5 @@ def test_transformers_makes_the_same_numbers_of_it(exported):
     expected = found[f"{path}.q"][1].astype(np.float32) * found[f"{path}.scale"][1][:, None]
     mine = theirs.state_dict()[LAYER].float().numpy()
     np.testing.assert_allclose(mine.reshape(expected.shape), expected, rtol=1e-6)
+    _, logprobs = score(describe_folder(exported, mesh="one", positions=16), TOKENS, np.zeros_like(TOKENS))
+    np.testing.assert_allclose(logprobs[:, :-1], scored_by_torch(theirs), atol=2e-4, rtol=0)

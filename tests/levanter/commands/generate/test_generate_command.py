@@ -161,9 +161,9 @@ PLANNED = {
 }
 
 
-def planned(tmp_path, target: str, **inference):
+def planned(tmp_path, target: str, *, more=None, **inference):
     path = tmp_path / "plan.yaml"
-    path.write_text(json.dumps({**PLANNED, "inference": inference}))
+    path.write_text(json.dumps({**PLANNED, **(more or {}), "inference": inference}))
     loaded = load_written(GenerateConfig, ["--config_path", str(path)])
     return generate.describe(loaded.config, target_of_pod(target), written=loaded.written)
 
@@ -179,6 +179,23 @@ def test_a_plan_needs_no_weights_and_no_prompts(tmp_path):
     row = 80 * 8 * 128 * 2 * 2 * 8192 // 8
     assert plan.resident_bytes is not None and plan.resident_bytes["cache"] == 4 * row
     assert {workload.program for workload in plan.workloads} == set(names) - {"start_rows"}
+
+
+def test_integers_are_planned_to_the_byte(tmp_path):
+    plan = planned(tmp_path, "v5e-8", more={"quantize": "int8"}, max_rows=32, cache_dtype="int8")
+    assert not plan.errors
+    # Of each head and position 128 integers and a scale of two bytes, for keys and for values.
+    assert plan.resident_bytes is not None
+    assert plan.resident_bytes["cache"] == 32 * 80 * 2 * 8192 * (128 + 2)
+    q = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 128256 * 8192
+    # Axes that are contracted are cut for two of the matrices, whose scales are whole on every chip.
+    whole, cut = 80 * 2 * 8192, 80 * (8192 + 2 * 1024 + 2 * 28672) + 128256
+    norms, table = 2 * (80 * 2 + 1) * 8192, 2 * 128256 * 8192
+    assert plan.resident_bytes["parameters"] == (q + table + 4 * cut) // 8 + 4 * whole + norms
+    said = {check.name: check.message for check in plan.checks}
+    assert "int8 with a bfloat16 scale each" in said["cache"]
+    assert said["int8"].startswith(f"8 projections; bytes: {q:,} of integers, {4 * (whole + cut):,} of scales")
+    assert any(program.name.startswith("load.derive.") for program in plan.load.programs)
 
 
 def test_heads_that_are_cut_further_than_keys_repeat_the_cache(tmp_path):
@@ -199,7 +216,7 @@ def test_heads_that_are_cut_further_than_keys_repeat_the_cache(tmp_path):
         ({"max_rows": 3}, "max_rows 3 is not a multiple of the 2 shards of the batch; the nearest above is 4"),
         ({"allocation": "paged", "pages": 64}, "at least 128 are needed"),
         ({"pages": 64}, "only a paged cache"),
-        ({"cache_dtype": "int3"}, "float32, bfloat16, float16"),
+        ({"cache_dtype": "int3"}, "float32, bfloat16, float16, int8"),
         ({"steps": 9}, "inference.steps"),
     ],
     ids=str,

@@ -85,11 +85,14 @@ def test_numpys_integers_on_every_mesh(name, folder_of):
             q, scale = q[0], scale[0]
             q, scale = (q[3], scale[3]) if experts and "mlp" in path else (q, scale)
         expected = rows_of(tensors[source])
-        np.testing.assert_array_equal(q.reshape(shape)[: shape[0]], expected[0])
+        # Where several axes are contracted (heads), they come first.
+        q = q.reshape(-1, shape[0]).T if "o_proj" in path else q.reshape(shape)[: shape[0]]
+        np.testing.assert_array_equal(q, expected[0])
         np.testing.assert_array_equal(scale[: shape[0]], expected[1])
 
 
-# Of models with random weights, whose two best logits are often close; SmolLM2's agreement is not measured yet.
+# Of models with random weights, whose two best logits are often close: all positions, as measured. Scales for groups of
+# input features do not change it (docs/LOG.md), and a real model keeps more (tests/parity/test_int8_smollm2.py).
 LEAST = {"qwen2": 0.92, "qwen3": 0.94, "gemma": 0.95, "gemma2": 0.97}
 
 
@@ -100,9 +103,13 @@ def test_the_likeliest_token_is_the_same_but_where_two_are_nearly_as_likely(name
     first, second = np.argmax(exact, -1), np.argmax(found, -1)
     assert len(np.unique(first)) > 20, "the model's predictions must differ for this to say anything"
     assert np.mean(first == second) >= LEAST[name]
-    differ = first != second
-    gaps = exact.max(-1)[differ] - np.take_along_axis(exact, second[..., None], -1)[..., 0][differ]
-    assert (gaps < 0.2 * exact.std()).all()
+    best = np.sort(exact, -1)[..., -2:]
+    gaps, noise = best[..., 1] - best[..., 0], (found - exact).std()
+    assert noise < 0.06 * exact.std()
+    # Where the two best are further apart than a logit moves, and wherever they are four times as far.
+    clear = gaps > noise
+    assert clear.mean() > 0.85 and np.mean(first[clear] == second[clear]) >= 0.97
+    np.testing.assert_array_equal(first[gaps > 4 * noise], second[gaps > 4 * noise])
 
 
 def logits_of(model) -> np.ndarray:

@@ -1,12 +1,14 @@
 """Attention to a cache means the formula over a row's whole history, written in NumPy, however the history came in.
 
-Four rows are given to the cache in three calls of unequal numbers of tokens, among them none at all.
+Four rows are given to the cache in three calls of unequal numbers of tokens, among them none at all. Of a cache of
+integers the formula is over what NumPy's integers and scales stand for.
 """
 
 import functools
 
 import haliax as hax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from haliax import Axis
@@ -16,7 +18,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask, cached
-from levanter.layers.attention.cached import CachedLayers, NewPositions, attend_cached, page_axes
+from levanter.layers.attention.cached import CachedLayers, NewPositions, attend_cached, page_axes, scale_axes
 
 ROWS, HEADS, GROUP, SIZE, LAYERS, LAYER = 4, 2, 2, 8, 3, 1
 PAGES, SLOTS, OF_ROW = 14, 4, 3
@@ -59,9 +61,19 @@ def histories():
 SINKS = np.random.default_rng(1).standard_normal((HEADS, GROUP)).astype(np.float32)
 
 
-def formula(row: int, *, window=None, soft_cap=None, sinks=False):
+def integers_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors along the last axis as integers and bfloat16 scales."""
+    scale = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(ml_dtypes.bfloat16)
+    q = np.rint(x * (1 / scale.astype(np.float32))[..., None])
+    assert np.abs(q).max() <= 127.5
+    return np.clip(q, -127, 127).astype(np.int8), scale
+
+
+def formula(row: int, *, window=None, soft_cap=None, sinks=False, int8=False):
     """`[position, kv_head, q_heads_per_group, head_size]` by float64 loops over positions."""
     q, k, v = (x.astype(np.float64) for x in histories()[row])
+    if int8:
+        k, v = (n * s.astype(np.float64)[..., None] for n, s in map(integers_of, histories()[row][1:]))
     found = np.zeros_like(q)
     for at in range(len(q)):
         first = 0 if window is None else max(0, at + 1 - window)
@@ -96,8 +108,8 @@ def tables(ways: int) -> np.ndarray:
     return np.concatenate(numbers).reshape(ROWS, OF_ROW).astype(np.int32)
 
 
-def program(allocation: str, mapping, *, reach=None, dtype=np.float32, window=None, soft_cap=None, sinks=False):
-    """A call as a Program: q, k, v, pages, first, count, tables, sinks."""
+def program(allocation: str, mapping, *, reach=None, window=None, soft_cap=None, sinks=False, int8=False):
+    """A call as a Program: q, k, v, the state, first, count, tables, sinks."""
     Table = Axis("table", OF_ROW)
     axes = page_axes(
         layers=LAYERS,
@@ -107,9 +119,9 @@ def program(allocation: str, mapping, *, reach=None, dtype=np.float32, window=No
         HeadSize=Size,
     )
 
-    def function(q, k, v, pages, first, count, table, sink):
+    def function(q, k, v, held, first, count, table, sink):
         new = NewPositions.following(first, count, Pos, tables=None if allocation == "fixed" else table, reach=reach)
-        state = CachedLayers(pages=pages, layer=jnp.int32(LAYER))
+        state = CachedLayers(**held, layer=jnp.int32(LAYER))
         mixed, state = attend_cached(
             q,
             k,
@@ -122,47 +134,57 @@ def program(allocation: str, mapping, *, reach=None, dtype=np.float32, window=No
             soft_cap=soft_cap,
             sinks=sink if sinks else None,
         )
-        return mixed, state.pages, state.layer
+        behind = {"pages": state.pages, "scales": state.scales}
+        return mixed, {name: behind[name] for name in held}, state.layer
 
     compute = AxisMapping({**mapping, "page": mapping.get("batch")})
 
+    def empty(axes, dtype):
+        return abstract(lambda: hax.zeros(axes, dtype=dtype))
+
     def given(name, axes, dtype):
-        return Input(name=name, value=abstract(lambda: hax.zeros(axes, dtype=dtype)), placement=compute)
+        return Input(name=name, value=empty(axes, dtype), placement=compute)
+
+    held = {"pages": empty(axes, np.int8 if int8 else np.float32)}
+    if int8:
+        held["scales"] = empty(scale_axes(axes), ml_dtypes.bfloat16)
 
     inputs = (
-        given("q", (Batch, Pos, KVHead, Queries, Size), dtype),
-        given("k", (Batch, Pos, KVHead, Size), dtype),
-        given("v", (Batch, Pos, KVHead, Size), dtype),
-        given("pages", axes, dtype),
+        given("q", (Batch, Pos, KVHead, Queries, Size), np.float32),
+        given("k", (Batch, Pos, KVHead, Size), np.float32),
+        given("v", (Batch, Pos, KVHead, Size), np.float32),
+        Input(name="held", value=held, placement=compute),
         given("first", (Batch,), np.int32),
         given("count", (Batch,), np.int32),
         given("table", (Batch, Table), np.int32),
         given("sink", (KVHead, Queries), np.float32),
     )
     return Program(
-        name="attend", function=function, inputs=inputs, mappings=Mappings(compute=compute), donate=("pages",)
+        name="attend", function=function, inputs=inputs, mappings=Mappings(compute=compute), donate=("held",)
     )
 
 
 def run_all(allocation: str, mesh: str, devices, *, fill=0.0, reach=None, **rule):
-    """What comes of each row's positions, and the pages in the end."""
+    """What comes of each row's positions, what is held in the end, and the tables."""
     spec, mapping = MESHES[mesh]
     made = program(allocation, mapping, reach=reach, **rule)
     call = made.jit(spec.build(devices[: spec.size]))
-    pages = hax.named(jnp.full(made.input("pages").value.array.shape, fill), made.input("pages").value.axes)
+    held = {
+        name: hax.named(jnp.full(x.array.shape, fill, x.dtype), x.axes) for name, x in made.input("held").value.items()
+    }
     table = tables(spec.ways(made.mappings.compute.mesh_axes("batch")))
     found: list[list[np.ndarray]] = [[] for _ in range(ROWS)]
     for q, k, v, first, count in calls():
         values = [q, k, v, None, first, count, table, SINKS]
         named = [
-            pages if x is None else hax.named(jnp.asarray(x), declared.value.axes)
+            held if x is None else hax.named(jnp.asarray(x), declared.value.axes)
             for declared, x in zip(made.inputs, values, strict=True)
         ]
-        mixed, pages, layer = call(*named)
+        mixed, held, layer = call(*named)
         assert int(layer) == LAYER + 1
         for row, n in enumerate(count):
             found[row].append(np.asarray(mixed.array)[row, :n])
-    return [np.concatenate(each) for each in found], np.asarray(pages.array), table
+    return [np.concatenate(each) for each in found], {n: np.asarray(x.array) for n, x in held.items()}, table
 
 
 @pytest.mark.parametrize("allocation", ["fixed", "paged"])
@@ -173,6 +195,17 @@ def test_equals_the_formula_over_the_whole_row(rule, allocation, mesh, devices):
         np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("allocation", "rule", "mesh"),
+    [("fixed", "all", "one"), ("paged", "everything", "data 2, model 2, group 2")],
+)
+def test_a_cache_of_integers_equals_the_formula_over_what_they_stand_for(rule, allocation, mesh, devices):
+    found, *_ = run_all(allocation, mesh, devices, int8=True, **RULES[rule])
+    for row in range(ROWS):
+        np.testing.assert_allclose(found[row], formula(row, int8=True, **RULES[rule]), atol=4e-6)
+        assert np.abs(found[row] - formula(row, **RULES[rule])).max() < 0.05
+
+
 @pytest.mark.parametrize("rule", [name for name in RULES if name not in ("all", "everything")])
 def test_every_rule_by_itself(rule, devices):
     found, *_ = run_all("paged", "one", devices, **RULES[rule])
@@ -180,20 +213,23 @@ def test_every_rule_by_itself(rule, devices):
         np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
 
 
-@pytest.mark.parametrize(("rule", "mesh"), [("all", "one"), ("everything", "data 2, model 2, group 2")])
-def test_by_blocks_of_keys_it_is_the_same(rule, mesh, devices, monkeypatch):
+@pytest.mark.parametrize(
+    ("rule", "mesh", "int8"),
+    [("all", "one", False), ("everything", "data 2, model 2, group 2", False), ("everything", "one", True)],
+)
+def test_by_blocks_of_keys_it_is_the_same(rule, mesh, int8, devices, monkeypatch):
     monkeypatch.setattr(cached, "MOST_SCORES", 0)
     monkeypatch.setattr(cached, "DEFAULT_BLOCK", 5)
-    found, *_ = run_all("paged", mesh, devices, **RULES[rule])
+    found, *_ = run_all("paged", mesh, devices, int8=int8, **RULES[rule])
     for row in range(ROWS):
-        np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
+        np.testing.assert_allclose(found[row], formula(row, int8=int8, **RULES[rule]), atol=4e-6)
 
 
 @pytest.mark.parametrize("mesh", ["one", "data 2, model 2, group 2"])
-@pytest.mark.parametrize("allocation", ["fixed", "paged"])
-def test_only_what_is_new_is_written_and_to_its_own_place(allocation, mesh, devices):
-    _, pages, table = run_all(allocation, mesh, devices, fill=7.0)
-    expected = np.full_like(pages, 7.0)
+@pytest.mark.parametrize(("allocation", "int8"), [("fixed", False), ("paged", False), ("paged", True)])
+def test_only_what_is_new_is_written_and_to_its_own_place(allocation, int8, mesh, devices):
+    _, held, table = run_all(allocation, mesh, devices, fill=7, int8=int8)
+    expected = {name: np.full_like(x, 7) for name, x in held.items()}
     ways = 2 if mesh.startswith("data 2") else 1
     for row, (_, k, v) in enumerate(histories()):
         for at in range(len(k)):
@@ -202,8 +238,14 @@ def test_only_what_is_new_is_written_and_to_its_own_place(allocation, mesh, devi
             else:
                 # The tables count within a shard; the array has the shards one behind another.
                 page, slot = row // (ROWS // ways) * (PAGES // ways) + table[row, at // SLOTS], at % SLOTS
-            expected[LAYER, page, :, 0, slot], expected[LAYER, page, :, 1, slot] = k[at], v[at]
-    np.testing.assert_array_equal(pages, expected)
+            for kv, x in enumerate((k[at], v[at])):
+                whole, *scales = integers_of(x) if int8 else (x,)
+                expected["pages"][LAYER, page, :, kv, slot] = whole
+                for its in scales:
+                    expected["scales"][LAYER, :, kv, page, slot] = its
+    assert held.keys() == expected.keys()
+    for name, x in expected.items():
+        assert held[name].dtype == x.dtype and held[name].tobytes() == x.tobytes(), name
 
 
 @pytest.mark.parametrize("allocation", ["fixed", "paged"])
@@ -216,30 +258,31 @@ def test_a_shorter_reach_reads_less_and_gives_the_same(allocation, devices):
     assert COUNTS.sum(0).tolist() == [10, 7, 4, 12]
 
 
-def test_what_is_not_finite_stays_with_its_own_row(devices):
+@pytest.mark.parametrize("int8", [False, True])
+def test_what_is_not_finite_stays_with_its_own_row(int8, devices):
     """A page that a lost row leaves behind must not spoil the next row's sums, where it is multiplied by 0."""
-    made = program("fixed", {})
+    made = program("fixed", {}, int8=int8)
     call = made.jit(MESHES["one"][0].build(devices[:1]))
     q, k, v, first, count = next(iter(calls()))
     k, v = k.copy(), v.copy()
     v[3, 6], k[3, 5] = np.nan, np.inf
-    pages = hax.zeros(made.input("pages").value.axes)
+    held = {name: hax.zeros(x.axes, dtype=x.dtype) for name, x in made.input("held").value.items()}
     for new in ((q, k, v, first, count), (*(x for x in next(iter(calls()))[:3]), first, np.minimum(count, 2))):
         values = [*new[:3], None, *new[3:], tables(1), SINKS]
         named = [
-            pages if x is None else hax.named(jnp.asarray(x), declared.value.axes)
+            held if x is None else hax.named(jnp.asarray(x), declared.value.axes)
             for declared, x in zip(made.inputs, values, strict=True)
         ]
-        mixed, pages, _ = call(*named)
-    assert np.isfinite(np.asarray(pages.array)).all()
-    np.testing.assert_allclose(np.asarray(mixed.array)[3, :2], formula(3)[:2], atol=2e-6)
+        mixed, held, _ = call(*named)
+    assert all(np.isfinite(np.asarray(x.array, np.float32)).all() for x in held.values())
+    np.testing.assert_allclose(np.asarray(mixed.array)[3, :2], formula(3, int8=int8)[:2], atol=4e-6)
 
 
 def test_nothing_is_communicated(devices):
     """Rows, heads and pages are cut alike: each device has all that it needs."""
     spec, mapping = MESHES["data 2, model 2, group 2"]
-    for allocation in ("fixed", "paged"):
-        text = program(allocation, mapping).lower(spec.build(devices)).compile().as_text() or ""
+    for allocation, int8 in (("fixed", True), ("paged", False)):
+        text = program(allocation, mapping, int8=int8).lower(spec.build(devices)).compile().as_text() or ""
         assert not [word for word in ("all-gather", "all-reduce", "all-to-all", "permute") if word in text]
 
 
