@@ -58,11 +58,11 @@ def onto_the_prompts(folder: Path) -> list[str]:
 
 
 def held(folder: Path) -> list[str]:
-    """Somebody else writes there, and was there just now."""
+    """Somebody else writes there who is alive: this process."""
     made = words(folder)
     place = folder / "run" / "answers.jsonl.parts" / LEASE
     place.mkdir(parents=True)
-    other = {**vars(Holder.here("generation run")), "id": "0" * 16, "host": "elsewhere", "machine": "m"}
+    other = {**vars(Holder.here("generation run")), "id": "0" * 16}
     (place / "000001.json").write_bytes(Holder(**other).content())
     return made
 
@@ -83,7 +83,7 @@ ATTACKS = [
     Attack(name="input-folder", command="generate", words=with_input(Path.mkdir), code=BAD,
            says=("is a folder",), never=LOADING),
     Attack(name="somebody-else", command="generate", words=held, code=BAD,
-           says=("generation run", "elsewhere", "give another output_path"), never=LOADING),
+           says=("another process is writing here", "generation run", "give another output_path"), never=LOADING),
     Attack(name="nothing-but-rubbish", command="generate",
            words=with_input(lambda path: path.write_bytes(bytes(range(256)) * 40)), code=BAD,
            says=("line 1 is no request",)),
