@@ -91,6 +91,7 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "SampleLmConfig",
                 "texts behind a few prompts",
             ),
+            ("serve", "serve.serve", "serve.config", "ServeConfig", "a model over HTTP; planned only, not served yet"),
             (
                 "viz_logprobs",
                 "evaluate.viz_logprobs",

@@ -258,12 +258,16 @@ class Served:
         )
 
     def calls_of_prompt(self, tokens: int) -> tuple[str, ...]:
-        """The calls for a prompt that comes alone, in order."""
-        sizes = sorted((size, name) for name, (_, size) in self.prefill.items())
-        largest, name = sizes[-1]
-        whole, rest = divmod(tokens, largest)
-        last = [next(short for size, short in sizes if size >= rest)] if rest else []
-        return (*[name] * whole, *last)
+        """The calls for a prompt that comes alone, in order; cut as `Schedule.bucket_for` cuts it."""
+        names = {size: name for name, (_, size) in self.prefill.items()}
+        calls = []
+        while tokens > 0:
+            below, above = ([s for s in names if s <= tokens], [s for s in names if s >= tokens])
+            fills = above and (2 * tokens > min(above) or not below)
+            size = min(above) if fills else max(below)
+            calls.append(names[size])
+            tokens -= size
+        return tuple(calls)
 
     def decoding(self, rows: int) -> str:
         """The Program that gives so many running rows their next tokens."""

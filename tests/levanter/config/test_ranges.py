@@ -97,6 +97,8 @@ ZERO = {
     "SamplingParams.logprobs",
     "SampleLmConfig.temperature",
     "SampleLmConfig.seed",
+    # Any port that is free.
+    "ServeConfig.port",
     # Upstream's, without effect.
     "InferenceEngineConfig.hbm_utilization",
     "InferenceEngineConfig.max_stop_seqs",

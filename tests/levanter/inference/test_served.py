@@ -6,6 +6,7 @@ import pytest
 from helpers.served import EMBED, HEAD, HEADS, LAYERS, PROJECTIONS, SCALES, SEVENTY
 
 from levanter.hardware import parse_accelerator
+from levanter.inference.schedule import Schedule
 from levanter.inference.served import WeightBytes, bytes_of_position
 
 GIB = 1 << 30
@@ -79,7 +80,8 @@ def test_a_prompt_of_8192_tokens_takes_three_quarters_of_a_second_at_peak():
 def test_the_calls_of_a_prompt():
     assert SEVENTY.calls_of_prompt(512) == ("prefill_1x512",)
     assert SEVENTY.calls_of_prompt(1100) == ("prefill_1x512", "prefill_1x512", "prefill_4x128")
-    assert SEVENTY.calls_of_prompt(129) == ("prefill_1x512",)
+    assert SEVENTY.calls_of_prompt(129) == ("prefill_4x128", "prefill_4x128")
+    assert SEVENTY.calls_of_prompt(257) == ("prefill_1x512",)
     assert SEVENTY.calls_of_prompt(1) == ("prefill_4x128",)
 
 
@@ -103,3 +105,16 @@ def test_fewer_rows_run_in_the_smallest_program_that_has_room():
     assert [several.decoding(rows) for rows in (1, 2, 8, 9, 46)] == [
         *("decode_1", "decode_8", "decode_8", "decode_46", "decode_46")
     ]
+
+
+def test_a_prompt_is_cut_as_the_schedule_cuts_it():
+    buckets = {"prefill_8x32": (8, 32), "prefill_4x128": (4, 128), "prefill_1x512": (1, 512)}
+    served, names = replace(SEVENTY, prefill=buckets), {bucket: name for name, bucket in buckets.items()}
+    schedule = Schedule(rows=8, pages=64, page_size=128, context=1024, buckets=tuple(names))
+    for tokens in range(1, 1025):
+        calls, left = [], tokens
+        while left > 0:
+            bucket = schedule.bucket_for(left)
+            calls.append(names[bucket])
+            left -= bucket[1]
+        assert served.calls_of_prompt(tokens) == tuple(calls)

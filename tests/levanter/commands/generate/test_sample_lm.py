@@ -57,7 +57,8 @@ def test_texts_of_an_upstream_document(model, tmp_path, capsys, devices):
         for number in (1, 2):
             assert f"--- round {number}, prompt {n}, text 1\n{prompt}{text}\n" in said
     for note in (
-        "engine.hbm_utilization: without effect; the cache has the size that the plan says, whatever is free: 4 rows of 64",
+        "engine.hbm_utilization: without effect; ",
+        "whatever is free: 4 rows of 64 positions, ",
         "engine.max_rounds: 8 instead of 16",
         "profile: without effect",
     ):

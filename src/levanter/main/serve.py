@@ -1,0 +1,16 @@
+"""What serving a model takes; there is no server yet (`python -m levanter.main.plan serve`)."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.serve.config import ServeConfig
+    from levanter.commands.serve.serve import ENTRY_POINT, describe, execute, main
+
+__all__ = ["ENTRY_POINT", "ServeConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("serve"))

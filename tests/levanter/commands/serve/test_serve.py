@@ -1,0 +1,131 @@
+"""`serve` before there is a server: it is planned like `generate`, and a run is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.golden import assert_golden
+from helpers.hf_folder import write_folder
+
+from levanter.commands.serve import serve
+from levanter.commands.serve.config import ServeConfig
+from levanter.commands.shell.entry import run_entry_point
+from levanter.config import ConfigError, load_written
+from levanter.plan.preflight import Question, preflight
+from levanter.plan.report import render, to_json
+from levanter.plan.report.serving import as_text, serving_sheets
+from levanter.plan.verdict import Verdict
+
+CONFIG = Path(__file__).parents[4] / "config/serve/llama3.1_70b_int8.yaml"
+GIB = 1 << 30
+
+
+def verdict(*words: str, target: str = "v5e-8") -> Verdict:
+    """The plan of the shipped configuration, without a compiler."""
+    loaded = load_written(ServeConfig, ["--config_path", str(CONFIG), *words])
+
+    def describe(to):
+        return serve.describe(loaded.config, to, written=loaded.written)
+
+    return preflight(Question(target=target, describe=describe, provider="not asked", payload={}, compile=False))
+
+
+def said(found: Verdict) -> str:
+    return "\n".join(finding for stage in found.stages for finding in stage.findings)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return verdict()
+
+
+def test_70b_in_int8_on_eight_chips_of_v5e(planned):
+    """15.75 GiB a chip, 8.35 of them weights; a row of 8,192 positions is 0.1587 GiB in int8 and 0.3125 in bfloat16."""
+    assert planned.exit_code == 0
+    values = to_json([planned])["verdicts"][0]["serving"]
+    assert values["cache_dtype"] == "int8" and values["rows_automatic"]
+    assert values["rows"] == values["rows_by_context"]["int8"]["8K"] >= 44
+    assert values["rows_by_context"]["bfloat16"]["8K"] >= 21
+    weights = sum(nbytes for name, nbytes in values["bytes"]["parts"].items() if name not in ("cache", "rows' state"))
+    assert weights / GIB == pytest.approx(8.35, abs=0.01)
+    assert values["bytes"]["row_bytes"] == 80 * 2 * 8192 * (128 + 2)
+    full = values["decode"][-1]
+    assert full["rows"] == values["rows"] and full["floor"]["binds"] == "weights"
+    assert full["floor"]["seconds"] == pytest.approx((8.1 + 44 * 0.1587) * GIB / 819e9, rel=0.01)
+    assert full["tokens_per_second_per_chip"] == pytest.approx(full["rows"] / full["floor"]["seconds"] / 8)
+
+
+@pytest.mark.golden
+def test_its_text(planned):
+    assert_golden("report/serve_70b_v5e-8.txt", "\n".join(as_text(serving_sheets(planned))) + "\n")
+    assert "serve on v5litepod-8" in render([planned])
+
+
+def test_64_rows_do_not_fit_and_what_would_hold_them_is_said():
+    found = verdict("--inference.max_rows", "64")
+    assert found.exit_code == 3
+    assert re.search(
+        r"4[4-6] rows of 8,192 positions fit, 64 asked: inference\.max_rows: 4[4-6] \(or auto\)", said(found)
+    )
+    assert "inference.max_seq_len: 4096" in said(found)
+    assert "v5litepod-16 with model 8 × group 2" in said(found)
+    in_bfloat16 = verdict("--inference.max_rows", "40", "--inference.cache_dtype", "bfloat16")
+    assert in_bfloat16.exit_code == 3
+    assert "inference.cache_dtype: int8, 44 rows" in said(in_bfloat16)
+
+
+def test_the_pod_that_is_named_holds_them():
+    """What the refusal of 64 rows suggests is planned as it says."""
+    mesh = ("--trainer.mesh.axes", "{data: 1, model: 8, group: 2}", "--trainer.mesh.shared_mapping")
+    tensor = "{mlp: [model, group], heads: [model, group], vocab: [model, group]}"
+    found = verdict("--inference.max_rows", "64", *mesh, tensor, target="v5e-16")
+    assert found.exit_code == 0
+    values = to_json([found])["verdicts"][0]["serving"]
+    assert values["bytes"]["repeated"] == 2
+    assert values["bytes"]["repeated_bytes"] == values["bytes"]["parts"]["cache"] // 2
+    assert values["bytes"]["free_bytes"] > 0
+
+
+def test_running_is_refused_before_a_weight_is_read(tmp_path, capsys):
+    write_folder(tmp_path / "model")
+    words = ["--hf_checkpoint", str(tmp_path / "model"), "--inference.max_rows", "8", "--trainer.mp", "f32"]
+    assert run_entry_point(ServeConfig, serve.main, words) == 2
+    shown = capsys.readouterr().err
+    assert "a model cannot be served over HTTP yet" in shown and "levanter.main.plan serve" in shown
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"host": "0.0.0.0"}, r"host: 0\.0\.0\.0 is reached from other machines[^→]*→ api_key"),
+        ({"host": "example.org"}, "reached from other machines"),
+        ({"port": 70_000}, r"port: must be .*65535"),
+        ({"port": -1}, "port: must not be negative"),
+        ({"drain_seconds": 0.0}, "drain_seconds: must be"),
+        ({"max_queued_tokens": 0}, "max_queued_tokens: must be"),
+        ({"hf_checkpoint": None}, "no model"),
+    ],
+    ids=str,
+)
+def test_addresses_and_limits_are_checked(keys: dict[str, Any], match: str):
+    with pytest.raises(ValueError, match=match):
+        ServeConfig(**{"hf_checkpoint": "acme/llama", **keys})
+
+
+def test_whom_it_answers_is_in_the_plan(tmp_path):
+    key = tmp_path / "key"
+    addressed = verdict("--host", "0.0.0.0", "--api_key", str(key))
+    assert f"api_key: {key}: no such file" in said(addressed)
+    assert addressed.plan is not None
+    (address,) = [check.message for check in addressed.plan.checks if check.name == "address"]
+    assert address == (
+        f"0.0.0.0:8000, to requests with the key in {key}; 65,536 tokens of prompts may wait, 30 s to end"
+    )
+    for host in ("localhost", "127.0.0.1", "::1"):
+        assert ServeConfig(hf_checkpoint="acme/llama", host=host).is_local
+
+
+def test_a_misspelt_key_is_told_the_nearest():
+    with pytest.raises(ConfigError, match="api_key"):
+        load_written(ServeConfig, ["--config_path", str(CONFIG), "--api_kye", "x"])
