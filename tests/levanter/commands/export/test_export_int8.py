@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 
 import jax
@@ -327,12 +328,15 @@ def test_transformers_makes_the_same_numbers_of_it(exported):
     import torch
     import transformers
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        exported,
-        attn_implementation="eager",
-        dtype=torch.float32,
-        quantization_config=transformers.utils.quantization_config.CompressedTensorsConfig(dequantize=True),
-    )
+    with warnings.catch_warnings():
+        # transformers warns that it takes nothing from this but `dequantize`.
+        warnings.simplefilter("ignore", UserWarning)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            exported,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            quantization_config=transformers.utils.quantization_config.CompressedTensorsConfig(dequantize=True),
+        )
     found, _ = arrays("{axes: {data: 8}}", reference=str(exported))
     path = "transformer.layers.stacked.mlp.down_proj.weight"
     expected = found[f"{path}.q"][1].astype(np.float32) * found[f"{path}.scale"][1][:, None]

@@ -106,9 +106,9 @@ def test_the_likeliest_token_is_the_same_but_where_two_are_nearly_as_likely(name
     best = np.sort(exact, -1)[..., -2:]
     gaps, noise = best[..., 1] - best[..., 0], (found - exact).std()
     assert noise < 0.06 * exact.std()
-    # Where the two best are further apart than a logit moves, and wherever they are four times as far.
-    clear = gaps > noise
-    assert clear.mean() > 0.85 and np.mean(first[clear] == second[clear]) >= 0.97
+    # Where the two best are further apart than a difference of two logits moves, and wherever they are much further.
+    clear = gaps > 2**0.5 * noise
+    assert clear.mean() > 0.8 and np.mean(first[clear] == second[clear]) >= 0.97
     np.testing.assert_array_equal(first[gaps > 4 * noise], second[gaps > 4 * noise])
 
 
