@@ -36,7 +36,7 @@ def what_fits(served: Served, limit: int, pod: Accelerator | None, *, room: int 
     """
     room = served.room if room is None else room
     most = served.fitting(limit, served.context, room=room)
-    said = f"{most} rows of {served.context:,} positions fit, {served.rows} asked"
+    said = f"{most:,} rows of {served.context:,} positions fit, {served.rows:,} asked"
     ways: list[str] = []
     if most:
         ways.append(f"inference.max_rows: {most} (or auto)")
@@ -59,7 +59,7 @@ def what_fits(served: Served, limit: int, pod: Accelerator | None, *, room: int 
 
 
 def _if_enough(served: Served, what: str, rows: int) -> list[str]:
-    more = f"{what}, {rows} rows"
+    more = f"{what}, {rows:,} rows"
     return [more] if rows >= served.rows else [f"{more} only"] if rows else []
 
 
