@@ -87,8 +87,12 @@ def test_eval_careless_lm(tmp_path, inputs, count):
 
 
 GENERATES = {
-    "bf16, pages": (["--trainer.mp", "bfloat16"], {"allocation": "paged", "page_size": 4, "pages": 64}),
     "f32": ([], {}),
+    "int8, pages": (
+        ["--trainer.mp", "bfloat16", "--quantize", "int8"],
+        {"cache_dtype": "int8", "allocation": "paged", "page_size": 4, "pages": 64},
+    ),
+    "bf16, pages": (["--trainer.mp", "bfloat16"], {"allocation": "paged", "page_size": 4, "pages": 64}),
     "bf16, several tokens a call": (["--trainer.mp", "bfloat16"], {"steps": 4}),
 }
 """Ways to generate text: words of the command line, and of `inference`. The first is in `make test`."""

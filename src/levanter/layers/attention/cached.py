@@ -144,7 +144,8 @@ def attend_cached(
     """Adds the keys and values of new positions to a layer's, and attends to them all.
 
     A new key or value that is not finite is stored as 0: its row is lost and is known to be by its activations, but a
-    later row that gets its page would multiply what it does not see by 0, and 0 · NaN is NaN.
+    later row that gets its page would multiply what it does not see by 0, and 0 · NaN is NaN. What a cache of float16
+    has no number for is taken for one that is not finite.
 
     Args:
         q: `[batch, position, kv_head, q_heads_per_group, head_size]`.
@@ -230,7 +231,10 @@ class _CachedAttention:
     def __call__(self, layer: jax.Array, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         given = {name: hax.named(array, self.axes[name]) for name, array in arrays.items()}
         q, positions, tables = given["q"], given["positions"], given.get("tables")
-        held = self._write({name: arrays[name] for name in _HELD if name in arrays}, layer, given)
+        vectors = jnp.stack([given["k"].array, given["v"].array], axis=3)
+        too_large = _too_large(vectors, arrays["pages"].dtype)
+        vectors = vectors if too_large is None else jnp.where(too_large, jnp.nan, vectors)
+        held = self._write({name: arrays[name] for name in _HELD if name in arrays}, layer, vectors, given)
         (keys, key_scales), (values, value_scales) = (self._read(held, layer, q, tables, which) for which in (0, 1))
         Pos, KeyPos = q.resolve_axis("position"), keys.resolve_axis("key_position")
         whole = Pos.size == 1 or Pos.size * KeyPos.size <= MOST_SCORES
@@ -247,7 +251,11 @@ class _CachedAttention:
                 sinks=given.get("sinks"),
                 scales=None if key_scales is None or value_scales is None else (key_scales, value_scales),
             )
-        return mixed.rearrange(q.axes).array.astype(q.dtype), held
+        found = mixed.rearrange(q.axes).array.astype(q.dtype)
+        if too_large is not None:
+            lost = jnp.any(too_large, axis=(2, 3, 4))[:, :, None, None, None]
+            found = jnp.where(lost, jnp.nan, found)
+        return found, held
 
     def _read(
         self, held: Mapping[str, jax.Array], layer: jax.Array, q: NamedArray, tables: NamedArray | None, which: int
@@ -281,7 +289,7 @@ class _CachedAttention:
         return found["pages"], found.get("scales")
 
     def _write(
-        self, held: Mapping[str, jax.Array], layer: jax.Array, given: Mapping[str, NamedArray]
+        self, held: Mapping[str, jax.Array], layer: jax.Array, vectors: jax.Array, given: Mapping[str, NamedArray]
     ) -> Mapping[str, jax.Array]:
         """The pages, and their scales, with what is new in them; what is not there, or has no slot, is dropped."""
         positions, there, tables = given["positions"].array, given["there"].array, given.get("tables")
@@ -299,7 +307,6 @@ class _CachedAttention:
         head, which = jnp.arange(pages.shape[2])[:, None], jnp.arange(2)
         at = {"layers": layer, "page": number, "kv_head": head, "kv": which}
         at["slot"] = (positions % slots)[:, :, None, None]
-        vectors = jnp.stack([given["k"].array, given["v"].array], axis=3)
         new = {"pages": jnp.where(jnp.isfinite(vectors), vectors, 0)}
         if "scales" in held:
             new["pages"], new["scales"] = int8_vectors(new["pages"])
@@ -307,6 +314,14 @@ class _CachedAttention:
             name: array.at[_at(self.axes[name], **at)].set(new[name].astype(array.dtype), mode="drop")
             for name, array in held.items()
         }
+
+
+def _too_large(vectors: jax.Array, dtype: DTypeLike) -> jax.Array | None:
+    """Which numbers a cache of a narrower range (float16) would hold as infinities; None if its range is as wide."""
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    if not floating or jnp.finfo(dtype).maxexp >= jnp.finfo(vectors.dtype).maxexp:
+        return None
+    return ~jnp.isfinite(vectors.astype(dtype))
 
 
 def _at(names: Sequence[str], **given: jax.Array | int) -> tuple[jax.Array | int | slice, ...]:

@@ -278,6 +278,24 @@ def test_what_is_not_finite_stays_with_its_own_row(int8, devices):
     np.testing.assert_allclose(np.asarray(mixed.array)[3, :2], formula(3, int8=int8)[:2], atol=4e-6)
 
 
+def test_what_is_too_large_for_a_cache_of_float16_loses_its_row_and_no_other():
+    axes = page_axes(layers=LAYERS, pages=ROWS, slots=SLOTS * OF_ROW, KVHead=KVHead, HeadSize=Size)
+    q, k, v, first, count = next(iter(calls()))
+    k, v = k.copy(), v.copy()
+    k[3, 5, 0, 0], v[3, 6, 1, 2] = -1e5, 1e6
+    given = [hax.named(jnp.asarray(q), (Batch, Pos, KVHead, Queries, Size))]
+    given += [hax.named(jnp.asarray(x), (Batch, Pos, KVHead, Size)) for x in (k, v)]
+    new = NewPositions.following(hax.named(jnp.asarray(first), Batch), hax.named(jnp.asarray(count), Batch), Pos)
+    state = CachedLayers(pages=hax.zeros(axes, dtype=jnp.float16), layer=jnp.int32(LAYER))
+    mixed, state = attend_cached(*given, state, new, mask=AttentionMask.causal(), softmax_scale=0.4, dtype=jnp.float32)
+    assert np.isfinite(np.asarray(state.pages.array, np.float32)).all()
+    found = np.asarray(mixed.array)
+    assert np.isnan(found[3, 5:7]).all()
+    for row in range(ROWS):
+        clear = min(int(count[row]), 5 if row == 3 else CALL)
+        np.testing.assert_allclose(found[row, :clear], formula(row)[:clear], atol=5e-3)
+
+
 def test_nothing_is_communicated(devices):
     """Rows, heads and pages are cut alike: each device has all that it needs."""
     spec, mapping = MESHES["data 2, model 2, group 2"]
