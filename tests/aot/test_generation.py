@@ -64,7 +64,7 @@ def test_a_decode_step_in_integers_takes_half_of_all_that(target):
     assert chip.generation.clock_hz is not None
     floor = needed / chip.hbm_bandwidth
     # With all branches of the sampler, of which a step runs few. docs/LOG.md says what keeps it above twice.
-    assert step.figures.total_cycles / chip.generation.clock_hz <= 2.25 * floor
+    assert step.figures.total_cycles / chip.generation.clock_hz <= 2.3 * floor
 
 
 def test_with_more_tokens_a_call_it_is_the_same():
