@@ -188,7 +188,8 @@ def _program(verdict: Verdict, name: str) -> ProgramVerdict | None:
 def _held(verdict: Verdict, served: Served) -> HeldBytes:
     assert verdict.plan is not None
     weights, plan = served.weights, verdict.plan
-    own = {program.name for program in plan.computing}
+    # What makes the empty cache has it for a result, and runs once.
+    own = {*served.decode.values(), *served.prefill}
     outcomes = [each.outcome for each in verdict.programs if each.name in own]
     made = [max(0, each.peak_bytes - each.memory.argument) for each in outcomes if isinstance(each, Compiled)]
     parts = {

@@ -11,6 +11,7 @@ from helpers.served import SEVENTY
 from helpers.verdicts import compiled, fitting_verdict, loading, tiny_budget, tiny_plan
 
 from levanter.hardware import parse_accelerator
+from levanter.plan.aot import Compiled
 from levanter.plan.cost import LinkUse, StepTime
 from levanter.plan.report import render, to_html, to_json
 from levanter.plan.report.layout import WIDTH
@@ -100,6 +101,19 @@ def test_rows_that_fit_leave_what_the_compiler_says_that_programs_make():
     in_bfloat16 = {f"{k}K": int(free / (0.3125 * k / 8)) for k in (2, 8, 32, 128)}
     assert found.contexts["bfloat16"] == in_bfloat16
     assert found.held.free == V5E.hbm_bytes - SEVENTY.weights.total - SEVENTY.cache_bytes - 4 * GIB + 4096
+
+
+def test_the_program_that_makes_the_cache_is_not_beside_it():
+    """It has the whole cache for a result; the room is that of the calls that find it there."""
+    one = verdict()
+    start = program("start_rows", 0.001)
+    assert isinstance(start.outcome, Compiled)
+    memory = replace(start.outcome.memory, peak=start.outcome.memory.argument + 7 * GIB)
+    start = replace(start, outcome=replace(start.outcome, memory=memory))
+    assert one.plan is not None
+    plan = replace(one.plan, computing=(SimpleNamespace(name="start_rows"), *one.plan.computing))
+    with_start = serving_report(replace(one, plan=plan, programs=(start, *one.programs)))
+    assert with_start is not None and with_start.held.room == 4 * GIB - 4096
 
 
 def test_without_a_compiler_there_are_floors_and_no_times():
