@@ -26,6 +26,8 @@ from levanter.run import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
 NAME = "generate"
+TILE = 128
+"""Positions of a page that a TPU reads as they lie, or a multiple of them."""
 PROMPTS_TOGETHER = 8
 """Prompts of which a call takes a part at most."""
 
@@ -104,7 +106,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
     programs = _programs(pretrained, cache, inference, target)
     # Which kernel attends within whole sequences says nothing of attention to a cache.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
-    checks += [*not_carried(config, written), *_length_checks(length, model)]
+    checks += [*not_carried(config, written), *_length_checks(length, model), *_tile_notes(cache, target)]
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
@@ -185,6 +187,18 @@ def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
         return [Check(name="rows", status="note", message=f"{message}; it was not trained on longer texts")]
     error = ValueError(f"{message}; it has no positions beyond\n  → inference.max_seq_len: {model.max_seq_len}")
     return [Check(name="rows", status="error", message=str(error), error=error)]
+
+
+def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
+    """Says of pages that a TPU does not read as they lie, since their positions do not fill its tiles."""
+    if target.platform != "tpu" or cache.slots % TILE == 0:
+        return []
+    key = "inference.max_seq_len" if cache.allocation == "fixed" else "inference.page_size"
+    message = (
+        f"{key}: {cache.slots:,} positions do not fill tiles of {TILE}: a decode step of 70B on v6e-8 had 2.4 times "
+        f"the cycles with 1,500 that it had with 1,536; {-(-cache.slots // TILE) * TILE:,} is the next multiple"
+    )
+    return [Check(name="cache", status="note", message=message)]
 
 
 def _file_checks(config: GenerateConfig) -> list[Check]:

@@ -60,6 +60,18 @@ def test_as_many_as_a_chip_has_room_for(tmp_path):
     assert rows_of(plan(tmp_path, target_of_pod("v6e-8"), allocation="paged", page_size=1000)) == 42  # nine pages a row
 
 
+def test_pages_that_do_not_fill_tiles_are_noted(tmp_path):
+    def notes(target: Target, **inference) -> list[str]:
+        checks = plan(tmp_path, target, max_rows=8, **inference).checks
+        return [check.message for check in checks if check.name == "cache" and check.status == "note"]
+
+    (said,) = notes(target_of_pod("v6e-8"), max_seq_len=1500)
+    assert said.startswith("inference.max_seq_len: 1,500 positions") and said.endswith("1,536 is the next multiple")
+    (paged,) = notes(target_of_pod("v6e-8"), max_seq_len=1024, allocation="paged", page_size=100)
+    assert paged.startswith("inference.page_size: 100 positions")
+    assert notes(target_of_pod("v6e-8"), max_seq_len=1536) == notes(CPU, max_seq_len=1500) == []
+
+
 def test_every_shard_of_the_rows_has_as_many(tmp_path):
     sharded = {"axes": {"data": 2, "model": -1}}
     rows = rows_of(plan(tmp_path, target_of_pod("v6e-16"), mesh=sharded))
