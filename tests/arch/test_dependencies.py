@@ -74,7 +74,8 @@ CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
         # What an extra brings is imported where it is used, and missing with a clear error.
         (("src", "haliax_ext"), CORE | declared("tensorboard", "trackio", "ray", "constraint") | {"libtpu"}),
         (("tests",), CORE | declared("test", "tensorboard") | {"libtpu"}),
-        (("benchmarks",), CORE | declared("test")),
+        # llama.cpp runs in an environment of its own, which the benchmark is told.
+        (("benchmarks",), CORE | declared("test") | {"xllamacpp"}),
     ],
     ids=["sources", "tests", "benchmarks"],
 )

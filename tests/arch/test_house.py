@@ -22,8 +22,8 @@ _spec.loader.exec_module(measure)
 MOST_ANY = 60
 """Lines that still annotate with a bare `Any`."""
 
-MOST_LINES_OF_DOORS = 1200
-"""Lines of `main/`."""
+MOST_LINES_OF_DOORS = 1220
+"""Lines of `main/`: a door of a command has 16."""
 
 
 @pytest.fixture(scope="module")

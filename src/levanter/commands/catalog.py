@@ -93,6 +93,13 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
             ),
             ("serve", "serve.serve", "serve.config", "ServeConfig", "a model over HTTP; planned only, not served yet"),
             (
+                "inference_repl",
+                "generate.repl",
+                "generate.repl_config",
+                "InferenceReplConfig",
+                "a model at the terminal",
+            ),
+            (
                 "viz_logprobs",
                 "evaluate.viz_logprobs",
                 "evaluate.config",

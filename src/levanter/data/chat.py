@@ -85,7 +85,8 @@ class ChatTemplate:
             template = self._template
             marked = run(lambda: template.render(**{**known, **more, "messages": messages}))
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{origin}: the chat template refuses these messages ({error})") from error
+            where = _line_of(error)
+            raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
         pieces = _MARKS.split(marked)
         marks = _MARKS.findall(marked)
         spans, place, opened = [], 0, None
@@ -97,3 +98,13 @@ class ChatTemplate:
                 spans.append((opened, place))
                 opened = None
         return "".join(pieces), spans
+
+
+def _line_of(error: BaseException) -> str:
+    """The line of the template where it failed, where that is known: Jinja puts it into the traceback."""
+    line, at = None, error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code.co_filename == "<template>":
+            line = at.tb_lineno
+        at = at.tb_next
+    return "" if line is None else f" at its line {line}"

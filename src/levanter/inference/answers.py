@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from levanter.inference.jsonl import BrokenLine
+from levanter.inference.prompt_scores import PromptScores
 from levanter.inference.requests import ChoiceId, Request
 from levanter.io import Lease, atomic_write, exists, join, open_read
 from levanter.io.paths import base_name, filesystem
@@ -58,16 +59,43 @@ class Choice:
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-def answer_line(request: Request, choices: Sequence[Choice]) -> bytes:
-    """The answer to a request."""
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """The prompt as part of its answer.
+
+    Attributes:
+        text: its text.
+        scores: how likely its tokens were; None if nobody asked.
+    """
+
+    text: str
+    scores: PromptScores | None = None
+
+
+def answer_line(request: Request, choices: Sequence[Choice], *, echo: Echo | None = None) -> bytes:
+    """The answer to a request, with its prompt if that is to be part of it."""
     return _line(
         {
             "id": request.id,
             "seed": request.seed,
             "prompt_tokens": len(request.tokens),
+            **({} if echo is None else _echoed(request, echo)),
             "choices": [_choice(one) for one in sorted(choices, key=lambda one: one.of.choice)],
         }
     )
+
+
+def _echoed(request: Request, echo: Echo) -> dict[str, Json]:
+    found: dict[str, Json] = {"prompt": echo.text, "prompt_ids": list(request.tokens)}
+    if echo.scores is not None:
+        found["prompt_logprobs"] = [None, *(round(one, LOGPROB_DIGITS) for one in echo.scores.logprobs)]
+        if request.params.logprobs:
+            found["prompt_top_logprobs"] = [None, *(_pairs(one) for one in echo.scores.top)]
+    return found
+
+
+def _pairs(top: Sequence[tuple[int, float]]) -> list[Json]:
+    return [[id, round(value, LOGPROB_DIGITS)] for id, value in top]
 
 
 def _choice(choice: Choice) -> dict[str, Json]:
@@ -80,7 +108,7 @@ def _choice(choice: Choice) -> dict[str, Json]:
     if choice.logprobs is not None:
         found["logprobs"] = [round(one, LOGPROB_DIGITS) for one in choice.logprobs]
     if choice.top:
-        found["top_logprobs"] = [[[id, round(value, LOGPROB_DIGITS)] for id, value in one] for one in choice.top]
+        found["top_logprobs"] = [_pairs(one) for one in choice.top]
     return found
 
 

@@ -32,6 +32,7 @@ class InferenceConfig(Ranged):
         page_size: positions in a page of a paged cache.
         penalties: whether rows count their tokens, which presence, frequency and repetition penalties go by: an integer
             for each row and id of the vocabulary.
+        prompt_logprobs: whether there are Programs that score prompts, which `echo` with `logprobs` asks for.
         pages: pages of a paged cache over all devices; null for as many as all rows need at full length.
         share_prefixes: whether rows of a paged cache that begin alike share the pages of their beginning, so that it is
             computed once; a row whose prompt is scored or penalized for repetition computes its own.
@@ -47,6 +48,7 @@ class InferenceConfig(Ranged):
     allocation: Allocation = "fixed"
     page_size: PositiveInt = 128
     penalties: bool = True
+    prompt_logprobs: bool = False
     pages: PositiveInt | None = None
     share_prefixes: bool = True
 

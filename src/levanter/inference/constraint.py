@@ -113,15 +113,6 @@ class Constraint:
             raise ConstraintError(f"{self.spec.kind}: {_short(self._matcher.get_error())}")
 
 
-def row_masks(constraints: Sequence[Constraint | None], words: int) -> np.ndarray:
-    """The masks of rows, uint32 `[batch, mask_word]`; all ones for a row that may say anything."""
-    masks = np.full((len(constraints), words), 0xFFFFFFFF, np.uint32)
-    for n, constraint in enumerate(constraints):
-        if constraint is not None:
-            masks[n] = constraint.mask()
-    return masks
-
-
 def _llguidance():
     try:
         import llguidance

@@ -6,18 +6,52 @@ So the next call can be on its way before the tokens of the last one are read: w
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.batches import place
-from haliax_ext.program import Jit, Program
+from haliax_ext.program import Input, Jit, Program
 from haliax_ext.pytree import PyTree
 from levanter.inference.generation import GenerationPrograms
 from levanter.inference.programs import SampledRows
 from levanter.inference.row_params import RowSampling, host_params
 from levanter.inference.step_plan import DecodeRow, PrefillPart
+
+Masks: TypeAlias = Mapping[int, np.ndarray]
+"""By row: which ids it may sample next, uint32, a bit each, lowest first."""
+
+
+class RowCalls(Protocol):
+    """The two calls that move rows on; `DeviceRows` says what they take and give."""
+
+    @property
+    def programs(self) -> GenerationPrograms:
+        """What is run."""
+        ...
+
+    def prefill(
+        self,
+        bucket: tuple[int, int],
+        parts: Sequence[PrefillPart],
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+        masks: Masks | None = None,
+    ) -> SampledRows:
+        """Takes parts of prompts."""
+        ...
+
+    def decode(
+        self,
+        rows: Sequence[DecodeRow],
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+        masks: Masks | None = None,
+    ) -> SampledRows:
+        """Gives rows their next tokens."""
+        ...
 
 
 class DeviceRows:
@@ -31,10 +65,17 @@ class DeviceRows:
     """
 
     def __init__(self, programs: GenerationPrograms, mesh: Mesh, model: PyTree, *, jit: Jit = Program.jit):
-        self.programs = programs
+        self._programs = programs
         self._mesh, self._model, self._jit = mesh, model, jit
         self._calls: dict[str, Callable[..., PyTree]] = {}
+        self._open: dict[str, PyTree] = {}
+        self._before: dict[tuple[str, str], tuple[np.ndarray | Mapping[str, np.ndarray], PyTree]] = {}
         self._cache, self._state = self._call(programs.start)
+
+    @property
+    def programs(self) -> GenerationPrograms:
+        """What is run."""
+        return self._programs
 
     def prefill(
         self,
@@ -42,6 +83,7 @@ class DeviceRows:
         parts: Sequence[PrefillPart],
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
+        masks: Masks | None = None,
     ) -> SampledRows:
         """Takes parts of prompts.
 
@@ -50,6 +92,7 @@ class DeviceRows:
             parts: of different rows.
             tables: `[row, table]`, the pages of all rows, numbered within their shards.
             sampling: how each row is sampled; None for a row that nobody uses.
+            masks: of the rows that may not sample any id.
 
         Returns:
             What was sampled, over the lanes of the call; it means something where a prompt ended.
@@ -69,36 +112,81 @@ class DeviceRows:
             values = (part.start, len(part.tokens), part.place, part.fresh, part.ends, part.left, own.prompt_tokens)
             for name, value in zip(names, values, strict=True):
                 given[name][part.lane] = value
-        return self._step(self.programs.prefill[bucket], given, host_params(of_lane))
+        own = {part.lane: masks[part.place] for part in parts if part.place in masks} if masks else {}
+        return self._step(self.programs.prefill[bucket], given, host_params(of_lane), own)
 
     def decode(
-        self, rows: Sequence[DecodeRow], tables: np.ndarray, sampling: Sequence[RowSampling | None]
+        self,
+        rows: Sequence[DecodeRow],
+        tables: np.ndarray,
+        sampling: Sequence[RowSampling | None],
+        masks: Masks | None = None,
     ) -> SampledRows:
         """Gives rows their next tokens.
 
         Args:
             rows: which.
-            tables, sampling: see `prefill`.
+            tables, sampling, masks: see `prefill`. Rows with a mask get one token.
 
         Returns:
             What was sampled, over all rows, with an axis `step` in front.
         """
         given: dict[str, np.ndarray] = {"tables": tables, "going": np.zeros(len(sampling), np.int32)}
         given["going"][[row.place for row in rows]] = 1
-        return self._step(self.programs.decode, given, host_params(sampling))
+        given["going"][list(masks or ())] = 2
+        return self._step(self.programs.decode, given, host_params(sampling), masks or {})
 
-    def _step(self, program: Program, given: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray]) -> SampledRows:
+    def _step(
+        self, program: Program, given: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray], masks: Masks
+    ) -> SampledRows:
         named: dict[str, np.ndarray | Mapping[str, np.ndarray]] = {"params": params, **given}
-        values = [place(one, named[one.name], self._mesh) for one in program.inputs[3:]]
+        values = [
+            self._masks(program, one, masks) if one.name == "masks" else self._placed(program, one, named[one.name])
+            for one in program.inputs[3:]
+        ]
         self._cache, self._state, drawn = self._call(program, self._model, self._cache, self._state, *values)
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return drawn
 
+    def _placed(self, program: Program, wanted: Input, value: np.ndarray | Mapping[str, np.ndarray]) -> PyTree:
+        """An input on the devices; what is the same as in the call before is there already. Placing takes longer than
+        looking: there are more than a dozen small arrays in a call, and from step to step few of them change."""
+        key = (program.name, wanted.name)
+        before = self._before.get(key)
+        if before is None or not _same(before[0], value):
+            before = self._before[key] = (value, place(wanted, value, self._mesh))
+        return before[1]
+
+    def _masks(self, program: Program, wanted: Input, masks: Masks) -> PyTree:
+        """The masks of a call's rows. Where nobody has one they are on the devices already: they are large."""
+        if masks or program.name not in self._open:
+            placed = place(wanted, whole_masks(wanted.value.array.shape, masks), self._mesh)
+            if masks:
+                return placed
+            self._open[program.name] = placed
+        return self._open[program.name]
+
     def _call(self, program: Program, *values: PyTree) -> PyTree:
         if program.name not in self._calls:
             self._calls[program.name] = self._jit(program, self._mesh)
         return self._calls[program.name](*values)
+
+
+def _same(a: np.ndarray | Mapping[str, np.ndarray], b: np.ndarray | Mapping[str, np.ndarray]) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return all(np.array_equal(a[name], b[name]) for name in b)
+    return np.array_equal(a, b)  # pyright: ignore[reportArgumentType]
+
+
+def whole_masks(shape: tuple[int, ...], masks: Masks) -> np.ndarray:
+    """Masks of all rows, boolean `[batch, vocab]`: everything where there is none, nothing behind one that is short."""
+    every = np.ones(shape, np.bool_)
+    for n, mask in masks.items():
+        bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=min(32 * len(mask), shape[1]))
+        every[n] = False
+        every[n, : len(bits)] = bits
+    return every
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from levanter.inference.device import DeviceRows, RowsOnHost, fetched
+import numpy as np
+
+from levanter.inference.constraint import Constraint, ConstraintError, Constraints
+from levanter.inference.device import RowCalls, RowsOnHost, fetched
 from levanter.inference.generation import GenerationPrograms
 from levanter.inference.programs import SampledRows
 from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
@@ -64,14 +67,19 @@ class Engine:
     Attributes:
         device: the rows on the devices.
         schedule: who runs next.
-        behind: calls in flight before the first of them is read.
+        behind: calls in flight before the first of them is read; none while a text has to conform to something, whose
+            next call depends on the last one.
+        constraints: follows texts that have to conform to something; None where no request asks for that.
     """
 
-    device: DeviceRows
+    device: RowCalls
     schedule: Schedule
     behind: int = 2
+    constraints: Constraints | None = None
     _standing: Standing = field(init=False)
     _calls: "deque[_Call]" = field(default_factory=deque, init=False)
+    _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
+    _lost: dict[ChoiceId, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._standing = self.schedule.start()
@@ -95,7 +103,8 @@ class Engine:
             plan = self.schedule.step(self._standing)
             self._standing = plan.after
             self._dispatch(plan)
-            while self._calls and (len(self._calls) > self.behind or plan.empty):
+            constrained = any(row is not None and row.request.constraint for row in plan.after.rows)
+            while self._calls and (len(self._calls) > self.behind or plan.empty or constrained):
                 yield from self._read(self._calls.popleft())
                 if plan.empty:
                     break
@@ -104,17 +113,38 @@ class Engine:
 
     def give_up(self, of: ChoiceId) -> None:
         """Ends a choice; what comes of it from here on is dropped."""
+        self._conforming.pop(of, None)
         self._standing = self.schedule.ended(self._standing, of)
 
     def _dispatch(self, plan: StepPlan) -> None:
         """Sends a step's calls. Rows first that have text: who ends a prompt in this step goes on in the next one."""
         sampling = [None if row is None else _sampling(row.request, row.id) for row in plan.after.rows]
         if plan.decode:
-            drawn = self.device.decode(plan.decode, plan.tables, sampling)
+            masks = self._masks([(row.id, row.place) for row in plan.decode], plan)
+            drawn = self.device.decode(plan.decode, plan.tables, sampling, masks)
             self._calls.append(_Call(rows=plan.decode, drawn=drawn))
         if plan.bucket is not None:
-            drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling)
+            masks = self._masks([(part.id, part.place) for part in plan.prefill if part.ends], plan)
+            drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling, masks)
             self._calls.append(_Call(parts=plan.prefill, drawn=drawn))
+
+    def _masks(self, chosen: list[tuple[ChoiceId, int]], plan: StepPlan) -> dict[int, np.ndarray]:
+        """Which ids rows may sample next, by place, of those whose texts have to conform to something."""
+        masks = {}
+        for of, place in chosen:
+            row = plan.after.rows[place]
+            if row is None or row.request.constraint is None:
+                continue
+            assert self.constraints is not None, f"{of} has to conform to something, and nobody follows it"
+            try:
+                if of not in self._conforming:
+                    self._conforming[of] = self.constraints.start(row.request.constraint)
+                masks[place] = self._conforming[of].mask()
+            except ConstraintError as error:
+                # Nothing may be sampled, which ends the row.
+                self._lost[of] = str(error)
+                masks[place] = np.zeros(1, np.uint32)
+        return masks
 
     def _read(self, call: _Call) -> Iterator[Event]:
         """Waits for a call's tokens and gives them."""
@@ -142,6 +172,8 @@ class Engine:
         for at, id_ in zip(good, ids, strict=True):
             made += 1
             is_end = id_ in request.stop_ids
+            if of in self._conforming and not is_end:
+                self._conforming[of].accept(id_)
             if is_end or made >= row.limit:
                 # Before anybody hears of it, so that who gives up the choice now does no more than that.
                 self.give_up(of)
@@ -159,7 +191,7 @@ class Engine:
         # Others may begin with those of its pages that were found sound before.
         if self._standing.find(of) is not None:
             self.give_up(of)
-            yield Failed(of=of, error=NOT_FINITE)
+            yield Failed(of=of, error=self._lost.pop(of, NOT_FINITE))
 
 
 def _sampling(request: Request, of: ChoiceId) -> RowSampling:

@@ -2,15 +2,20 @@
 
 A request has
 
-- `prompt`: a text, or a list of token ids; or `messages`: a conversation, for models with a chat template;
+- one of `prompt`: a text, or a list of token ids; `tokens`: ids too; `messages`: a conversation, each message an object
+  with a `role`, for models with a chat template;
 - `id`: a string, unique in its file; the line's number by default;
 - the parameters of `SamplingParams`, by their names;
-- at most one of `json_object` (true), `json_schema` (an object), `regex` and `grammar` (strings): what its text has to
-  conform to.
+- at most one of `json_object` (true), `json_schema` (an object), `regex` and `grammar` (strings), or OpenAI's
+  `response_format`: what its text has to conform to.
+
+A stop string that is one of the tokenizer's special tokens (`<|im_end|>`) ends the text at that token: texts have none.
 
 Its answer has `id`, `seed`, `prompt_tokens` and `choices`, each with `index`, `text`, `tokens`, `finish_reason`
-(`stop` or `length`), and where they were asked for `logprobs` and `top_logprobs`. A line that is no request has an
-answer with `id` (null if it has none), `line` and `error`; it concerns no other line.
+(`stop` or `length`), and where they were asked for `logprobs` and `top_logprobs`. With `echo` it has `prompt`, the
+prompt's text, `prompt_ids`, and where log-probabilities are asked for `prompt_logprobs` and `prompt_top_logprobs`, both
+null at the first token, which nothing predicts. A line that is no request has an answer with `id` (null if it has
+none), `line` and `error`; it concerns no other line.
 """
 
 import hashlib
@@ -20,15 +25,16 @@ from dataclasses import dataclass
 from typing import IO
 
 from levanter.bounds import MIB, OutOfBoundsError, parse_json, shown_bytes
+from levanter.inference import formats
 from levanter.inference.params import ParamsError, SamplingParams, lone_surrogate, params_of, stop_ids_of
-from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request
+from levanter.inference.requests import ConstraintSpec, Request
 
 LINE_BYTES = 32 * MIB
 """Of a request."""
 ID_CHARACTERS = 256
 """Of an id."""
-_CONSTRAINTS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
-_BESIDE = frozenset({"id", "prompt", "messages", *_CONSTRAINTS})
+_PROMPTS = ("prompt", "tokens", "messages")
+_BESIDE = frozenset({"id", *_PROMPTS, *formats.FIELDS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +130,7 @@ def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> AskedLine
     if (where := _surrogate(value, "")) is not None:
         problems.append(f"{where[1:]}: half of a surrogate pair, which no text has")
     prompt, messages = _prompt(value, problems)
-    constraint = _constraint(value, problems)
+    constraint = formats.constraint_of(value, problems)
     params = None
     try:
         params = params_of({**defaults, **value}, beside=_BESIDE)
@@ -154,48 +160,30 @@ def _id(value: object, number: int, problems: list[str]) -> str | None:
 def _prompt(
     value: Mapping[str, object], problems: list[str]
 ) -> tuple[str | tuple[int, ...] | None, tuple[Mapping[str, object], ...]]:
-    prompt, messages = value.get("prompt"), value.get("messages")
-    if (prompt is None) == (messages is None):
-        problems.append("prompt: expected either `prompt` or `messages`" + (", not both" if prompt is not None else ""))
+    given = [name for name in _PROMPTS if value.get(name) is not None]
+    if len(given) != 1:
+        said = f", got {' and '.join(given)}" if given else ""
+        problems.append(f"prompt: expected one of `prompt`, `tokens` and `messages`{said}")
         return None, ()
-    if messages is not None:
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            problems.append("messages: expected a list of objects, at least one")
-            return None, ()
-        return None, tuple(messages)
-    if isinstance(prompt, str):
+    (name,) = given
+    prompt = value[name]
+    if name == "messages":
+        return None, _messages(prompt, problems)
+    if isinstance(prompt, str) and name == "prompt":
         return prompt, ()
     if isinstance(prompt, list) and all(type(one) is int and 0 <= one < 2**31 for one in prompt):
         return tuple(prompt), ()
-    problems.append("prompt: expected a string or a list of token ids")
+    problems.append(f"{name}: expected {'a string or ' if name == 'prompt' else ''}a list of token ids")
     return None, ()
 
 
-def _constraint(value: Mapping[str, object], problems: list[str]) -> ConstraintSpec | None:
-    given: list[ConstraintKind] = [kind for kind in _CONSTRAINTS if value.get(kind) not in (None, False)]
-    if len(given) > 1:
-        problems.append(f"{' and '.join(given)}: a text can conform to one of them")
-    if len(given) != 1:
-        return None
-    kind = given[0]
-    wanted = value[kind]
-    if kind == "json_object":
-        if wanted is not True:
-            problems.append("json_object: expected true or false")
-        return ConstraintSpec(kind=kind)
-    if kind == "json_schema":
-        try:
-            if isinstance(wanted, dict):
-                return ConstraintSpec(kind=kind, text=json.dumps(wanted, allow_nan=False))
-        except ValueError:
-            problems.append("json_schema: NaN and infinity are no JSON")
-            return None
-        problems.append("json_schema: expected an object")
-        return None
-    if not isinstance(wanted, str) or not wanted:
-        problems.append(f"{kind}: expected a string that is not empty")
-        return None
-    return ConstraintSpec(kind=kind, text=wanted)
+def _messages(given: object, problems: list[str]) -> tuple[Mapping[str, object], ...]:
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        problems.append("messages: expected a list of objects, at least one")
+        return ()
+    wrong = [n for n, one in enumerate(given) if not isinstance(one.get("role"), str)]
+    problems += [f"messages[{n}]: expected a string as its `role`" for n in wrong[:3]]
+    return tuple(given)
 
 
 def _surrogate(value: object, where: str) -> str | None:
@@ -219,20 +207,22 @@ def request_of(
     asked: AskedLine,
     *,
     encode: Callable[[str], Sequence[int]],
-    chat: Callable[[Sequence[Mapping[str, object]]], str] | None,
+    chat: Callable[[Sequence[Mapping[str, object]]], Sequence[int]] | None,
     vocab_size: int,
     model_ends: Sequence[int],
     seed: int,
+    special_tokens: Mapping[str, int] | None = None,
 ) -> Request:
     """A line as a request to the engine.
 
     Args:
         asked: the line.
         encode: from a text to its ids, with what a text begins with (BOS).
-        chat: from a conversation to its text, which has its own beginning; None for a model without a template.
+        chat: from a conversation to its ids, which have their own beginning; None for a model without a template.
         vocab_size: ids of the model.
         model_ends: the model's own ends of text.
         seed: of the run; a request without one gets its own, from this and its id.
+        special_tokens: ids of the tokens that no text is made of, which a stop string may name.
 
     Raises:
         ValueError: lists what is wrong with it for this model.
@@ -241,7 +231,7 @@ def request_of(
     if asked.prompt is None:
         if chat is None:
             raise ValueError("messages: this model has no chat template; write the text as `prompt`")
-        tokens = tuple(int(i) for i in encode(chat(asked.messages)))
+        tokens = tuple(int(i) for i in chat(asked.messages))
     elif isinstance(asked.prompt, str):
         tokens = tuple(int(i) for i in encode(asked.prompt)) if asked.prompt else ()
     else:
@@ -255,9 +245,11 @@ def request_of(
     stop_ids: tuple[int, ...] = ()
     try:
         asked.params.check_ids(vocab_size)
-        stop_ids = stop_ids_of(asked.params, model_ends)
+        stop_ids = stop_ids_of(asked.params, model_ends, special_tokens=special_tokens or {})
     except ValueError as error:
         problems.append(str(error))
+    if asked.constraint is not None:
+        problems += _against_constraint(asked.params)
     if problems:
         raise ValueError("\n".join(problems))
     own = asked.params.seed
@@ -269,6 +261,16 @@ def request_of(
         stop_ids=stop_ids,
         constraint=asked.constraint,
     )
+
+
+def _against_constraint(params: SamplingParams) -> list[str]:
+    """What cannot be asked of a text that conforms to something: where it ends, says what it conforms to."""
+    problems = []
+    if params.ignore_eos:
+        problems.append("ignore_eos: a text that conforms to something ends where it is complete")
+    if params.min_tokens:
+        problems.append("min_tokens: a text that conforms to something may be complete before that")
+    return problems
 
 
 def seed_of(seed: int, id: str) -> int:

@@ -222,22 +222,26 @@ def _asks_for_nothing(name: str, value: object, fields: Mapping[str, object]) ->
     return name in ("num_beams", "beam_width") and value == 1 and not isinstance(value, bool)
 
 
-def stop_ids_of(params: SamplingParams, model_ends: Sequence[int]) -> tuple[int, ...]:
+def stop_ids_of(
+    params: SamplingParams, model_ends: Sequence[int], *, special_tokens: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
     """The ids that end a row, each once.
 
     Args:
         params: of the request.
         model_ends: the model's own ends of text.
+        special_tokens: ids of the tokens that no text is made of: a stop string that is one of them ends a row there.
 
     Raises:
         ValueError: there are more than a row has room for.
     """
     ends = () if params.ignore_eos else tuple(model_ends)
-    found = tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+    named = [special_tokens[stop] for stop in params.stop if stop in special_tokens] if special_tokens else []
+    found = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *named)))
     if len(found) > MOST_STOP_IDS:
         raise ValueError(
-            f"stop_token_ids: {len(params.stop_token_ids)} ids and the model's own {len(ends)} ends of text are more "
-            f"than {MOST_STOP_IDS}"
+            f"stop_token_ids: {len(params.stop_token_ids) + len(named)} ids and the model's own {len(ends)} ends of "
+            f"text are more than {MOST_STOP_IDS}"
         )
     return found
 

@@ -80,7 +80,8 @@ def start_program(model: ServedModel, cache: CachePlan) -> Program:
 def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: int) -> Program:
     """Takes parts of prompts, and samples the first token of those that end with it.
 
-    Its inputs: the model, the cache, the state, the parameters of the rows; `tokens [batch, position]`, ids; `first`
+    Its inputs: the model, the cache, the state, the parameters of the rows and their masks (`decode_program` says what
+    those are); `tokens [batch, position]`, ids; `first`
     and `count [batch]`, the position of the first of them and how many there are; `tables [batch, table]`, the pages
     of these rows; `row [batch]`, which rows of the state they are, or as many as there are rows for nobody; `fresh` and
     `ends [batch]`, whether the prompt begins and ends here; `left [batch]`, how many tokens the row may get; `prompt
@@ -94,7 +95,7 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     """
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
-    def prefill(net, cache_, state, params, ids, first, count, tables, row, fresh, ends, left, prompt):
+    def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, left, prompt):
         at = NewPositions.following(first, count, Pos, tables=tables)
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
@@ -104,7 +105,7 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         state = state.counted(row, ids, starts=first, lengths=count, prompts=prompt, fresh=fresh != 0)
         behind = first + count
         counts = state.taken(row).counts
-        sampled = _sampled(net, last, params, noise, behind, counts, finite)
+        sampled = _sampled(net, last, params, noise, behind, counts, finite, masks)
         to = hax.where(ends != 0, row, cache.rows)
         state = state.begun(to, sampled, params, noise=noise, position=behind, left=left)
         return cache_, state, SampledRows(sampled=sampled, there=ends != 0, finite=finite)
@@ -120,14 +121,18 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         "left": (Batch,),
         "prompt": (Batch,),
     }
-    return _program(f"prefill_{rows}x{tokens}", prefill, (_params(Batch), *_integers(numbers)), cache, model)
+    return _program(
+        f"prefill_{rows}x{tokens}", prefill, (*_of_rows(Batch, model, cache), *_integers(numbers)), cache, model
+    )
 
 
 def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Program:
     """Samples the next `steps` tokens of rows that have not ended, and ends rows by their stop ids and limits.
 
-    Its inputs: the model, the cache, the state, the parameters of all rows; `tables [batch, table]`, their pages;
-    `going [batch]`, which rows it is about: the others stay what they are. What it draws has an axis `step` in front.
+    Its inputs: the model, the cache, the state, the parameters of all rows; `masks [batch, vocab]`, boolean, which ids
+    a row may sample, all of them where nobody asks for anything; `tables [batch, table]`, their pages; `going [batch]`,
+    which rows it is about: the others stay what they are, and rows with 2 get one token, because their masks are for
+    that one only. What it draws has an axis `step` in front.
 
     Args:
         model: the model.
@@ -136,7 +141,7 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     """
     Batch, Step, One = Axis("batch", cache.rows), Axis("step", steps), Axis("position", 1)
 
-    def one(net, cache_: KvCache, state: RowState, params, tables) -> tuple[KvCache, RowState, SampledRows]:
+    def one(net, cache_: KvCache, state: RowState, params, masks, tables) -> tuple[KvCache, RowState, SampledRows]:
         running = ~state.done
         own = None if cache.allocation == "fixed" else tables
         at = NewPositions.following(state.position, running.astype(jnp.int32), One, tables=own)
@@ -144,41 +149,43 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
-        sampled = _sampled(net, last, params, state.noise, state.position + 1, state.counts, finite)
+        sampled = _sampled(net, last, params, state.noise, state.position + 1, state.counts, finite, masks)
         return cache_, state.advanced(sampled, params), SampledRows(sampled=sampled, there=running, finite=finite)
 
-    def decode(net, cache_, state, params, tables, going):
+    def decode(net, cache_, state, params, masks, tables, going):
         stays = (going == 0) & ~state.done
-        cache_, state, drawn = several(net, cache_, state.released(stays), params, tables)
+        cache_, state, stays, drawn = several(net, cache_, state.released(stays), stays, params, masks, tables, going)
         return cache_, eqx.tree_at(lambda s: s.done, state, state.done & ~stays), drawn
 
-    def several(net, cache_, state, params, tables):
+    def several(net, cache_, state, stays, params, masks, tables, going):
         if steps == 1:
-            cache_, state, drawn = one(net, cache_, state, params, tables)
-            return cache_, state, _each(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
-        shapes = eqx.filter_eval_shape(one, net, cache_, state, params, tables)[2]
+            cache_, state, drawn = one(net, cache_, state, params, masks, tables)
+            return cache_, state, stays, _each(lambda x: hax.named(x.array[None], (Step, *x.axes)), drawn)
+        shapes = eqx.filter_eval_shape(one, net, cache_, state, params, masks, tables)[2]
         nothing = _each(lambda x: hax.zeros((Step, *x.axes), dtype=x.dtype), shapes)
 
         def more(carry) -> jax.Array:
-            step, _, state, _ = carry
+            step, _, state, _, _ = carry
             return (step < steps) & ~jnp.all(state.done.array)
 
         def body(carry):
-            step, cache_, state, found = carry
-            cache_, state, drawn = one(net, cache_, state, params, tables)
+            step, cache_, state, stays, found = carry
+            cache_, state, drawn = one(net, cache_, state, params, masks, tables)
             found = jax.tree.map(
                 lambda all_, new: hax.named(all_.array.at[step].set(new.array), all_.axes),
                 found,
                 drawn,
                 is_leaf=is_named,
             )
-            return step + 1, cache_, state, found
+            had_theirs = (going == 2) & ~state.done
+            return step + 1, cache_, state.released(had_theirs), stays | had_theirs, found
 
-        _, cache_, state, found = jax.lax.while_loop(more, body, (jnp.int32(0), cache_, state, nothing))
-        return cache_, state, found
+        begin = (jnp.int32(0), cache_, state, stays, nothing)
+        _, cache_, state, stays, found = jax.lax.while_loop(more, body, begin)
+        return cache_, state, stays, found
 
     numbers = {"tables": (Batch, Axis("table", cache.pages_of_row)), "going": (Batch,)}
-    return _program(f"decode_{cache.rows}", decode, (_params(Batch), *_integers(numbers)), cache, model)
+    return _program(f"decode_{cache.rows}", decode, (*_of_rows(Batch, model, cache), *_integers(numbers)), cache, model)
 
 
 def _sampled(
@@ -189,11 +196,12 @@ def _sampled(
     position: NamedArray,
     counts: NamedArray | None,
     finite: NamedArray,
+    masks: NamedArray,
 ) -> Sampled:
     """Tokens behind activations `[batch, embed]`; none where those are not finite."""
     config = net.config
     logits = head_logits(activations, net.head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
-    sampled = sample(logits, params, noise, position, counts=counts)
+    sampled = sample(logits, params, noise, position, counts=counts, mask=masks)
     return eqx.tree_at(lambda s: s.ok, sampled, sampled.ok & finite)
 
 
@@ -210,8 +218,14 @@ def _of_state(cache: CachePlan) -> AxisMapping:
     return AxisMapping({"vocab": cache.mappings.compute.mesh_axes("vocab") or None})
 
 
-def _params(Batch: Axis) -> Input:
-    return Input(name="params", value=RowParams.abstract(Batch), placement=AxisMapping())
+def _of_rows(Batch: Axis, model: ServedModel, cache: CachePlan) -> tuple[Input, Input]:
+    """The parameters of rows, and the masks of ids that they may sample, which lie as logits do."""
+    Vocab = model.abstract.Vocab
+    masks = NamedArray(jax.ShapeDtypeStruct((Batch.size, Vocab.size), np.dtype(np.bool_)), (Batch, Vocab))  # pyright: ignore
+    return (
+        Input(name="params", value=RowParams.abstract(Batch), placement=AxisMapping()),
+        Input(name="masks", value=masks, placement=_of_state(cache)),
+    )
 
 
 def _integers(shapes: Mapping[str, tuple[Axis, ...]]) -> tuple[Input, ...]:

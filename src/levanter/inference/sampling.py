@@ -22,7 +22,6 @@ from haliax import Axis, AxisSelector, NamedArray
 
 from levanter.inference.likeliest import likeliest
 from levanter.inference.params import MOST_TOP_LOGPROBS
-from levanter.inference.requests import MASK_BITS
 from levanter.inference.row_params import RowParams, Word
 from levanter.layers.attention.reference import HIDDEN
 
@@ -70,7 +69,7 @@ def sample(
         position: int32 `[batch]`, where in its sequence the token will be.
         counts: int32 `[batch, vocab]`, which tokens were there (`IN_PROMPT`, `GENERATED`); None where no row has a
             penalty.
-        mask: uint32 `[batch, mask_word]`, a bit for each id that may be sampled, lowest first; None for all.
+        mask: boolean `[batch, vocab]`, which ids may be sampled; None for all.
     """
     Vocab = logits.resolve_axis("vocab")
     assert logits.dtype == jnp.float32, f"logits must be float32, got {logits.dtype}"
@@ -118,7 +117,7 @@ def changed_logits(
     has_stop = early.array[:, None] & (params.stop_ids.array >= 0)
     logits = _where_any(has_stop, lambda x: _without_ends(x, params, early), logits)
     if mask is not None:
-        logits = hax.where(_unpacked(mask, logits.resolve_axis("vocab")), logits, HIDDEN)
+        logits = _where_any(~mask.array, lambda x: hax.where(mask, x, HIDDEN), logits)
     return logits
 
 
@@ -257,16 +256,6 @@ def _penalized(logits: NamedArray, params: RowParams, counts: NamedArray) -> Nam
     )
     times = generated.astype(jnp.float32)
     return logits - params.frequency * times - params.presence * (generated > 0).astype(jnp.float32)
-
-
-def _unpacked(mask: NamedArray, Vocab: Axis) -> NamedArray:
-    """Bits as booleans over `vocab`; ids behind the last word are forbidden."""
-    (Batch,) = (axis for axis in mask.axes if axis.name != "mask_word")
-    words = mask.rearrange((Batch.name, "mask_word")).array
-    bits = (words[:, :, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
-    flat = bits.reshape(Batch.size, -1)[:, : Vocab.size]
-    flat = jnp.pad(flat, [(0, 0), (0, Vocab.size - flat.shape[1])])
-    return hax.auto_sharded(hax.named(flat == 1, (Batch, Vocab)))
 
 
 def _top(logits: NamedArray, params: RowParams) -> tuple[NamedArray, NamedArray]:

@@ -248,7 +248,7 @@ class _Work:
             if row.place is None or self.rows[row.place] is not row or not self._decodes(row):
                 continue
             place, shard = row.place, self.shard_of(row.place)
-            wanted = self.schedule.pages_for(row.written + min(self.schedule.steps, row.left))
+            wanted = self.schedule.pages_for(row.written + self._tokens(row))
             missing = wanted - len(row.pages)
             while missing > 0 and self.look(shard).available < missing and self.rows[place] is not None:
                 youngest = max(
@@ -267,7 +267,12 @@ class _Work:
         self.queue = sorted([*self.queue, waits], key=lambda each: each.order)
 
     def _decodes(self, row: Row) -> bool:
-        return not row.prefilling and row.left > 0
+        # What may come next in a text that conforms to something depends on what came last.
+        return not row.prefilling and row.left > 0 and not (row.due and row.request.constraint is not None)
+
+    def _tokens(self, row: Row) -> int:
+        """How many tokens the next call gives a row at most."""
+        return min(self.schedule.steps if row.request.constraint is None else 1, row.left)
 
     def admit(self) -> None:
         """Gives places to those that wait, in their order, while there are places and pages."""
@@ -363,7 +368,7 @@ class _Work:
         for row in self.running():
             if not self._decodes(row) or row.place is None:
                 continue
-            tokens = min(self.schedule.steps, row.left)
+            tokens = self._tokens(row)
             planned.append(DecodeRow(id=row.id, place=row.place, start=row.written, tokens=tokens))
             self.put(replace(row, written=row.written + tokens, due=(*row.due, tokens)))
         return tuple(sorted(planned, key=lambda each: each.place))

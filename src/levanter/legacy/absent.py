@@ -38,7 +38,6 @@ _SFT_INSTEAD = (
     "`train_lm` trains on conversations: list each set under data.components.<name> with format: {type: chat}, "
     "and the checkpoint as initialize_from_hf"
 )
-_CHAT_INSTEAD = "`generate` answers a file of prompts, `sample_lm` a few"
 
 ABSENT: Mapping[str, AbsentEntryPoint] = {
     "lora_lm": AbsentEntryPoint(
@@ -50,9 +49,6 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         config_name="ExportHfToLmConfig",
         what="converting a Hugging Face checkpoint to our format",
         instead="not needed: every entry point reads Hugging Face files directly",
-    ),
-    "inference_repl": AbsentEntryPoint(
-        config_name="InferenceReplConfig", what="interactive chat in a terminal", instead=_CHAT_INSTEAD
     ),
     "sft": AbsentEntryPoint(
         config_name="SftConfig", what="supervised fine-tuning by its own keys", instead=_SFT_INSTEAD

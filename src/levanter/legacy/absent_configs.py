@@ -67,22 +67,6 @@ class ExportHfToLmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceReplConfig:
-    """Interactive chat with a model in a terminal."""
-
-    checkpoint: str
-    model: LmConfig | None = None
-    tokenizer: str | None = None
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    server: dict[str, Any] = field(default_factory=dict)
-    temperature: float = 0.7
-    seed: int = 42
-    max_tokens: int = 64
-    command: str | None = None
-    args: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SftConfig:
     """Supervised fine-tuning on conversations."""
 

@@ -286,7 +286,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PARTS,
     },
     "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
-    "levanter.main.inference_repl": {"main repl_mode cli_mode ReplContext console": _SAMPLING},
+    "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
     "levanter.main.lora_dpo": {"main": _PREFERENCES},
     "levanter.main.lora_lm": {"main train": _LORA},
     "levanter.main.perplexity_gap": {

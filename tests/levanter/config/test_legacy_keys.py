@@ -140,6 +140,7 @@ def test_no_row_of_the_table_is_silent():
         "eval_harness": lambda row: {"eval_harness": {row.name: 5}},
         "eval_harness.task_spec.*": lambda row: {"eval_harness": {"task_spec": [{row.name: "b"}]}},
         "engine": lambda row: {"engine": {row.name: 5}},
+        "server.service": lambda row: {"server": {"service": {row.name: 5}}},
         "trainer": lambda row: {"trainer": {row.name: {} if row.name == "wandb" else "5"}},
     }
     for row in TABLE:

@@ -99,6 +99,12 @@ ZERO = {
     "SampleLmConfig.seed",
     # Any port that is free.
     "ServeConfig.port",
+    "InferenceReplConfig.temperature",
+    "InferenceReplConfig.seed",
+    "InferenceServerConfig.temperature",
+    "InferenceServerConfig.seed",
+    "InferenceServerConfig.batch_timeout",
+    "InferenceServerConfig.port",
     # Upstream's, without effect.
     "InferenceEngineConfig.hbm_utilization",
     "InferenceEngineConfig.max_stop_seqs",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from helpers.small_byte_level import byte_level
 
-from levanter.inference.constraint import ConstraintError, Constraints, row_masks
+from levanter.inference.constraint import ConstraintError, Constraints
+from levanter.inference.device import whole_masks
 from levanter.inference.requests import ConstraintSpec
 
 TOKENIZER = byte_level()
@@ -132,10 +133,12 @@ def test_what_is_wrong_with_a_constraint(constraints, kind, text, said):
 
 def test_masks_of_rows(constraints):
     one = constraints.start(ConstraintSpec(kind="regex", text="a"))
-    masks = row_masks([None, one, None], constraints.words)
-    assert masks.shape == (3, 10) and masks.dtype == np.uint32
-    assert allowed(masks[1]) == {i for i in range(END) if _bytes(i) == b"a"}
-    assert (masks[[0, 2]] == 0xFFFFFFFF).all()
+    masks = whole_masks((3, PADDED + 7), {1: one.mask(), 2: np.array([0xFFFFFFFF], np.uint32)})
+    assert masks.shape == (3, PADDED + 7) and masks.dtype == np.bool_
+    assert np.flatnonzero(masks[1]).tolist() == [i for i in range(END) if _bytes(i) == b"a"]
+    assert masks[0].all() and masks[2, :32].all(), "a row without a mask, and one whose mask is short"
+    assert not masks[2, 32:].any()
+    assert whole_masks((1, 20), {0: np.array([0xFFFFFFFF], np.uint32)}).all()
 
 
 def test_tokenizers_and_models_that_cannot_be_constrained(constraints):

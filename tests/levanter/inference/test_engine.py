@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from levanter.inference.cache import plan_cache
 from levanter.inference.config import Allocation
+from levanter.inference.constraint import ConstraintError
 from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.generation import generation_programs
 from levanter.inference.params import SamplingParams
 from levanter.inference.programs import ServedModel
-from levanter.inference.requests import ChoiceId, Failed, Finished, Request, Token
+from levanter.inference.requests import ChoiceId, ConstraintSpec, Failed, Finished, Request, Token
 from levanter.inference.schedule import RefusedError
 from levanter.models.decoder import DecoderLmHeadModel
 
@@ -147,6 +149,48 @@ def test_a_stop_id_ends_a_row_behind_min_tokens(engine, devices):
     later = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=5)
     events = list(engine.run([Request(id="2", tokens=GOOD[2].tokens, params=later, seed=3, stop_ids=(third,))]))
     assert third not in texts(events)[ChoiceId("2", 0)][:5]
+
+
+class EveryThird:
+    """Stands for llguidance: the n-th token is one of the ids that are n modulo 3; after the fifth there is none."""
+
+    def __init__(self):
+        self.count = 0
+
+    def mask(self) -> np.ndarray:
+        if self.count == 5:
+            raise ConstraintError("nothing conforms")
+        allowed = np.arange(VOCAB + -VOCAB % 32) % 3 == self.count % 3
+        return np.packbits(allowed, bitorder="little").view("<u4").astype(np.uint32)
+
+    def accept(self, id: int) -> None:
+        assert id % 3 == self.count % 3
+        self.count += 1
+
+
+class Following:
+    """Stands for `Constraints`."""
+
+    def start(self, spec: ConstraintSpec) -> EveryThird:
+        assert spec.text == "a"
+        return EveryThird()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constrained_row_keeps_to_its_masks_and_no_other_row_notices(engine, devices, temperature):
+    """It fails where nothing is allowed any more, and says why."""
+    engine.constraints = Following()
+    constraint = ConstraintSpec(kind="regex", text="a")
+    asked = [request(f"c{n}", *prompt(30 + n, 12), new=new, temperature=temperature) for n, new in enumerate((4, 9))]
+    bound = [replace(each, constraint=constraint) for each in asked]
+    events = list(engine.run([GOOD[0], bound[0], GOOD[1], bound[1], *GOOD[2:]]))
+    found = texts(events)
+    for n, count in enumerate((4, 5)):
+        assert [id % 3 for id in found.pop(ChoiceId(f"c{n}", 0))] == [k % 3 for k in range(count)]
+    assert [event for event in events if isinstance(event, Failed)] == [
+        Failed(of=ChoiceId("c1", 0), error="nothing conforms")
+    ]
+    assert found == alone(tuple(devices))
 
 
 def test_what_no_row_can_hold_is_refused(engine):

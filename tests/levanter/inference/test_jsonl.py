@@ -65,6 +65,14 @@ def test_constraints():
     found = read_one('{"prompt": "a", "json_schema": {"type": "integer"}}').constraint
     assert found == ConstraintSpec(kind="json_schema", text='{"type": "integer"}')
     assert read_one('{"prompt": "a", "regex": "a+", "json_object": false}').constraint.text == "a+"
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer"}}}
+    assert read_one(json.dumps({"prompt": "a", "response_format": wanted})).constraint == found
+    for kind, spec in (("text", None), ("json_object", ConstraintSpec(kind="json_object"))):
+        assert read_one(json.dumps({"prompt": "a", "response_format": {"type": kind}})).constraint == spec
+
+
+def test_ids_may_be_called_tokens():
+    assert read_one('{"tokens": [5, 6]}').prompt == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +98,20 @@ def test_constraints():
             "messages[0].content[0]: half of a surrogate pair",
         ),
         ('{"prompt": "a", "\\ud800": 1}', "\\ud800: half of a surrogate pair"),
-        ("{}", "prompt: expected either `prompt` or `messages`"),
-        ('{"prompt": "a", "messages": [{}]}', "prompt: expected either `prompt` or `messages`, not both"),
+        ("{}", "prompt: expected one of `prompt`, `tokens` and `messages`"),
+        ('{"prompt": "a", "messages": [{}]}', "one of `prompt`, `tokens` and `messages`, got prompt and messages"),
+        ('{"tokens": "a"}', "tokens: expected a list of token ids"),
+        ('{"messages": [{"role": "user"}, {"content": "a"}]}', "messages[1]: expected a string as its `role`"),
+        ('{"prompt": "a", "response_format": "json"}', "response_format: expected an object with `type`"),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema"}}',
+            "response_format.json_schema: expected an",
+        ),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}',
+            "response_format.json_schema.shema: not known; did you mean `schema`?",
+        ),
+        ('{"prompt": "a", "regex": "a", "response_format": {"type": "json_object"}}', "regex and response_format"),
         ('{"messages": []}', "messages: expected a list of objects, at least one"),
         ('{"prompt": "a", "id": 3}', "id: expected a string of 1 to 256 characters"),
         ('{"prompt": "a", "id": ""}', "id: expected a string of 1 to 256 characters"),
@@ -155,8 +175,21 @@ def test_requests_that_do_not_go_with_the_model(line, said):
 
 def test_conversations_are_rendered():
     asked = read_one('{"messages": [{"role": "user", "content": "é"}]}')
-    made = as_request(asked, chat=lambda messages: "".join(str(one["content"]) for one in messages))
-    assert made.tokens == (BOS, 262)
+    made = as_request(asked, chat=lambda messages: [7, *TOKENIZER.encode_batch([str(messages[0]["content"])])[0]])
+    assert made.tokens == (7, 262)  # with the beginning that the template gave it, and no other
+
+
+def test_a_stop_string_that_is_a_special_token_is_its_id():
+    asked = read_one('{"prompt": "a", "stop": ["<|end|>", "x"], "stop_token_ids": [9]}')
+    assert as_request(asked, special_tokens={"<|end|>": 7, "<|other|>": 8}).stop_ids == (2, 9, 7)
+    assert as_request(asked).stop_ids == (2, 9)
+
+
+@pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
+def test_where_a_text_that_conforms_ends_is_not_for_the_request_to_say(field):
+    asked = read_one(json.dumps({"prompt": "a", "json_object": True, field: True if field == "ignore_eos" else 3}))
+    with pytest.raises(ValueError, match=f"{field}: a text that conforms"):
+        as_request(asked)
 
 
 def test_seeds():

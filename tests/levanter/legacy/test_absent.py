@@ -53,7 +53,6 @@ AS_USERS_HAVE_THEM = {
         "max_train_length: 64\ntrainer: {wandb: {project: p}, model_axis_size: 4}\n"
     ),
     "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
-    "inference_repl": "checkpoint: acme/llama\nmodel: {type: llama, seq_len: 64}\nserver: {port: 10243}\n",
     "sft": (
         "model: {type: llama, seq_len: 64}\nsupervised_data: {a: {train_urls: [a.jsonl]}}\nepoch: 2\n"
         "reinit_tokens: ['<|user|>']\ntrainer: {fsdp_axis: embed, profiler: true}\n"

@@ -23,7 +23,15 @@ from levanter.main.plan import PlanUsageError, asked_for, main
 MAIN = Path(levanter.main.__file__).parent
 ROOT = Path(__file__).parents[3]
 # Without a model or an accelerator (`plan` itself, reports), or a demonstration made of two runs that can be planned.
-WITHOUT_A_PLAN = {"plan", "memorization_report", "demo_memorization", "cache_dataset", "demo_train", "migrate"}
+WITHOUT_A_PLAN = {
+    "plan",
+    "memorization_report",
+    "demo_generate",
+    "demo_memorization",
+    "cache_dataset",
+    "demo_train",
+    "migrate",
+}
 
 
 @pytest.fixture(scope="module")

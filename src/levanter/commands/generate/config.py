@@ -23,8 +23,11 @@ class GenerateConfig(Ranged):
         trainer: devices, mesh, precision, trackers.
         inference: rows and their cache.
         sampling: how tokens are chosen where a line does not say.
+        chat_template: makes a text of a conversation, instead of the tokenizer's own; Jinja.
         enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
-        input_path: prompts, one JSON object a line: `{"id": …, "prompt": "text" or [ids], …parameters}`.
+        interactive: asks at the terminal and answers there, instead of reading and writing files.
+        input_path: prompts, one JSON object a line: `{"id": …, "prompt": "text" or [ids], …parameters}`, or `messages`
+            instead of `prompt`.
         output_path: a line of JSON for each of them. What is there from an interrupted run is kept, and the run goes on
             behind it.
         plan: assumptions for planning that a run would find out by itself.
@@ -43,7 +46,9 @@ class GenerateConfig(Ranged):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    chat_template: str | None = None
     enforce_bos: bool = True
+    interactive: bool = False
     input_path: PathText | None = None
     output_path: PathText | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
@@ -62,5 +67,7 @@ class GenerateConfig(Ranged):
                 "no model: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a checkpoint "
                 "of train_lm)"
             )
+        if self.interactive and (self.input_path or self.output_path):
+            problems.append("interactive: asks at the terminal, so there is no input_path and no output_path")
         if problems:
             raise ValueError("\n".join(problems))

@@ -9,26 +9,29 @@ what one would have written. A line that is no request gets its error for an ans
 with exit code 2.
 """
 
-import hashlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 
 import jax
 from jax.sharding import Mesh
 
-from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate.config import GenerateConfig
+from levanter.commands.generate.dialogue import Dialogue
 from levanter.commands.generate.plan import NAME, GenerateWork, describe
-from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.generate.running import running
+from levanter.commands.generate.terminal import Terminal, at_terminal
 from levanter.commands.shell.perform import perform
 from levanter.config import Written, plain
-from levanter.inference.answers import Answers, Choice, answer_line, error_line
-from levanter.inference.device import DeviceRows
-from levanter.inference.engine import Engine, schedule_of
-from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines, request_of
+from levanter.inference.answers import Answers, Choice, Echo, answer_line, error_line
+from levanter.inference.engine import NOT_FINITE, Engine, schedule_of
+from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines
+from levanter.inference.prompt_scores import ScoresPrompts
 from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token
 from levanter.inference.schedule import Schedule
 from levanter.inference.text import ChoiceText
@@ -36,7 +39,6 @@ from levanter.io import Output, Progress, leased, open_read
 from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
 from levanter.io.values import Json
 from levanter.processes.barrier import agreed
-from levanter.processes.together import jit_together
 from levanter.run import EntryPoint, RunPlan, Session
 
 
@@ -52,6 +54,7 @@ class Generated:
         seconds: from the first prompt to the last token, compilation included.
         refused: what is wrong with the lines that are no requests, by number.
         failed: what happened to requests that could not be finished, by number.
+        exit_code: of all processes.
     """
 
     loading: LoadReport | None = None
@@ -61,6 +64,7 @@ class Generated:
     seconds: float = 0.0
     refused: dict[int, str] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    exit_code: int = OK
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,6 +75,7 @@ class _Pending:
     line: int
     request: Request
     texts: dict[ChoiceId, "_Text"]
+    echo: Echo | None = None
     done: list[Choice] = field(default_factory=list)
 
 
@@ -86,12 +91,17 @@ class _Text:
 class _Run:
     """The requests of a file on their way through the engine."""
 
-    def __init__(self, work: GenerateWork, schedule: Schedule, found: Generated):
-        self.work, self.schedule, self.found = work, schedule, found
+    def __init__(
+        self,
+        work: GenerateWork,
+        schedule: Schedule,
+        found: Generated,
+        reader: PromptReader,
+        score: ScoresPrompts | None,
+    ):
+        self.work, self.schedule, self.found, self.reader, self.score = work, schedule, found, reader, score
         self.pending: dict[str, _Pending] = {}
         self.answered: list[tuple[int, bytes]] = []
-        ends = work.pretrained.tokenizer.eos_id
-        self._ends = () if ends is None else (ends,)
 
     def requests(self, first: int) -> Iterator[Request]:
         """The requests of the input; lines that are none are answered with what is wrong with them.
@@ -110,38 +120,46 @@ class _Run:
                 if isinstance(asked, BrokenLine):
                     self.found.refused[asked.line] = asked.error
                     self.answered.append((index, error_line(asked)))
-                else:
+                elif asked is not None:
                     yield asked
 
-    def _request(self, index: int, asked: AskedLine) -> Request | BrokenLine:
-        tokenizer, model = self.work.pretrained.tokenizer, self.work.pretrained.config
-        begin = tokenizer.bos_id if self.work.config.enforce_bos else None
-        assert model.vocab_size is not None
-
-        def encode(text: str) -> list[int]:
-            ids = tokenizer.encode_batch([text])[0].tolist()
-            return ids if begin is None else [begin, *ids]
-
+    def _request(self, index: int, asked: AskedLine) -> Request | BrokenLine | None:
+        """A line as a request; None where there is nothing to generate."""
         try:
-            request = request_of(
-                asked,
-                encode=encode,
-                chat=None,
-                vocab_size=model.vocab_size,
-                model_ends=self._ends,
-                seed=self.work.config.trainer.seed,
-            )
-            _check_known(request, self.work.config)
-            self.schedule.check(request)
+            request = self.reader.request(asked)
         except ValueError as error:
             return BrokenLine(line=asked.line, id=asked.id, error=str(error))
+        tokenizer = self.reader.tokenizer
         limit = request.new_tokens(self.schedule.context)
         texts = {
             ChoiceId(request.id, n): _Text(text=ChoiceText.of(request, tokenizer.stream(), limit=limit))
             for n in range(request.params.n)
         }
-        self.pending[request.id] = _Pending(index=index, line=asked.line, request=request, texts=texts)
+        pending = _Pending(index=index, line=asked.line, request=request, texts=texts)
+        self.pending[request.id] = pending
+        if request.params.echo and not self._echo(pending):
+            return None
+        if request.params.max_tokens == 0:
+            empty = [Choice(of=of, text="", tokens=(), reason="length") for of in texts]
+            self._answer(pending, answer_line(request, empty, echo=pending.echo))
+            return None
         return request
+
+    def _echo(self, pending: _Pending) -> bool:
+        """Makes the prompt part of the answer; whether its tokens have probabilities, where those are asked for."""
+        request, scores = pending.request, None
+        if request.params.logprobs is not None:
+            assert self.score is not None, "a prompt is to be scored, and the plan has no Program for that"
+            scores = self.score(request.tokens, request.params.logprobs)
+            if not all(map(math.isfinite, scores.logprobs)):
+                self._fail(pending, NOT_FINITE)
+                return False
+        pending.echo = Echo(text=self.reader.tokenizer.decode(request.tokens), scores=scores)
+        return True
+
+    def _fail(self, pending: _Pending, error: str) -> None:
+        self.found.failed[pending.line] = error
+        self._answer(pending, error_line(BrokenLine(line=pending.line, id=pending.request.id, error=error)))
 
     def take(self, event: Event, engine: Engine) -> None:
         """What an event does to its request."""
@@ -151,10 +169,9 @@ class _Run:
         if isinstance(event, Failed):
             for of in pending.texts:
                 engine.give_up(of)
-            self.found.failed[pending.line] = event.error
-            broken = BrokenLine(line=pending.line, id=pending.request.id, error=event.error)
-            self._answer(pending, error_line(broken))
-        elif isinstance(event, Token):
+            self._fail(pending, event.error)
+            return
+        if isinstance(event, Token):
             self.found.tokens += 1
             own = pending.texts[event.of]
             piece = own.text.push(event.id)
@@ -165,7 +182,7 @@ class _Run:
                 pending.done.append(_choice(event.of, own, piece.reason))
                 del pending.texts[event.of]
         if not pending.texts:
-            self._answer(pending, answer_line(pending.request, pending.done))
+            self._answer(pending, answer_line(pending.request, pending.done, echo=pending.echo))
 
     def _answer(self, pending: _Pending, line: bytes) -> None:
         del self.pending[pending.request.id]
@@ -184,23 +201,6 @@ def _choice(of: ChoiceId, own: _Text, reason: str) -> Choice:
     )
 
 
-def _check_known(request: Request, config: GenerateConfig) -> None:
-    """Refuses what the engine does not do yet.
-
-    Raises:
-        ValueError: by its name.
-    """
-    problems = []
-    if request.params.echo:
-        problems.append("echo: prompts are not scored here yet; eval_lm and viz_logprobs do")
-    if request.constraint is not None:
-        problems.append(f"{request.constraint.kind}: texts that conform to something are not generated yet")
-    if request.params.counts_tokens and not config.inference.penalties:
-        problems.append("presence_penalty, frequency_penalty, repetition_penalty: inference.penalties is false")
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
 def _defaults(config: GenerateConfig) -> dict[str, object]:
     """The parameters of `sampling:` as a line has them."""
     values: dict[str, object] = asdict(config.sampling)
@@ -208,9 +208,9 @@ def _defaults(config: GenerateConfig) -> dict[str, object]:
     return values
 
 
-def identity(work: GenerateWork) -> Mapping[str, Json]:
+def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
     """Everything that the answers depend on."""
-    config, digest = work.config, hashlib.sha256()
+    config, digest = work.config, sha256()
     assert config.input_path is not None
     with open_read(config.input_path) as file:
         while block := file.read(1 << 20):
@@ -220,6 +220,8 @@ def identity(work: GenerateWork) -> Mapping[str, Json]:
         "model": work.pretrained.checkpoint.description,
         "architecture": str(plain(work.pretrained.config)),
         "tokenizer": work.pretrained.tokenizer.hash,
+        "ends": list(reader.ends),
+        "chat_template": None if reader.template is None else sha256(reader.template.text.encode()).hexdigest(),
         "enforce_bos": config.enforce_bos,
         "sampling": str(plain(config.sampling)),
         "seed": config.trainer.seed,
@@ -232,45 +234,65 @@ def identity(work: GenerateWork) -> Mapping[str, Json]:
 
 
 def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | None = None) -> Generated:
-    """Answers every line of the input; nothing runs that is not in `plan`."""
+    """Answers every line of the input, or of the terminal; nothing runs that is not in `plan`."""
     assert mesh is not None, "generation runs on devices"
     work, show = plan.work, session is not None and session.show
-    path = work.config.output_path
-    assert path is not None, "a plan without an output must not run: RunPlan.check() comes first"
+    schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
+    reader = PromptReader(work, schedule)
     with ExitStack() as held:
         answers = None
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not work.config.interactive:
+            path = work.config.output_path
+            assert path is not None, "a plan without an output must not run: RunPlan.check() comes first"
             lease = held.enter_context(
                 leased(f"{path}.parts", what="a generation run", advice="give another output_path")
             )
-            answers = Answers(path, identity(work), lease=lease)
+            answers = Answers(path, identity(work, reader), lease=lease)
         found = Generated(kept=int(agreed("answers", str(0 if answers is None else answers.begin()))))
-        schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
-        run = _Run(work, schedule, found)
-        loaded = load_pretrained(work.pretrained, mesh, show=show)
-        found.loading = loaded.report
-        model = with_arrays(work.pretrained.abstract, loaded.arrays)
-        engine = Engine(DeviceRows(work.programs, mesh, model, jit=jit_together), schedule)
-        began = time.perf_counter()
+        with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
+            found.loading = ready.loading
+            if ready.engine is not None and work.config.interactive:
+                _converse(ready.engine, reader, found)
+            elif ready.engine is not None:
+                assert answers is not None
+                # What is ready when the run is interrupted is stored too.
+                held.callback(answers.store)
+                _answer_all(_Run(work, schedule, found, reader, ready.score), ready.engine, answers, show=show)
+        found.exit_code = int(agreed("how it went", str(_exit_code(found))))
         if answers is not None:
-            # What is ready when the run is interrupted is stored too.
-            held.callback(answers.store)
-        with Progress("generating", total=None, unit="tokens", show=show) as progress:
-            for event in engine.run(run.requests(found.kept)):
-                run.take(event, engine)
-                _hand_over(run, answers)
-                progress.advance_to(found.tokens)
-        _hand_over(run, answers)
-        found.seconds = time.perf_counter() - began
-        found.lines = 0 if answers is None else answers.finish()
+            found.lines = answers.finish()
     return found
 
 
-def _hand_over(run: _Run, answers: Answers | None) -> None:
+def _converse(engine: Engine, reader: PromptReader, found: Generated) -> None:
+    """A session at the terminal."""
+    terminal = Terminal(Dialogue(engine, reader, reader.defaults))
+    session = terminal.run()
+    found.tokens, found.seconds, found.lines = session.tokens, session.seconds, session.answers
+    # Who sits at the terminal has seen what was refused, and went on.
+    found.refused, found.failed = ({} if at_terminal() else session.refused), session.failed
+
+
+def _answer_all(run: "_Run", engine: Engine, answers: Answers, *, show: bool) -> None:
+    """Answers every line of the input that has no answer yet."""
+    began, found = time.perf_counter(), run.found
+    with Progress("generating", total=None, unit="tokens", show=show) as progress:
+        for event in engine.run(run.requests(found.kept)):
+            run.take(event, engine)
+            _hand_over(run, answers)
+            progress.advance_to(found.tokens)
+    _hand_over(run, answers)
+    found.seconds = time.perf_counter() - began
+
+
+def _exit_code(found: Generated) -> int:
+    return INTERNAL_ERROR if found.failed else BAD_INPUT if found.refused else OK
+
+
+def _hand_over(run: _Run, answers: Answers) -> None:
     """Gives the answers that are ready to whoever writes them."""
     for index, line in run.answered:
-        if answers is not None:
-            answers.add(index, line)
+        answers.add(index, line)
     run.answered.clear()
 
 
@@ -281,14 +303,15 @@ def conclude(plan: RunPlan[GenerateWork], done: Generated, session: Session) -> 
     session.tracker.log_summary(metrics)
     if session.show:
         kept = f", {done.kept} of them kept from an earlier run" if done.kept else ""
-        print(f"{done.lines} answers in {plan.work.config.output_path}{kept}")
+        where = "" if plan.work.config.interactive else f" in {plan.work.config.output_path}"
+        print(f"{done.lines} answers{where}{kept}")
         print(f"{done.tokens:,} tokens in {done.seconds:.1f} s = {rate:,.1f} tokens/s, compilation included")
         for what, lines in (("no request", done.refused), ("not finished", done.failed)):
             for number, said in list(lines.items())[:SHOWN]:
                 print(f"line {number} is {what}: {said}")
             if len(lines) > SHOWN:
                 print(f"and {len(lines) - SHOWN} more lines are {what}")
-    return INTERNAL_ERROR if done.failed else BAD_INPUT if done.refused else OK
+    return done.exit_code
 
 
 SHOWN = 10
@@ -305,6 +328,8 @@ def outputs(plan: RunPlan[GenerateWork], session: Session) -> tuple[Output, ...]
 def left(plan: RunPlan[GenerateWork], session: Session) -> str:
     """Where an interrupted run goes on."""
     del session
+    if plan.work.config.interactive:
+        return "the session ended"
     return f"answers so far are kept beside {plan.work.config.output_path}; the same command goes on behind them"
 
 

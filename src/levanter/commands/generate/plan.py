@@ -52,6 +52,8 @@ class GenerateWork:
 def describe(config: GenerateConfig, target: Target, *, written: Written | None = None) -> RunPlan[GenerateWork]:
     """Describes the run for `target`; reads metadata, no weights.
 
+    At a terminal one row is asked for at a time: there are as many as the mesh shards the batch into, at least.
+
     Args:
         config: what is generated.
         target: the devices.
@@ -85,6 +87,10 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
     if not isinstance(model, DecoderConfig):
         raise ValueError(f"text cannot be generated with a {type(model).__name__} yet: it has no cache")
     length = inference.max_seq_len or model.max_seq_len
+    ways = pretrained.resolved.batch_ways
+    if config.interactive and (rows := _at_terminal(inference, ways)) != inference.max_rows:
+        inference = replace(inference, max_rows=rows)
+        notes = (*notes, f"inference.max_rows: {rows}, one for each shard of the batch: a terminal asks one at a time")
 
     def cache_of(rows: int) -> CachePlan:
         return plan_cache(
@@ -101,17 +107,9 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
             hbm_bytes=trainer.mesh.hbm_bytes(target.hbm_bytes),
         )
 
-    ways = pretrained.resolved.batch_ways
     cache, why = planned_cache(cache_of, model, inference, pretrained, target, shards=ways)
     programs = _programs(pretrained, cache, inference, target)
-    # Which kernel attends within whole sequences says nothing of attention to a cache.
-    checks = [check for check in pretrained.checks if check.name != "kernels"]
-    checks += [*not_carried(config, written), *_length_checks(length, model), *_tile_notes(cache, target)]
-    checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
-    checks.append(Check(name="cache", status="ok", message=str(cache)))
-    checks += [Check(name="rows", status="note", message=why)] if why else []
-    checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
-    checks += _file_checks(config)
+    checks = _checks(config, written, pretrained, cache, why, target)
     parameters = pretrained.sharding.bytes_per_device
     serving = served_model(
         model,
@@ -126,7 +124,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
         entry_point=NAME,
         target=target,
         mesh=pretrained.resolved.spec,
-        checks=tuple(checks),
+        checks=checks,
         sharding=pretrained.sharding,
         activations=pretrained.activations,
         load=pretrained.load_plan,
@@ -135,9 +133,39 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
         notes=(*pretrained.notes, *notes),
         work=GenerateWork(config=config, pretrained=pretrained, programs=programs, serving=serving),
         resident_bytes={"parameters": parameters, "cache": cache.bytes_per_device},
-        beside={programs.start.name: parameters},
+        beside={
+            programs.start.name: parameters,
+            **{each.name: cache.bytes_per_device for each in programs.score.values()},
+        },
         searchable="layouts of generation are not searched yet",
     )
+
+
+def _checks(
+    config: GenerateConfig,
+    written: Written,
+    pretrained: PretrainedModel,
+    cache: CachePlan,
+    why: str | None,
+    target: Target,
+) -> tuple[Check, ...]:
+    """What was looked at; `why` says where the number of rows comes from."""
+    assert isinstance(pretrained.config, DecoderConfig)
+    # Which kernel attends within whole sequences says nothing of attention to a cache.
+    checks = [check for check in pretrained.checks if check.name != "kernels"]
+    checks += [*not_carried(config, written), *_length_checks(cache.max_seq_len, pretrained.config)]
+    checks += _tile_notes(cache, target)
+    checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
+    checks.append(Check(name="cache", status="ok", message=str(cache)))
+    checks += [Check(name="rows", status="note", message=why)] if why else []
+    checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
+    return (*checks, *_file_checks(config))
+
+
+def _at_terminal(inference: InferenceConfig, ways: int) -> int:
+    """The rows of a run that is asked one thing at a time, over so many shards."""
+    wanted = inference.max_rows
+    return ways if wanted == "auto" else -(-wanted // ways) * ways
 
 
 def _whole_parameters(trainer: TrainerConfig, written: Written) -> tuple[TrainerConfig, tuple[str, ...]]:
@@ -175,7 +203,8 @@ def _programs(
     together = 1 if target.platform == "tpu" else PROMPTS_TOGETHER
     most = min(cache.rows_of_shard, together)
     prefill = [(min(max(1, longest // size), most), size) for size in inference.parts(longest)]
-    return generation_programs(served, cache, prefill=prefill, steps=inference.steps)
+    score = (longest, cache.max_seq_len) if inference.prompt_logprobs else ()
+    return generation_programs(served, cache, prefill=prefill, steps=inference.steps, score=score)
 
 
 def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
@@ -203,6 +232,8 @@ def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
 
 def _file_checks(config: GenerateConfig) -> list[Check]:
     checks = []
+    if config.interactive:
+        return checks
     for key, path in (("input_path", config.input_path), ("output_path", config.output_path)):
         if path is None:
             error = ValueError(f"{key}: a run needs it; a plan does not")
@@ -254,6 +285,7 @@ def _workloads(pretrained: PretrainedModel, programs: GenerationPrograms) -> tup
 
     sizes = [(programs.decode.name, cache.rows, programs.steps)]
     sizes += [(program.name, rows, tokens) for (rows, tokens), program in programs.prefill.items()]
+    sizes += [(program.name, cache.shards, tokens) for tokens, program in programs.score.items()]
     return tuple(
         Workload(
             program=name,

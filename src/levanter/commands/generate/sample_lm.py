@@ -17,6 +17,7 @@ from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.plan import GenerateWork
+from levanter.commands.generate.prompts import ends_of
 from levanter.commands.generate.sample_config import SampleLmConfig
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.commands.shell.perform import perform
@@ -109,7 +110,7 @@ def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[R
     """The prompts of the first round."""
     tokenizer = pretrained.tokenizer
     begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
-    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    ends = ends_of(tokenizer)
     for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
         yield Request(
             id=str(n),

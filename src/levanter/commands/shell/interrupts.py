@@ -36,9 +36,11 @@ class Interrupts:
 
     Attributes:
         received: whether there was one.
+        taken: whether somebody deals with them, and goes on.
     """
 
     received: bool = False
+    taken: bool = False
 
 
 _current = Interrupts()
@@ -81,6 +83,31 @@ def interrupts_wait() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     raise_if_interrupted()
+
+
+@contextmanager
+def interrupts_taken(take: Callable[[], object]) -> Iterator[None]:
+    """Hands every Ctrl-C in the block to `take`, on the main thread, and to nobody else: a session at a terminal.
+
+    Args:
+        take: what one does; it may raise KeyboardInterrupt.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        take()
+
+    signal.signal(signal.SIGINT, handler)
+    _current.taken = True
+    try:
+        yield
+    finally:
+        _current.taken = False
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -173,7 +200,7 @@ def _watched(own: _Count, patience: float, end: Callable[[int], object]) -> Iter
     def watch() -> None:
         presses = 0
         while number := os.read(reading, 1):
-            if ends(number[0]) or number[0] != signal.SIGINT or own.take():
+            if ends(number[0]) or number[0] != signal.SIGINT or own.take() or _current.taken:
                 continue
             presses += 1
             if presses == 1:

@@ -44,9 +44,19 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
     _add(built, tokens, types, byte_level=kind == "gpt2")
     definition = json.loads(built.to_str())
     roles = {f"{role}_id": file.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
-    return FastTokenizer(definition, name=str(file.path), **roles)
+    template = file.get("tokenizer.chat_template")
+    ends = [file.get(f"tokenizer.ggml.{key}_token_id") for key in _ENDS]
+    return FastTokenizer(
+        definition,
+        name=str(file.path),
+        **roles,
+        chat_template=template if isinstance(template, str) else None,
+        end_ids=[i for i in ends if isinstance(i, int)],
+    )
 
 
+_ENDS = ("eot", "eom")
+"""Ends of a turn and of a message, which llama.cpp stops at too."""
 _ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 

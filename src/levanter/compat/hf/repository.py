@@ -28,6 +28,8 @@ KNOWN_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
     "tokenizer.model",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DEFINITION = "tokenizer.json"
 _SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+CHAT_TEMPLATE = "chat_template.jinja"
+_ENDS = ("generation_config.json", "config.json")
 _ROLES = ("bos", "eos", "pad")
 
 
@@ -40,6 +42,8 @@ class FastTokenizer:
         bos_id: id of the token that begins a document.
         eos_id: id of the token that ends one.
         pad_id: id of the token that fills up batches.
+        chat_template: makes a text of a conversation; Jinja, or None where there is none.
+        end_ids: every id that ends a text, `eos_id` first: a model may have several, such as the end of a turn.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class FastTokenizer:
         bos_id: int | None = None,
         eos_id: int | None = None,
         pad_id: int | None = None,
+        chat_template: str | None = None,
+        end_ids: Sequence[int] = (),
     ):
         """Builds the tokenizer.
 
@@ -69,6 +75,9 @@ class FastTokenizer:
         ]
         if out:
             raise ConfigMismatchError(name, f"special token ids {', '.join(out)} are outside its {self.vocab_size} ids")
+        self.chat_template = chat_template
+        ends = (*(() if eos_id is None else (eos_id,)), *(i for i in end_ids if 0 <= i < self.vocab_size))
+        self.end_ids = tuple(dict.fromkeys(ends))
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -109,6 +118,12 @@ class FastTokenizer:
     def _special_ids(self) -> frozenset[int]:
         added = self.definition.get("added_tokens") or ()
         return frozenset(token["id"] for token in added if token.get("special"))
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that no text is made of, as the vocabulary writes them."""
+        added = self.definition.get("added_tokens") or ()
+        return {token["content"]: token["id"] for token in added if token.get("special")}
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
@@ -179,7 +194,13 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
         raise MissingCheckpointFileError(
             repository.name, f"there is no tokenizer ({file}); it has {', '.join(sorted(repository.files)[:8])}"
         )
-    return FastTokenizer(definition, name=repository.name, **_roles(repository, definition))
+    return FastTokenizer(
+        definition,
+        name=repository.name,
+        **_roles(repository, definition),
+        chat_template=_chat_template(repository),
+        end_ids=_end_ids(repository),
+    )
 
 
 def _are_tokens(added: object) -> bool:
@@ -217,6 +238,29 @@ def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, i
             if found.get(f"{role}_id") is None and isinstance(first, int) and 0 <= first < count_ids(definition):
                 found[f"{role}_id"] = first
     return found
+
+
+def _chat_template(repository: Repository) -> str | None:
+    """The template for conversations: a file of its own, or a key of the settings; of several the default one."""
+    if CHAT_TEMPLATE in repository.files:
+        return repository.text(CHAT_TEMPLATE).decode("utf-8", "replace")
+    if _SETTINGS[0] not in repository.files:
+        return None
+    found = read_json(repository, _SETTINGS[0], purpose="the chat template").get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _end_ids(repository: Repository) -> tuple[int, ...]:
+    """The ids that end a text by what the model's files say; transformers stops at the first of these."""
+    found: list[int] = []
+    for file in _ENDS:
+        if file in repository.files:
+            value = read_json(repository, file, purpose="the ids that end a text").get("eos_token_id")
+            found += [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
+    return tuple(found)
 
 
 def _convert(repository: Repository) -> Mapping[str, Any]:

@@ -11,6 +11,8 @@ from levanter.config.nodes import Entry, ListNode, MapNode, Node, to_plain
 
 HARNESS: Keys = ("eval_harness",)
 ENGINE: Keys = ("engine",)
+SERVICE: Keys = ("server", "service")
+"""The engine's block where it is part of a server's."""
 PAGE_TOKENS = 128
 """The size of a page where a document does not say."""
 
@@ -34,7 +36,9 @@ PAGES = OldKey(
     default="64",
 )
 LOGPROBS = OldKey(block="engine", name="enable_logprobs", new="", why="log-probabilities are requested per request")
-ENTRY_POINT_KEYS = (TRAIN_LENGTH, HARNESS_LENGTH, TASK_TARGET, PAGES, LOGPROBS)
+SERVICE_PAGES = replace(PAGES, block="server.service")
+SERVICE_LOGPROBS = replace(LOGPROBS, block="server.service")
+ENTRY_POINT_KEYS = (TRAIN_LENGTH, HARNESS_LENGTH, TASK_TARGET, PAGES, LOGPROBS, SERVICE_PAGES, SERVICE_LOGPROBS)
 
 
 def translate_entry_points(draft: Draft) -> None:
@@ -42,7 +46,8 @@ def translate_entry_points(draft: Draft) -> None:
     _rename(draft, TRAIN_LENGTH, ())
     _rename(draft, HARNESS_LENGTH, HARNESS)
     _tasks(draft)
-    _engine(draft)
+    _engine(draft, ENGINE, PAGES, LOGPROBS)
+    _engine(draft, SERVICE, SERVICE_PAGES, SERVICE_LOGPROBS)
 
 
 def _rename(draft: Draft, row: OldKey, block: Keys) -> None:
@@ -75,17 +80,17 @@ def _task(draft: Draft, number: int, item: Node) -> Node:
     return item.without(TASK_TARGET.name).with_entry(renamed)
 
 
-def _engine(draft: Draft) -> None:
-    pages = draft.entry((*ENGINE, PAGES.name))
+def _engine(draft: Draft, block: Keys, counted: OldKey, asked: OldKey) -> None:
+    pages = draft.entry((*block, counted.name))
     if pages is not None:
         count = to_plain(pages.node)
-        size = draft.entry((*ENGINE, "page_size"))
+        size = draft.entry((*block, "page_size"))
         tokens = PAGE_TOKENS if size is None else to_plain(size.node)
         if isinstance(count, int) and isinstance(tokens, int) and not isinstance(count, bool):
-            draft.move(PAGES, pages, ENGINE, [((*ENGINE, "max_seq_len"), count * tokens)])
+            draft.move(counted, pages, block, [((*block, "max_seq_len"), count * tokens)])
         else:
-            draft.wrong(pages, f"engine.{PAGES.name}", f"expected an integer, got {inline(pages.node)}")
-            draft.remove((*ENGINE, PAGES.name))
-    wanted = draft.entry((*ENGINE, LOGPROBS.name))
+            draft.wrong(pages, f"{counted.block}.{counted.name}", f"expected an integer, got {inline(pages.node)}")
+            draft.remove((*block, counted.name))
+    wanted = draft.entry((*block, asked.name))
     if wanted is not None:
-        draft.ignore(LOGPROBS, wanted, ENGINE)
+        draft.ignore(asked, wanted, block)

@@ -1,6 +1,7 @@
 """`generate` as a command: a file of requests in, a file of answers out, against `transformers` on the same folder."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,22 @@ from levanter.config import load_written
 from levanter.inference import answers
 from levanter.plan.targets import target_of_pod
 
+TEMPLATE = """{% for message in messages %}
+{% if message.role == "robot" %}
+{{ raise_exception("no robots") }}
+{% endif %}
+{{ bos_token + message.role + ":" + message.content + eos_token }}{% endfor %}
+{% if add_generation_prompt %}
+assistant:{% endif %}"""
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", 3]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    # A model of random weights would fill its answer with spaces.
+    "x-guidance": {"whitespace_flexible": False},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
 LINES = [
     {"id": "greedy", "prompt": "the cat sat", "temperature": 0, "max_tokens": 12, "logprobs": 2},
     {"prompt": [5, 6, 7, 8], "temperature": 0, "max_tokens": 12},
@@ -25,8 +42,18 @@ LINES = [
     {"id": "empty", "prompt": [], "max_tokens": 2},
     {"id": "unseeded", "prompt": "日本語", "max_tokens": 9, "ignore_eos": True, "frequency_penalty": 1.0},
     {"id": "one", "prompt": "the", "temperature": 0, "max_tokens": 1},
+    {"id": "chat", "messages": [{"role": "user", "content": "the mat"}], "temperature": 0, "max_tokens": 8},
+    {"id": "robot", "messages": [{"role": "robot", "content": "the mat"}]},
+    {"id": "echo", "prompt": "the cat sat on the mat", "echo": True, "logprobs": 3, "max_tokens": 0},
+    {"id": "echo behind", "tokens": [5, 6, 7], "echo": True, "temperature": 0, "max_tokens": 2, "stop": "</s>"},
+    {"id": "regex", "prompt": "the", "regex": "[a-c]{3,6}x(日本)?", "n": 2, "seed": 4, "max_tokens": 24},
+    {"id": "schema", "prompt": "the", "response_format": FORMAT, "seed": 5, "max_tokens": 40},
+    {"id": "nonsense", "prompt": "the", "json_schema": {"type": "nonsense"}},
 ]
-BROKEN = {2: "not JSON", 4: "500 new tokens", 5: "temprature", 6: "id 320", 7: "empty"}
+BROKEN = {
+    **{2: "not JSON", 4: "500 new tokens", 5: "temprature", 6: "id 320", 7: "empty"},
+    **{11: "refuses these messages at its line 3 (no robots)", 16: "json_schema: "},
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +64,7 @@ def folder(tmp_path_factory):
         for name, each in tensors().items()
     }
     write_folder(where / "model", weights=weights)
+    (where / "model" / "chat_template.jinja").write_text(TEMPLATE)
     lines = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in LINES]
     (where / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return where
@@ -47,7 +75,7 @@ def words_of(folder, out, **inference) -> list[str]:
         "hf_checkpoint": str(folder / "model"),
         "input_path": str(folder / "prompts.jsonl"),
         "output_path": str(out),
-        "inference": {"max_rows": 4, "prefill_chunk": 8, **inference},
+        "inference": {"max_rows": 4, "prefill_chunk": 8, "prompt_logprobs": True, **inference},
         "trainer": {
             "mp": "f32",
             "tracker": {"type": "noop"},
@@ -79,20 +107,38 @@ def test_every_line_has_its_answer_in_its_place(folder, whole):
 
     found = [json.loads(line) for line in whole.splitlines()]
     assert [each["id"] for each in found] == [
-        *("greedy", "2", None, "sampled", "too long", "misspelt", "stranger", "empty", "unseeded", "one")
+        *("greedy", "2", None, "sampled", "too long", "misspelt", "stranger", "empty", "unseeded", "one", "chat"),
+        *("robot", "echo", "echo behind", "regex", "schema", "nonsense"),
     ]
     for index, said in BROKEN.items():
         assert found[index]["line"] == index + 1
         assert said in found[index]["error"]
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
-    prompts = {0: [1, *tokenizer.encode("the cat sat", add_special_tokens=False).ids], 1: LINES[1]["prompt"]}
+    of_file = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "model" / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    spoken = of_file.apply_chat_template(
+        LINES[10]["messages"], chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False
+    )
+    prompts = {
+        0: [1, *tokenizer.encode("the cat sat", add_special_tokens=False).ids],
+        1: LINES[1]["prompt"],
+        10: spoken,
+        13: LINES[13]["tokens"],
+    }
     for index, prompt in prompts.items():
         (choice,) = found[index]["choices"]
         assert found[index]["prompt_tokens"] == len(prompt)
         with torch.no_grad():
             written = theirs.generate(
-                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=2
+                torch.tensor([prompt]),
+                **{
+                    "max_new_tokens": LINES[index]["max_tokens"],
+                    "do_sample": False,
+                    "pad_token_id": 0,
+                    "eos_token_id": 2,
+                },
             )[0, len(prompt) :].tolist()
         assert choice["tokens"] == written
         ended = written[-1] == 2
@@ -105,6 +151,37 @@ def test_every_line_has_its_answer_in_its_place(folder, whole):
     assert [choice["index"] for choice in choices] == [0, 1, 2] and found[3]["seed"] == 7
     assert len({tuple(choice["tokens"]) for choice in choices}) == 3
     assert all(len(choice["tokens"]) == 9 for choice in choices)
+    _check_echoes(found[12], found[13], theirs)
+    _check_conforming(found[14], found[15])
+
+
+def _check_echoes(scored, behind, theirs) -> None:
+    """A prompt's log-probabilities and the likeliest tokens in its places, by torch."""
+    import torch
+
+    ids = scored["prompt_ids"]
+    assert scored["prompt"] == "<s>the cat sat on the mat" and ids[0] == 1 and len(ids) == scored["prompt_tokens"]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    assert scored["prompt_logprobs"][0] is None and scored["prompt_top_logprobs"][0] is None
+    of_tokens = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    np.testing.assert_allclose(scored["prompt_logprobs"][1:], of_tokens, atol=2e-4)
+    values, likeliest = expected.topk(3)
+    top = scored["prompt_top_logprobs"][1:]
+    np.testing.assert_allclose([[value for _, value in one] for one in top], values, atol=2e-4)
+    assert [[id for id, _ in one] for one in top] == likeliest.tolist()
+    assert scored["choices"] == [{"index": 0, "text": "", "tokens": [], "finish_reason": "length"}]
+    assert behind["prompt_ids"] == [5, 6, 7] and "prompt_logprobs" not in behind
+
+
+def _check_conforming(regex, schema) -> None:
+    import jsonschema
+
+    texts = [choice["text"] for choice in regex["choices"]]
+    assert len(texts) == 2 and all(re.fullmatch(LINES[14]["regex"], text) for text in texts), texts
+    (choice,) = schema["choices"]
+    jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+    assert {choice["finish_reason"] for choice in (*regex["choices"], choice)} == {"stop"}
 
 
 class Killed(BaseException):
@@ -141,7 +218,18 @@ def test_a_run_that_was_interrupted_and_killed_goes_on_and_writes_the_same(folde
             run(words)
     assert not out.exists() and first <= kept() < len(LINES)
     assert run(words) == 2
-    assert out.read_bytes() == whole
+    _check_same(out.read_bytes(), whole)
+
+
+def _check_same(found: bytes, whole: bytes) -> None:
+    """Byte for byte, but for the last digit of a prompt's log-probabilities: another length is another Program."""
+    ours, theirs = ([json.loads(line) for line in each.splitlines()] for each in (found, whole))
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("prompt_logprobs", "prompt_top_logprobs"):
+            if name in other:
+                flat, expected = (np.asarray(each.pop(name)[1:], np.float64) for each in (one, other))
+                np.testing.assert_allclose(flat, expected, atol=2e-5, rtol=0)
+    assert ours == theirs
 
 
 def test_what_is_there_already_is_not_written_over(folder, whole, capfd):

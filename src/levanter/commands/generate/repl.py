@@ -1,0 +1,221 @@
+"""A model at the terminal, by the keys and commands of upstream's `inference_repl`.
+
+    python -m levanter.main.inference_repl --checkpoint HuggingFaceTB/SmolLM2-135M-Instruct
+    python -m levanter.main.inference_repl --checkpoint … --command complete --args "The chicken liked to eat"
+
+It is `generate` with `interactive: true`, and the same plan; what each of upstream's keys became says the plan.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from jax.sharding import Mesh
+
+from levanter.checkpoint.errors import MissingCheckpointError
+from levanter.checkpoint.finding import checkpoint_at
+from levanter.commands.generate import plan as generation
+from levanter.commands.generate.dialogue import Dialogue
+from levanter.commands.generate.plan import GenerateWork
+from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.generate.repl_config import ELSEWHERE, InferenceReplConfig
+from levanter.commands.generate.running import running
+from levanter.commands.generate.terminal import Talk, Terminal, at_terminal
+from levanter.commands.shell.perform import perform
+from levanter.config import Written
+from levanter.config.errors import did_you_mean
+from levanter.inference.engine import schedule_of
+from levanter.io import Output
+from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
+from levanter.processes.barrier import agreed
+from levanter.run import Check, EntryPoint, RunPlan, Session, Target
+
+NAME = "inference_repl"
+HELP = """\
+chat [MESSAGE]   says something; without a message, a conversation until `exit`
+complete TEXT    goes on with a text
+batch REQUESTS   answers a list of requests, as JSON or a file of it: objects with `prompt` or `messages`
+help             shows this
+exit, Ctrl-D     ends; Ctrl-C ends an answer"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplWork:
+    """What `execute` needs besides the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        generate: the model, its cache and its Programs.
+    """
+
+    config: InferenceReplConfig
+    generate: GenerateWork
+
+
+def describe(config: InferenceReplConfig, target: Target, *, written: Written | None = None) -> RunPlan[ReplWork]:
+    """Describes the run for `target`; reads metadata, no weights.
+
+    Args:
+        config: which model is talked to.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+
+    Raises:
+        ValueError: the model is broken or unknown, the mesh cannot be resolved, or the rows cannot be cut over it.
+    """
+    written = Written.in_python(config) if written is None else written
+    ours = _is_ours(config.checkpoint)
+    planned = generation.describe(config.generating(written, ours=ours), target, written=written)
+    checks = [*planned.checks, *(Check(name="keys", status="note", message=said) for said in config.notes(written))]
+    work = ReplWork(config=config, generate=planned.work)
+    # The same plan with other work: a type checker cannot see that `replace` changes what a plan is of.
+    return cast("RunPlan[ReplWork]", replace(cast(Any, planned), entry_point=NAME, checks=tuple(checks), work=work))
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a path is a checkpoint of our own runs, or a folder of them."""
+    try:
+        checkpoint_at(path)
+    except MissingCheckpointError:
+        return False
+    return True
+
+
+def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None = None) -> Talk:
+    """Answers at the terminal, or runs the one command; nothing runs that is not in `plan`."""
+    assert mesh is not None, "a model runs on devices"
+    work, config = plan.work.generate, plan.work.config
+    schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
+    reader = PromptReader(work, schedule)
+    show, talked = session is not None and session.show, Talk()
+    with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
+        if ready.engine is not None:
+            repl = Repl(Terminal(Dialogue(ready.engine, reader, reader.defaults)))
+            talked = repl.run(config.command, config.args)
+    talked.exit_code = int(agreed("how it went", str(talked.exit_code)))
+    return talked
+
+
+class Repl:
+    """Upstream's commands.
+
+    Args:
+        terminal: where they come from, and answers go.
+    """
+
+    def __init__(self, terminal: Terminal):
+        self._terminal = terminal
+        self._words: Mapping[str, Callable[[str], object]] = {
+            "chat": self._chat,
+            "complete": self._complete,
+            "batch": self._batch,
+            "help": lambda _: terminal.show(HELP),
+        }
+
+    def run(self, command: str | None, args: str) -> Talk:
+        """Runs a command, or those that are typed until there are no more.
+
+        Returns:
+            What came of it; lines that were refused count only where nobody typed them.
+        """
+        if command is None:
+            self._terminal.show("`help` says what there is")
+            self._terminal.each_line(self._take)
+        else:
+            self._terminal.once(lambda: self._words[command](args))
+        talked = self._terminal.session
+        refused = talked.refused and (command is not None or not at_terminal())
+        talked.exit_code = INTERNAL_ERROR if talked.failed else BAD_INPUT if refused else OK
+        return talked
+
+    def _take(self, line: str) -> bool:
+        word, _, rest = line.strip().partition(" ")
+        if word in ("exit", "quit"):
+            return False
+        if word in self._words:
+            self._words[word](rest.strip())
+        elif word in ELSEWHERE:
+            self._terminal.refuse(f"{word}: {ELSEWHERE[word]}")
+        else:
+            self._terminal.refuse(f"{word}: no such command{did_you_mean(word, [*self._words, 'exit'])}")
+        return True
+
+    def _complete(self, text: str) -> None:
+        if text:
+            self._terminal.complete(text)
+        else:
+            self._terminal.refuse("complete: needs a text to go on with")
+
+    def _chat(self, message: str) -> None:
+        if message:
+            self._terminal.forget()
+            self._terminal.chat(message)
+            return
+        self._terminal.forget()
+
+        def say(line: str) -> bool:
+            if line.strip() in ("exit", "quit"):
+                return False
+            self._terminal.chat(line)
+            return True
+
+        self._terminal.each_line(say, "chat> ")
+
+    def _batch(self, given: str) -> None:
+        for number, one in enumerate(self._requests(given)):
+            self._terminal.show(f"--- {number + 1}")
+            messages, prompt = one.get("messages"), one.get("prompt")
+            if isinstance(messages, list):
+                self._terminal.ask(lambda dialogue, m=messages: dialogue.chat(m))
+            elif isinstance(prompt, str):
+                self._terminal.complete(prompt)
+            else:
+                self._terminal.refuse("batch: a request needs `prompt`, a text, or `messages`, a list")
+
+    def _requests(self, given: str) -> list[dict[str, Any]]:
+        try:
+            there = Path(given).is_file()
+        except (OSError, ValueError):
+            there = False
+        try:
+            found = json.loads(Path(given).read_text(encoding="utf-8") if there else given)
+        except (OSError, ValueError, RecursionError) as error:
+            self._terminal.refuse(f"batch: neither a file nor JSON ({error})")
+            return []
+        listed = found if isinstance(found, list) else [found]
+        if not all(isinstance(one, dict) for one in listed):
+            self._terminal.refuse("batch: expected a list of objects")
+            return []
+        return listed
+
+
+def conclude(plan: RunPlan[ReplWork], done: Talk, session: Session) -> int:
+    """Says how fast it went."""
+    del plan
+    if session.show:
+        print(f"{done.answers} answers, {done.tokens:,} tokens in {done.seconds:.1f} s")
+    return done.exit_code
+
+
+def outputs(plan: RunPlan[ReplWork], session: Session) -> tuple[Output, ...]:
+    """Nothing is written."""
+    del plan, session
+    return ()
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=InferenceReplConfig,
+    describe=describe,
+    execute=execute,
+    outputs=outputs,
+    conclude=conclude,
+    tracked=False,
+)
+
+
+def main(config: InferenceReplConfig, *, written: Written | None = None) -> int:
+    """Talks on the devices of this run."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

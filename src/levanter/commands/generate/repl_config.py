@@ -1,0 +1,168 @@
+"""The configuration of `inference_repl`: upstream's keys, and what `generate` has for them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from levanter.commands.generate.config import GenerateConfig
+from levanter.commands.generate.engine_keys import InferenceEngineConfig
+from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.config import Written
+from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import Count, NonNegativeFloat, PathText, PositiveInt, Ranged
+from levanter.inference.params import SampleSeed, SamplingParams, Temperature
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+COMMANDS = ("chat", "complete", "batch", "help")
+"""What `command` may be."""
+ELSEWHERE = {
+    "load": "start it again with another checkpoint",
+    "unload": "a model stays until the program ends",
+    "serve": "there is no server yet; `generate` answers a file of prompts",
+}
+"""Upstream's commands that are refused, and what to do instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceServerConfig(Ranged):
+    """Upstream's `server:` block; of it `service` is used, and the rest says nothing where nobody is served.
+
+    Attributes:
+        trainer, model, checkpoint_path, hf_checkpoint: without effect; the document's own are used.
+        tokenizer: used where the document names none.
+        service: rows and their cache, by upstream's keys.
+        temperature, seed: without effect; the document's own are used.
+        batch_timeout: without effect; nothing waits.
+        host, port: without effect; nobody is served.
+    """
+
+    range_prefix: ClassVar[str] = "server."
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig | None = None
+    checkpoint_path: PathText | None = None
+    hf_checkpoint: PathText | None = None
+    tokenizer: PathText | None = None
+    service: InferenceEngineConfig = field(
+        default_factory=lambda: InferenceEngineConfig(
+            page_size=8,
+            max_pages=512,
+            max_seq_len=64,
+            max_seqs=2,
+            max_queued_tokens=64,
+            max_seqs_in_prefill=1,
+            max_prefill_size=64,
+            max_rounds=4,
+        )
+    )
+    temperature: Temperature = 0.7
+    seed: SampleSeed = 42
+    batch_timeout: NonNegativeFloat = 0.1
+    host: str = "localhost"
+    port: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceReplConfig(Ranged):
+    """Which model is talked to at the terminal.
+
+    Attributes:
+        checkpoint: a folder, a hub id, a URL or a .gguf file of Hugging Face, or a checkpoint of our own training runs.
+        model: the architecture, if the checkpoint does not give it.
+        tokenizer: another tokenizer than the checkpoint's own.
+        trainer: devices, mesh, precision, trackers.
+        server: of upstream's block, `service`: rows and their cache.
+        temperature: 0 takes the likeliest token.
+        seed: of the noise.
+        max_tokens: tokens of an answer, where there is room for them.
+        command: `chat`, `complete`, `batch` or `help`, instead of a session; null for a session.
+        args: what the command is about: a message, a text, or for `batch` a list of requests as JSON or a file of them.
+        quantize: `int8` holds all projections as 8-bit integers; see `generate`.
+        tied_head: with `quantize`, what a head multiplies by that is the embedding table: `copy` or `share`.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    checkpoint: PathText
+    model: LmConfig | None = None
+    tokenizer: PathText | None = None
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(mp="f32"))
+    server: InferenceServerConfig = field(default_factory=InferenceServerConfig)
+    temperature: Temperature = 0.7
+    seed: SampleSeed = 42
+    max_tokens: PositiveInt = 64
+    command: str | None = None
+    args: str = ""
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.command in ELSEWHERE:
+            problems.append(f"command: {self.command}: {ELSEWHERE[self.command]}")
+        elif self.command is not None and self.command not in COMMANDS:
+            problems.append(f"command: one of {', '.join(COMMANDS)}, or null; got {self.command!r}")
+        elif self.command in ("complete", "batch") and not self.args:
+            problems.append(f"args: `{self.command}` needs something to work on")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen."""
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed)
+
+    def generating(self, written: Written, *, ours: bool) -> GenerateConfig:
+        """The same as `generate` has it, at the terminal.
+
+        Args:
+            written: the keys of the document.
+            ours: whether the checkpoint is one of our own training runs.
+        """
+        engine = self.server.service
+        # How many tokens a call brings is said by upstream's default, too.
+        keys = {"engine.max_rounds", *(f"engine.{key}" for key in written_below(written, SERVICE))}
+        return GenerateConfig(
+            hf_checkpoint=None if ours else self.checkpoint,
+            checkpoint_path=self.checkpoint if ours else None,
+            tokenizer=self.tokenizer or self.server.tokenizer,
+            model=self.model,
+            trainer=self.trainer,
+            inference=engine.inference(needed=engine.max_seqs, written=Written(frozenset(keys))),
+            sampling=self.sampling,
+            interactive=True,
+            quantize=self.quantize,
+            tied_head=self.tied_head,
+            plan=self.plan,
+        )
+
+    def notes(self, written: Written) -> Iterator[str]:
+        """What is said of keys that were written and change nothing."""
+        below = Written(frozenset(f"engine.{key}" for key in written_below(written, SERVICE)))
+        for said in self.server.service.notes(below):
+            yield f"{SERVICE}{said.removeprefix('engine')}"
+        for key, why in WITHOUT_EFFECT.items():
+            if f"server.{key}" in written:
+                yield f"server.{key}: without effect; {why}"
+
+
+SERVICE = "server.service"
+WITHOUT_EFFECT = {
+    "trainer": "the document's own `trainer` is used",
+    "model": "the document's own `model` is used",
+    "checkpoint_path": "the document's own `checkpoint` is used",
+    "hf_checkpoint": "the document's own `checkpoint` is used",
+    "temperature": "the document's own `temperature` is used",
+    "seed": "the document's own `seed` is used",
+    "batch_timeout": "nothing waits for other requests",
+    "host": "nobody is served",
+    "port": "nobody is served",
+}
+"""Keys of `server:` that nothing here depends on, and why."""
+
+
+def written_below(written: Written, block: str) -> frozenset[str]:
+    """The keys that were written in a block, directly or deeper, by their names in it."""
+    return frozenset(key.removeprefix(f"{block}.") for key in written.keys if key.startswith(f"{block}."))

@@ -1,0 +1,71 @@
+"""The model on its devices, ready to be asked: what `generate`, its terminal and `inference_repl` share of a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from haliax_ext.load_progress import LoadReport
+from levanter.commands.generate.plan import GenerateWork
+from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.model.pretrained import load_pretrained
+from levanter.inference.device import DeviceRows
+from levanter.inference.engine import Engine
+from levanter.inference.follow import Leading, follow
+from levanter.inference.prompt_scores import PromptScorer, ScoresPrompts
+from levanter.inference.schedule import Schedule
+from levanter.processes.barrier import current_peers
+from levanter.processes.together import jit_together
+
+WAIT_SECONDS = 30 * 24 * 3600.0
+"""How long a process waits for process 0 to call something: nobody may be asking. A process that is lost is noticed
+otherwise."""
+_CALLS = "the next call"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Running:
+    """What answers requests.
+
+    Attributes:
+        loading: how loading went.
+        engine: the engine, on process 0; the others have called what it called, and nothing is left to do.
+        score: scores prompts; None where the plan has no Programs for that.
+    """
+
+    loading: LoadReport
+    engine: Engine | None
+    score: ScoresPrompts | None
+
+
+@contextmanager
+def running(
+    work: GenerateWork, mesh: Mesh, *, schedule: Schedule, reader: PromptReader, show: bool
+) -> Iterator[Running]:
+    """Loads the model and gives what answers requests; on other processes than the first, when all are answered.
+
+    Args:
+        work: the run's.
+        mesh: the devices.
+        schedule: of the rows.
+        reader: of the requests, for what texts have to conform to.
+        show: whether progress is shown.
+    """
+    loaded = load_pretrained(work.pretrained, mesh, show=show)
+    model = with_arrays(work.pretrained.abstract, loaded.arrays)
+    rows = DeviceRows(work.programs, mesh, model, jit=jit_together)
+    scorer = PromptScorer(work.programs.score, mesh, model, jit=jit_together) if work.programs.score else None
+    peers = current_peers()
+    if peers is None:
+        engine = Engine(rows, schedule, constraints=reader.constraints)
+        yield Running(loading=loaded.report, engine=engine, score=scorer)
+    elif peers.process == 0:
+        leading = Leading(rows, lambda text: peers.follow(_CALLS, lambda: text), scorer)
+        engine = Engine(leading, schedule, constraints=reader.constraints)
+        yield Running(loading=loaded.report, engine=engine, score=leading.score if scorer else None)
+        leading.end()
+    else:
+        follow(rows, lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS), scorer)
+        yield Running(loading=loaded.report, engine=None, score=None)

@@ -1,0 +1,16 @@
+"""Talks with a model at the terminal, by the keys and commands of upstream's `inference_repl`."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.generate.repl import ENTRY_POINT, describe, execute, main
+    from levanter.commands.generate.repl_config import InferenceReplConfig
+
+__all__ = ["ENTRY_POINT", "InferenceReplConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("inference_repl"))
