@@ -159,7 +159,7 @@ def killed(tmp_path):
     """How a run is started that dies at a point; and one that does not."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {QUICK}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {QUICK}",
         "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, TESTS.parent / "src"))),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
