@@ -212,6 +212,8 @@ class Served:
         """
         held, before, now = self.weights, self.devices // self.shards, kv_ways * group
         kinds = {name: getattr(held, name) for name in ("integers", "scales", "table", "others", "experts")}
+        kinds = {name: -(-nbytes * before // now) for name, nbytes in kinds.items()}
+        kinds["integers" if held.integers else "others"] += self.repeated_weights(kv_ways=kv_ways, group=group)
         return replace(
             self,
             devices=shards * now,
@@ -219,12 +221,21 @@ class Served:
             kv_ways=kv_ways,
             repeated=group,
             dtype=dtype or self.dtype,
-            weights=replace(
-                held,
-                **{name: -(-nbytes * before // now) for name, nbytes in kinds.items()},
-            ),
+            weights=replace(held, **kinds),
             state_bytes=self.state_bytes * before * shards // self.shards // now,
         )
+
+    def repeated_weights(self, *, kv_ways: int, group: int) -> int:
+        """Bytes of a device in projections to keys and values that are there since these are not sharded over a group.
+
+        Args:
+            kv_ways: over how many devices heads of keys and values are sharded.
+            group: over how many more the query heads of each are.
+        """
+        width = 1 if self.weights.integers else self.weights.width
+        layers = sum(count for _, count in self.windows)
+        whole = 2 * layers * self.embed * self.kv_heads * self.head_size * width
+        return whole // kv_ways - whole // (kv_ways * group)
 
     def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Floor:
         """The floor of one token for every row.

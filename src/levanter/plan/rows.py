@@ -77,6 +77,7 @@ def _larger_pods(served: Served, limit: int, pod: Accelerator, room: int) -> lis
             break
         held = served.weights
         sharded = (held.total - held.replicated) * tensor // ways
+        sharded += served.repeated_weights(kv_ways=kv_ways, group=group)
         smaller = replace(
             served,
             weights=replace(held, integers=0, scales=0, table=0, others=sharded + held.replicated),
