@@ -188,9 +188,16 @@ def test_texts_are_the_same_on_every_mesh(mesh, allocation, steps, devices):
 def test_texts_are_the_same_where_keys_are_on_several_devices(mesh, devices):
     del devices
     one = observed(TinyEngine(kv_heads=mesh["kv_heads"]).engine(), requests())
-    assert min(min(gaps) for gaps in one.gaps.values()) > GAP
     assert TinyEngine(**mesh).cache().repeated > 1
-    assert observed(TinyEngine(**mesh, allocation="paged").engine(), requests()).texts == one.texts
+    found = observed(TinyEngine(**mesh, allocation="paged").engine(), requests())
+    assert found.texts.keys() == one.texts.keys()
+    compared = 0
+    for of, gaps in one.gaps.items():
+        # Up to where the last bits of two logits decide, if they do.
+        clear = next((n for n, gap in enumerate(gaps) if gap <= GAP), NEW)
+        assert found.texts[of][:clear] == one.texts[of][:clear]
+        compared += clear
+    assert compared >= 0.9 * NEW * len(one.gaps)
 
 
 @pytest.mark.slow
