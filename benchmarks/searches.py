@@ -29,8 +29,8 @@ from levanter.hardware import Accelerator, parse_accelerator
 from levanter.main.plan_search import LayoutCompiler
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import StepTime
+from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import Question
 from levanter.plan.search import Candidate, SearchResult, SearchSubject, candidates, estimate, search, subject_of
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict

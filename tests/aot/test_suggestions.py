@@ -14,8 +14,9 @@ import pytest
 import yaml
 from helpers.plan_cases import CASES, Case
 
+from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.preflight import preflight
 from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
 

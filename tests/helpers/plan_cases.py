@@ -16,8 +16,9 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.train import train_lm
 from levanter.config import load_written
+from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.preflight import preflight
 from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
 

@@ -31,7 +31,7 @@ from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_
 
 if TYPE_CHECKING:
     from levanter.main.plan_search import Searched
-    from levanter.plan.preflight import Question, Scope
+    from levanter.plan.inquiry import Question, Scope
     from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.run import EntryPoint, RunPlan, Target
 
@@ -256,8 +256,9 @@ def _planned(asked: PlanRequest) -> int:
         import jax
 
         from levanter.plan.aot import devices_here
+        from levanter.plan.inquiry import Question
         from levanter.plan.kept import KeptAnswers
-        from levanter.plan.preflight import Question, preflight
+        from levanter.plan.preflight import preflight
 
         # This process computes nothing: an available accelerator is left to the worker.
         jax.config.update("jax_platforms", "cpu")

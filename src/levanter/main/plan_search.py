@@ -12,8 +12,9 @@ from typing import Any
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.mesh import MeshConfig
 from levanter.plan.aot import Ahead, compile_ahead
+from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.preflight import preflight
 from levanter.plan.report.words import seconds_text
 from levanter.plan.rows import serving_of
 from levanter.plan.search import Candidate, NothingToSearch, SearchResult, render, search, subject_of, values

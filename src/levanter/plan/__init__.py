@@ -20,7 +20,7 @@ from levanter.plan.cost import mfu as mfu
 from levanter.plan.cost import scoring_flops as scoring_flops
 from levanter.plan.cost import step_time as step_time
 from levanter.plan.cost import training_flops as training_flops
-from levanter.plan.preflight import Question as Question
+from levanter.plan.inquiry import Question as Question
 from levanter.plan.targets import target_of_devices as target_of_devices
 from levanter.plan.targets import target_of_pod as target_of_pod
 from levanter.plan.verdict import ProgramVerdict as ProgramVerdict

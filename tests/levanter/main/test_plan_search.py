@@ -9,7 +9,7 @@ from levanter.commands.evaluate import eval_lm
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.main import plan_search
-from levanter.plan.preflight import Question
+from levanter.plan.inquiry import Question
 from levanter.plan.targets import target_of_pod
 
 

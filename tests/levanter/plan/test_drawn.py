@@ -5,9 +5,9 @@ import math
 import pytest
 from helpers.plan_cases import CASES
 
-from levanter.plan import preflight as stages
+from levanter.plan import asked
+from levanter.plan.asked import beside_of, bounded_of, chosen_of
 from levanter.plan.drawn import drawn_in, tile_padding
-from levanter.plan.preflight import _beside, _bounded, _chosen
 from levanter.plan.targets import target_of_pod
 
 GIB = 1 << 30
@@ -50,16 +50,16 @@ def test_what_tiles_add(shape, times):
 
 
 def test_what_has_room_is_not_compiled(plan):
-    assert _chosen(plan, "timed") == ("train_step",)
-    assert set(_bounded(plan, "run")) == {"init_state"}
-    assert "init_state" not in _chosen(plan, "run") and _chosen(plan, "run")[0] == "train_step"
-    assert set(_chosen(plan, "all")) == {program.name for program in plan.programs}
+    assert chosen_of(plan, "timed") == ("train_step",)
+    assert set(bounded_of(plan, "run")) == {"init_state"}
+    assert "init_state" not in chosen_of(plan, "run") and chosen_of(plan, "run")[0] == "train_step"
+    assert set(chosen_of(plan, "all")) == {program.name for program in plan.programs}
 
 
 def test_where_it_does_not_obviously_fit_the_compiler_is_asked(plan, monkeypatch):
     limit = drawn_in(plan)["init_state"].total
-    monkeypatch.setattr(stages, "_beside", lambda plan: {"init_state": plan.target.limit_bytes - limit + 1})
-    assert "init_state" in _chosen(plan, "run")
+    monkeypatch.setattr(asked, "beside_of", lambda plan: {"init_state": plan.target.limit_bytes - limit + 1})
+    assert "init_state" in chosen_of(plan, "run")
 
 
 def test_scoring_draws_nothing():
@@ -67,7 +67,7 @@ def test_scoring_draws_nothing():
     plan = case.describe(target_of_pod(case.target))
     assert drawn_in(plan) == {}
     # What is loaded before stays while the next leaf is exchanged.
-    beside = _beside(plan)
+    beside = beside_of(plan)
     assert set(beside) == {program.name for program in plan.load.programs} - {"load.seconds"}
     order = [name for step in plan.load.steps for name in (p.name for p in plan.load.step_programs(step))]
     firsts = {name: order.index(name) for name in beside}

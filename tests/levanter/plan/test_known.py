@@ -8,8 +8,9 @@ import pytest
 from helpers.plan_cases import CASES
 
 from levanter.plan.budget import budget_of
+from levanter.plan.inquiry import Question
 from levanter.plan.known import known_of
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.preflight import preflight
 from levanter.plan.targets import target_of_pod
 from levanter.run import NOT_DECIDED, Target
 

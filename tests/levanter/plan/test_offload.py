@@ -11,8 +11,9 @@ from levanter.config import parse
 from levanter.hardware import parse_accelerator
 from levanter.plan import offload
 from levanter.plan.cost import StepTime
+from levanter.plan.inquiry import Question
 from levanter.plan.offload import offloaded
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.preflight import preflight
 from levanter.plan.report import render, to_json
 from levanter.plan.targets import target_of_pod
 

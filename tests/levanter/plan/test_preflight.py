@@ -16,11 +16,11 @@ from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.train import train_lm
 from levanter.config import load_written, parse
-from levanter.plan import aot
-from levanter.plan import preflight as stages
+from levanter.plan import aot, compile_stage
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import scoring_flops
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.inquiry import Question
+from levanter.plan.preflight import preflight
 from levanter.plan.report import render, to_html
 from levanter.plan.targets import target_of_pod
 from levanter.run import Target
@@ -303,7 +303,7 @@ def test_a_refusal_says_what_takes_the_room(tmp_path, monkeypatch):
         return (Refused(name=programs[0], mesh=described.mesh, refusal=refusal, lower_seconds=1, compile_seconds=1),)
 
     path = training(tmp_path)
-    monkeypatch.setattr(stages, "compile_programs", refuses)
+    monkeypatch.setattr(compile_stage, "compile_programs", refuses)
     verdict = preflight(question("train_lm", path, "v4-8", compile=True))
     assert verdict.exit_code == 3 and verdict.fits is False
     assert verdict.headline == "does not fit: 48.71 GiB > 30.75 GiB (train_step)"

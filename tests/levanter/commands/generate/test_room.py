@@ -9,7 +9,8 @@ import pytest
 from levanter.commands.generate import generate
 from levanter.commands.generate.config import GenerateConfig
 from levanter.config import ConfigError, load_written
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.inquiry import Question
+from levanter.plan.preflight import preflight
 from levanter.plan.targets import target_of_pod
 from levanter.run import RunPlan, Target
 

@@ -12,7 +12,8 @@ from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
 from levanter.commands.shell.entry import run_entry_point
 from levanter.config import ConfigError, load_written
-from levanter.plan.preflight import Question, preflight
+from levanter.plan.inquiry import Question
+from levanter.plan.preflight import preflight
 from levanter.plan.report import render, to_json
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.verdict import Verdict

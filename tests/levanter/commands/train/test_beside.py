@@ -7,7 +7,7 @@ from helpers.plan_cases import CASES
 
 from haliax_ext.hlo import MemoryFigures
 from levanter.plan.aot import Compiled
-from levanter.plan.preflight import _beyond, _too_much
+from levanter.plan.asked import beyond_room, too_much
 from levanter.plan.targets import target_of_pod
 
 GIB = 1 << 30
@@ -48,8 +48,8 @@ def test_a_program_that_fits_alone_and_not_beside_the_rest_is_refused(plan):
             coordinates=((0, 0, 0, 0),), lower_seconds=0.0, compile_seconds=0.0,
         )  # fmt: skip
 
-    assert not _beyond(plan, outcome(limit - beside))
+    assert not beyond_room(plan, outcome(limit - beside))
     found = outcome(limit - beside + (1 << 20))
-    assert _beyond(plan, found)
-    said = _too_much(plan, found)
+    assert beyond_room(plan, found)
+    said = too_much(plan, found)
     assert said.startswith("evaluate does not fit: 30.75 GiB > 30.75 GiB (") and "stay beside it" in said
