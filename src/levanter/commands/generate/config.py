@@ -13,7 +13,7 @@ from levanter.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Ranged):
-    """What `generate` goes on from, with which model, and where.
+    """Which prompts `generate` continues, with which model, and where the texts go.
 
     Attributes:
         hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.

@@ -236,11 +236,12 @@ def _file_checks(config: GenerateConfig) -> list[Check]:
         return checks
     for key, path in (("input_path", config.input_path), ("output_path", config.output_path)):
         if path is None:
-            error = ValueError(f"{key}: a run needs it; a plan does not")
-            checks.append(Check(name=key, status="unchecked", message=str(error), error=error))
+            said = "a run needs it; a plan does not"
+            checks.append(Check(name=key, status="unchecked", message=said, error=ValueError(f"{key}: {said}")))
     if config.input_path is not None and not exists(config.input_path):
-        error = ValueError(f"input_path: {config.input_path}: no such file")
-        checks.append(Check(name="input_path", status="unchecked", message=str(error), error=error))
+        said = f"{config.input_path}: no such file"
+        error = ValueError(f"input_path: {said}")
+        checks.append(Check(name="input_path", status="unchecked", message=said, error=error))
     if config.output_path is not None:
         checks += output_checks("output_path", config.output_path)
     for key, problem in _not_files(config):
