@@ -148,8 +148,8 @@ LINES = [
     {"prompt": "the", "temperature": 0.5, "top_p": 0.9, "max_tokens": 9, "stop": ["cat"]},
 ]
 POINTS = (
-    *("begun", "token 1", "before part-000000000", "within part-000000000", "behind part-000000000", "token 40"),
-    *("within part-000000004", "behind part-000000006", "within answers", "behind answers"),
+    *("begun", "token 1", "before part-", "within part-", "behind part-", "token 3", "within part-", "behind part-"),
+    *("within answers", "behind answers"),
 )
 """Where a run is killed, one after another: each goes on where the one before it was."""
 
