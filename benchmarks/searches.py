@@ -26,12 +26,12 @@ from levanter.commands.train.train_lm import TrainLmConfig
 from levanter.commands.train.train_lm import describe as describe_training
 from levanter.config import Loaded, load_written
 from levanter.hardware import Accelerator, parse_accelerator
-from levanter.main.plan_search import LayoutCompiler
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import StepTime
 from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.search import Candidate, SearchResult, SearchSubject, candidates, estimate, search, subject_of
+from levanter.plan.search.run_layouts import LayoutCompiler
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict
 from levanter.run import RunPlan, Target, Workload

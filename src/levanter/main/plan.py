@@ -30,8 +30,8 @@ from levanter.io import Output, atomic_write, probe, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
-    from levanter.main.plan_search import Searched
     from levanter.plan.inquiry import Question, Scope
+    from levanter.plan.search.run_layouts import Searched
     from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.run import EntryPoint, RunPlan, Target
 
@@ -204,7 +204,7 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
         target: as the worker sees it.
     """
     from levanter.commands.shell.devices import set_jax_options
-    from levanter.main.plan_search import with_candidate
+    from levanter.plan.search.run_layouts import with_candidate
 
     entry_point = ENTRY_POINTS[payload["entry_point"]].load()
     loaded = load_written(entry_point.config, payload["argv"])
@@ -295,9 +295,9 @@ def _searched(
     say: Callable[[str], None],
 ) -> dict[str, "Searched"]:
     """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
-    from levanter.main.plan_search import LayoutCompiler, found_layouts, found_rows
     from levanter.plan.rows import serving_of
     from levanter.plan.search import NothingToSearch
+    from levanter.plan.search.run_layouts import LayoutCompiler, found_layouts, found_rows
 
     pod = verdict.accelerator
     if verdict.plan is None or pod is None or not pod.can_compile:

@@ -17,8 +17,11 @@ from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import preflight
 from levanter.plan.report.words import seconds_text
 from levanter.plan.rows import serving_of
-from levanter.plan.search import Candidate, NothingToSearch, SearchResult, render, search, subject_of, values
+from levanter.plan.search.candidates import Candidate
+from levanter.plan.search.estimate import NothingToSearch, subject_of
+from levanter.plan.search.render import render, values
 from levanter.plan.search.rows import RowsLayout, render_rows, rows_values, search_rows
+from levanter.plan.search.search import SearchResult, search
 from levanter.plan.serving import Load, serving_report
 from levanter.plan.targets import target_of_pod
 from levanter.plan.verdict import ProgramVerdict, Verdict

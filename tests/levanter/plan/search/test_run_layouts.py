@@ -8,8 +8,8 @@ from helpers.hf_folder import TEXTS, write_folder
 from levanter.commands.evaluate import eval_lm
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
-from levanter.main import plan_search
 from levanter.plan.inquiry import Question
+from levanter.plan.search import run_layouts
 from levanter.plan.targets import target_of_pod
 
 
@@ -35,10 +35,10 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
         return SimpleNamespace(programs=(), headline="not compiled here")
 
     ahead = []
-    monkeypatch.setattr(plan_search, "preflight", compiled)
-    monkeypatch.setattr(plan_search, "compile_ahead", lambda function, runs, **how: ahead.append((runs, how)))
+    monkeypatch.setattr(run_layouts, "preflight", compiled)
+    monkeypatch.setattr(run_layouts, "compile_ahead", lambda function, runs, **how: ahead.append((runs, how)))
     question = Question(target="v4-8", describe=lambda t: None, provider="", payload={})
-    found = plan_search.search_layouts(
+    found = run_layouts.search_layouts(
         question,
         config=config,
         describe=eval_lm.describe,
