@@ -34,6 +34,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.layers.attention.mask": ("AttentionMask",),
     "levanter.layers.outputs": ("Outputs",),
     "levanter.layers.rotary": (),
+    "levanter.main.inference_repl": (),
     "levanter.mesh": (),
     "levanter.mesh.config": ("MeshConfig",),
     "levanter.models.base": ("LmHeadModel",),

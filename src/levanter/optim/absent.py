@@ -113,8 +113,8 @@ class AbsentOptimizerConfig(OptimizerConfig):
     def scaling(self) -> optax.GradientTransformation:
         self._refuse()
 
-    def build(self, num_train_steps: int) -> optax.GradientTransformation:
-        del num_train_steps
+    def build(self, num_train_steps: int, *, platform: str | None = None) -> optax.GradientTransformation:
+        del num_train_steps, platform
         self._refuse()
 
 

@@ -5,9 +5,11 @@ by −learning rate. The transformations are optax's where optax has them. State
 parameter mapping places them like the parameters themselves.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import draccus
 import jax
@@ -141,10 +143,15 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
             platform: `cpu`, `gpu` or `tpu`, where it is known; see `clipping`.
         """
         schedule = self.schedule(num_train_steps)
-        chain = [*self.stages(schedule, platform=platform), optax.scale_by_learning_rate(schedule)]  # pyright: ignore
+        stages = self.stages(schedule, **_if_taken(self.stages, platform))
+        chain = [*stages, optax.scale_by_learning_rate(schedule)]  # pyright: ignore[reportArgumentType]
         if self.outliers is not None:
             chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))
+
+    def build_for(self, num_train_steps: int, platform: str) -> optax.GradientTransformation:
+        """`build` for devices of a platform. A user's class whose `build` takes the steps alone gets them alone."""
+        return self.build(num_train_steps, **_if_taken(self.build, platform))
 
     def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
         """What comes before the learning rate: clipping, the optimizer proper, weight decay and what follows it.
@@ -182,6 +189,11 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
     def curvature(self) -> Hutchinson | None:
         """How often the train step estimates curvature for it; None for never."""
         return None
+
+
+def _if_taken(method: Callable[..., object], platform: str | None) -> dict[str, Any]:
+    """The platform as a keyword, for methods that know it."""
+    return {"platform": platform} if "platform" in inspect.signature(method).parameters else {}
 
 
 def _with_optax_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -24,6 +24,7 @@ NEEDED = {
     "VizLmConfig": ["--hf_checkpoint", "a"],
     "GenerateConfig": ["--hf_checkpoint", "a"],
     "SampleLmConfig": ["--hf_checkpoint", "a"],
+    "ServeConfig": ["--hf_checkpoint", "a"],
     "InferenceReplConfig": ["--checkpoint", "a"],
     "EvalCarelessLmConfig": ["--hf_checkpoint", "a", "--txt_path", "b"],
     "EvalSlidingLmConfig": [

@@ -1,6 +1,7 @@
 """Clipping by the global norm, against optax and NumPy; that its products stay where they are read."""
 
 import re
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +74,19 @@ def test_cpus_clip_by_a_product_and_others_as_optax(config):
 def test_no_norm_clips_nothing():
     for config in (SgdConfig(max_grad_norm=None), MuonConfig(max_grad_norm=None)):
         assert config.clipping("cpu").update(GRADIENTS, optax.EmptyState())[0] is GRADIENTS
+
+
+def test_a_class_of_a_user_s_that_knows_no_platform_is_built_for_one():
+    @dataclass(frozen=True, kw_only=True)
+    class Older(AdamConfig):
+        def stages(self, schedule):
+            return [self.clipping(), *super().stages(schedule)[1:]]
+
+    @dataclass(frozen=True, kw_only=True)
+    class Oldest(AdamConfig):
+        def build(self, num_train_steps):
+            return optax.sgd(1 / num_train_steps)
+
+    made = [config.build_for(4, "cpu").init({}) for config in (Older(), Oldest(), AdamConfig())]
+    assert jax.tree.structure(made[0]) == jax.tree.structure(made[2])
+    assert jax.tree.structure(made[1]) == jax.tree.structure(optax.sgd(0.25).init({}))

@@ -234,9 +234,7 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
     problems: list[ValueError] = []
     resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
     batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
-    transformation = attempted(
-        problems, lambda: config.optimizer.build(trainer.num_train_steps, platform=target.platform)
-    )
+    transformation = attempted(problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform))
     attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
