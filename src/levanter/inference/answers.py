@@ -19,6 +19,7 @@ from levanter.inference.jsonl import BrokenLine
 from levanter.inference.prompt_scores import PromptScores
 from levanter.inference.requests import ChoiceId, Request
 from levanter.io import Lease, atomic_write, exists, join, open_read
+from levanter.io.atomic import remove_left_behind
 from levanter.io.paths import base_name, filesystem
 from levanter.io.values import Json
 
@@ -214,6 +215,9 @@ class Answers:
         assert not self._waiting, f"request {self._taken} has no answer"
         self.store()
         self._check_lease()
+        # A run that was killed while it wrote the output has left what it had.
+        parent, slash, name = self.path.rpartition("/")
+        remove_left_behind(parent or slash or ".", of=name)
         count = 0
         with atomic_write(self.path) as file:
             for part in self._parts():

@@ -17,10 +17,11 @@ from typing import IO
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from levanter.io.paths import filesystem, is_remote, local_path
+from levanter.io.paths import base_name, filesystem, is_remote, local_path
 from levanter.io.write_errors import NO_SPACE, OutputError, output_error, told_as
 
 _DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
+_LEFT_BEHIND = re.compile(r"\.(.*)\.\d+-[0-9a-f]{8}\.tmp")
 _LINKS = 40
 """As many as Linux follows."""
 
@@ -125,9 +126,28 @@ def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
 def temporary_name(path: str) -> str:
     """A name beside a path, that nothing has."""
     folder, slash, name = path.rpartition("/")
-    # As many bytes as a name may have: the whole of a long one would be too long.
-    short = name.encode()[:200].decode(errors="ignore")
-    return f"{folder}{slash}.{short}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    return f"{folder}{slash}.{_short(name)}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def _short(name: str) -> str:
+    """As many bytes as a name may have beside others: the whole of a long one would be too long."""
+    return name.encode()[:200].decode(errors="ignore")
+
+
+def remove_left_behind(folder: str, *, of: str | None = None) -> None:
+    """Removes what writers that were killed left in a folder, which nobody else may be writing in.
+
+    Args:
+        folder: local or a URL; may be missing.
+        of: the name of the file that they were to write; None for any.
+    """
+    fs, path = filesystem(folder)
+    if not fs.exists(path):
+        return
+    fs.invalidate_cache(path)
+    for found in fs.ls(path, detail=False):
+        if (match := _LEFT_BEHIND.fullmatch(base_name(found))) and (of is None or match[1] == _short(of)):
+            fs.rm_file(found)
 
 
 @contextlib.contextmanager

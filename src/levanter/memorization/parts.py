@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from levanter.io import Lease, atomic_write, exists, file_size, join, open_read
+from levanter.io.atomic import remove_left_behind
 from levanter.io.paths import base_name, filesystem
 from levanter.memorization.results import MANIFEST, WINDOWS, Scores, as_json_bytes, score_columns, scores_of
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 PARTS, IDENTITY, DONE, RESULTS = "parts", "run.json", ".success", "results"
 _PART = re.compile(r"part-(\d{9})\.parquet")
-_LEFT_BEHIND = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
 PartsIdentity = Mapping[str, Any]
 
 
@@ -81,8 +81,8 @@ class PartStore:
         """
         self.check_lease()
         try:
-            _remove_left_behind(self.folder)
-            _remove_left_behind(join(self.folder, PARTS))
+            remove_left_behind(self.folder)
+            remove_left_behind(join(self.folder, PARTS))
             with atomic_write(join(self.folder, PARTS, IDENTITY)) as file:
                 file.write(as_json_bytes(self.identity))
         except OSError as error:
@@ -139,7 +139,7 @@ class PartStore:
 
     def clean(self) -> None:
         """Removes the parts, and what killed writers left behind."""
-        _remove_left_behind(self.folder)
+        remove_left_behind(self.folder)
         _remove(join(self.folder, PARTS))
 
     def start_over(self) -> None:
@@ -236,12 +236,6 @@ def _names(folder: str) -> list[str]:
     # Listings of object stores are cached; another process may have written since.
     fs.invalidate_cache()
     return sorted(base_name(entry) for entry in fs.ls(name, detail=False))
-
-
-def _remove_left_behind(folder: str) -> None:
-    for name in _names(folder):
-        if _LEFT_BEHIND.fullmatch(name):
-            _remove(join(folder, name))
 
 
 def _remove(path: str) -> None:

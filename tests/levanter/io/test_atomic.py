@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from levanter.io import OutputError, atomic_write
+from levanter.io.atomic import remove_left_behind, temporary_name
 
 
 def write(path, content, **more):
@@ -199,3 +200,17 @@ def test_a_name_as_long_as_names_may_be(tmp_path):
     path = tmp_path / ("ü" * 127)
     write(path, b"x")
     assert path.read_bytes() == b"x"
+
+
+def test_what_killed_writers_left_is_removed_by_name(tmp_path):
+    long = "n" * 220
+    for path in ("answers.jsonl", "other.jsonl", long):
+        with open(temporary_name(f"{tmp_path}/{path}"), "w") as file:
+            file.write("half")
+    (tmp_path / ".answers.jsonl.tmp").write_text("somebody's own")
+    remove_left_behind(str(tmp_path), of="answers.jsonl")
+    remove_left_behind(f"file://{tmp_path}", of=long)
+    assert sorted(path.name.split(".")[1] for path in tmp_path.iterdir()) == ["answers", "other"]
+    remove_left_behind(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".answers.jsonl.tmp"]
+    remove_left_behind(str(tmp_path / "missing"))
