@@ -279,7 +279,8 @@ def read_share(plan, source, budget: int) -> dict:
                 each.futures.clear()
 
         found = admissions(plan, plan.devices_of(0), together=True)
-        read_all(found, reader, drop, budget=budget - readers.held_bytes, nbytes=plan.bytes_by_host[0])
+        room, ahead = budget - readers.held_bytes, readers.ahead_bytes
+        read_all(found, reader, drop, budget=room, nbytes=plan.bytes_by_host[0], ahead=ahead)
         read = reader.bytes_done
     return {"seconds": time.perf_counter() - begun, "read": read, "arrays": 0, "peak": memory.peak_bytes}
 

@@ -2,7 +2,9 @@
 
 An *admission* is what is waited for together: a unit of leaves that are read directly, or all slabs of an exchange.
 Memory counts from the moment in which something is read into it, not when its block is made: so the reads of the next
-admissions are under way while the oldest one, which may be as large as the whole budget, has its last ones.
+admissions are under way while the oldest one has its last ones. One that is larger than the whole budget would leave no
+room for that, and the network would be idle from its last read to the next one's first byte: a few reads ahead are
+begun beside it.
 """
 
 import itertools
@@ -105,7 +107,13 @@ def _joined(several: list[Admission]) -> Admission:
 
 
 def read_all(
-    found: Iterable[Admission], reader: HostReader, finish: Callable[[Admission], object], *, budget: int, nbytes: int
+    found: Iterable[Admission],
+    reader: HostReader,
+    finish: Callable[[Admission], object],
+    *,
+    budget: int,
+    nbytes: int,
+    ahead: int = 0,
 ) -> None:
     """Reads admissions, and finishes one after another, in order.
 
@@ -115,13 +123,14 @@ def read_all(
         finish: waits for an admission and gives its memory back.
         budget: host memory for what was begun and is not finished; the oldest admission may have more.
         nbytes: storage bytes of all of them.
+        ahead: host memory of reads beside an oldest admission that is larger than the budget.
     """
     waiting: deque[Admission] = deque()
     held, left = 0, nbytes
     for admission in found:
         is_begun = False
         for portion in reader.portions(admission.arrivals, left):
-            while waiting and held + portion.filled_bytes > budget:
+            while waiting and held + portion.filled_bytes > _room(waiting[0], budget, ahead):
                 oldest = waiting.popleft()
                 finish(oldest)
                 held -= oldest.held_bytes
@@ -137,6 +146,10 @@ def read_all(
         left -= sum(each.source_bytes for each in admission.arrivals)
     while waiting:
         finish(waiting.popleft())
+
+
+def _room(oldest: Admission, budget: int, ahead: int) -> int:
+    return budget if oldest.held_bytes <= budget else oldest.held_bytes + ahead
 
 
 def byte_ranges(plan: LoadPlan, source: TensorSource, host: int) -> Iterator[ByteRange]:

@@ -30,10 +30,15 @@ LEAST_READ_BYTES = 1 << 20
 """Of one read from another machine, where memory is short or little is left to read."""
 LAST_READS = 128
 """What is left is asked for in so many reads, where that makes them smaller."""
+AHEAD = 32
+"""Reads from another machine beside a block that is larger than the memory budget."""
 BUFFERS = 32
 """Reads from another machine that have a buffer, at least, if they must be smaller for it."""
-SCRATCH_SHARE = 4
-"""One part in so many of the memory budget is for buffers, where a source is on another machine."""
+SCRATCH_SHARE = 8
+"""One part in so many of the memory budget is for buffers, where a source is on another machine: what they have the
+blocks have not, and while the last reads of one block are under way, the network lives off the room for the next."""
+MOST_SCRATCH_SHARE = 4
+"""The same where memory is so short that there would be fewer buffers than it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +50,14 @@ class Readers:
         read_bytes: of one read.
         buffers: of `read_bytes` each, for what is not read into its place.
         held_bytes: of the memory budget that blocks may not have.
+        ahead_bytes: of blocks that are read into beside one that is larger than the budget.
     """
 
     threads: int
     read_bytes: int
     buffers: int
     held_bytes: int = 0
+    ahead_bytes: int = 0
 
     @classmethod
     def of(
@@ -71,10 +78,13 @@ class Readers:
         many = threads or remote.reads_at_once
         room = budget // SCRATCH_SHARE // BUFFERS
         each = read_bytes or min(remote.read_bytes, max(room, LEAST_READ_BYTES))
-        buffers = max(1, min(many, budget // SCRATCH_SHARE // each))
+        fewest = min(BUFFERS, budget // MOST_SCRATCH_SHARE // each)
+        buffers = max(1, min(many, max(fewest, budget // SCRATCH_SHARE // each)))
         # Small reads have memory of their threads, second requests for slow ranges have some of their own.
         held = buffers * each + many * each // SMALL + remote.hedge_bytes
-        return cls(threads=many, read_bytes=each, buffers=buffers, held_bytes=min(held, budget))
+        return cls(
+            threads=many, read_bytes=each, buffers=buffers, held_bytes=min(held, budget), ahead_bytes=AHEAD * each
+        )
 
 
 class HostReader:

@@ -108,7 +108,7 @@ def load(
         job = _Job(
             plan=load_plan, mesh=mesh, host=host, reader=reader, remote=remote, jit=jit, progress=progress, began=began
         )
-        arrays = job.run(budget - readers.held_bytes)
+        arrays = job.run(budget - readers.held_bytes, ahead=readers.ahead_bytes)
         if remote is not None:
             remote.settle()
         read, found = reader.bytes_done, reader.not_finite
@@ -189,12 +189,12 @@ class _Job:
         self._shards: dict[str, dict[int, jax.Array]] = {}
         self._arriving: dict[str, Mapping[str, hax.NamedArray]] = {}
 
-    def run(self, budget: int) -> dict[str, jax.Array]:
+    def run(self, budget: int, *, ahead: int) -> dict[str, jax.Array]:
         if self._plan.initial:
             made = self._jit(self._plan.initialize_program, self._mesh)()
             self._arrays |= {path: named.array for path, named in made.items()}
         found = admissions(self._plan, self._local, together=self._remote is not None)
-        read_all(found, self._reader, self._finish, budget=budget, nbytes=self._bytes_total)
+        read_all(found, self._reader, self._finish, budget=budget, nbytes=self._bytes_total, ahead=ahead)
         self._tell()
         in_order = [leaf_plan.leaf.path for leaf_plan in self._plan.sharding.leaves]
         return {path: self._arrays[path] for path in in_order if path in self._arrays}

@@ -50,13 +50,14 @@ class Reader:
         self.events.append(f"finish {arrival.number}")
 
 
-def run(sizes: dict[int, list[int]], budget: int) -> Reader:
+def run(sizes: dict[int, list[int]], budget: int, ahead: int = 0) -> Reader:
     reader = Reader(sizes)
     found = [Admission(steps=(), arrivals=[Arrival(number)], completes=True) for number in sizes]
-    read_all(found, reader, reader.finish, budget=budget, nbytes=0)
+    read_all(found, reader, reader.finish, budget=budget, nbytes=0, ahead=ahead)
     return reader
 
 
+@pytest.mark.parametrize("ahead", [0, 15])
 @pytest.mark.parametrize("budget", [0, 10, 35, 100, 1000])
 @pytest.mark.parametrize(
     "sizes",
@@ -66,10 +67,20 @@ def run(sizes: dict[int, list[int]], budget: int) -> Reader:
         {0: [100], 1: [10] * 10, 2: [10]},
     ],
 )
-def test_the_budget_bounds_what_is_held_or_the_oldest_alone(sizes, budget):
-    reader = run(sizes, budget)
-    assert reader.peak <= max(budget, *(sum(each) for each in sizes.values()))
+def test_the_budget_bounds_what_is_held_or_the_oldest_alone(sizes, budget, ahead):
+    reader = run(sizes, budget, ahead)
+    assert reader.peak <= max([budget, *(sum(each) + ahead for each in sizes.values() if sum(each) > budget)])
     assert not reader.held and reader.events[-1] == f"finish {max(sizes)}"
+
+
+def test_beside_one_that_is_larger_than_the_budget_a_few_reads_are_under_way():
+    """Those that follow it are begun, up to what may be ahead, before it is waited for; else none would be."""
+    events = run({0: [10] * 20, 1: [10] * 10}, 150, 40).events
+    assert events.index("finish 0") == events.index("start 1") + 5
+    alone = run({0: [10] * 20, 1: [10] * 10}, 150).events
+    assert alone.index("finish 0") < alone.index("start 1")
+    within = run({0: [10] * 15, 1: [10] * 10}, 150, 40).events
+    assert within.index("finish 0") < within.index("start 1"), "what is within the budget keeps to it"
 
 
 def test_the_next_one_is_begun_while_the_oldest_has_its_last_reads():

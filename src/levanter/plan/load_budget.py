@@ -134,11 +134,14 @@ def _host_memory(plan: LoadPlan, host: int, memory_bytes: int | None) -> "_HostM
         on_a_device = sum(shard_bytes(plan, load) for load in step.loads)
         everything += held if step.loads[0].exchange is not None else devices * on_a_device
     # A source on another machine is read by many, whose buffers are a part of the budget.
-    own = 0 if plan.remote is None else Readers.of(plan.remote, budget, threads=None, read_bytes=None).held_bytes
+    own, ahead = 0, 0
+    if plan.remote is not None:
+        readers = Readers.of(plan.remote, budget, threads=None, read_bytes=None)
+        own, ahead = readers.held_bytes, readers.ahead_bytes
     blocks, beside = budget - own, READERS * READ_BYTES if plan.remote is None else own
-    return _HostMemory(
-        peak=min(everything, max(blocks, largest[1])) + beside, unit=largest if largest[1] > blocks else None
-    )
+    is_over = largest[1] > blocks
+    most = largest[1] + ahead if is_over else blocks
+    return _HostMemory(peak=min(everything, most) + beside, unit=largest if is_over else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,13 +150,13 @@ def test_host_memory_is_what_the_queue_of_blocks_comes_to(mapping, memory):
 
 
 def test_buffers_of_those_who_read_from_another_machine_are_a_part_of_the_budget():
-    """Many readers: 32 buffers of 2 MiB, 128 KiB for each of 128 threads, 16 MiB for second requests."""
+    """Many readers: 32 buffers of 1 MiB, 64 KiB for each of 128 threads, 16 MiB for second requests."""
     plan = dataclasses.replace(
         tiny_plan(MAPPINGS["whole"], HOSTS["rows"]),
         remote=RemoteReads(reads_at_once=128, read_bytes=4 * MIB, hedge_bytes=16 * MIB),
     )
     everything = load_budget(plan, memory_bytes=1 << 40).host_peak
-    assert load_budget(plan, memory_bytes=256 * MIB).host_peak - (64 + 16 + 16) * MIB < MIB < everything
+    assert load_budget(plan, memory_bytes=256 * MIB).host_peak - (32 + 8 + 16) * MIB < MIB < everything
 
 
 def admissions(plan, host):

@@ -13,6 +13,16 @@ Pieces = tuple[memoryview, ...]
 """Memory that one range fills, piece after piece."""
 
 
+def behind(pieces: Pieces, nbytes: int) -> Pieces:
+    """What of a range's pieces of memory comes behind its first bytes."""
+    found: list[memoryview] = []
+    for piece in pieces:
+        if nbytes < len(piece):
+            found.append(piece[nbytes:])
+        nbytes = max(nbytes - len(piece), 0)
+    return tuple(found)
+
+
 def spread(content: bytes | bytearray, pieces: Sequence[memoryview]) -> None:
     """Copies a range's bytes into its pieces of memory."""
     at = 0
@@ -51,11 +61,13 @@ class Attempt:
     """A request under way.
 
     Attributes:
-        received: bytes of the range that have arrived.
+        received: the first bytes of the range that have arrived, and are in their place.
+        streams: whether that number grows while the answer comes, and not only once all of it is there.
     """
 
     def __init__(self) -> None:
         self.received = 0
+        self.streams = False
         self._lock = threading.Lock()
         self._stop: Callable[[], object] | None = None
         self._given_up = False

@@ -119,6 +119,7 @@ class Connections:
             assert connection.sock is not None, "connected"
             connection.sock.settimeout(self._stall_seconds)
             attempt.stops_by(lambda: _cut(connection.sock))
+            attempt.streams = True
             if parts.scheme == "http" and connection.host != parts.hostname:
                 sent["Host"] = parts.netloc.rpartition("@")[2]
             connection.request("GET", target, headers=sent)
@@ -216,7 +217,6 @@ class HttpAnswer:
             GivenUpError: the attempt was given up.
         """
         sock = None if self.response.chunked else self.connection.sock
-        done, size = 0, sum(map(len, into))
         # Once a piece has taken more than came together with the head, the response's buffer is empty.
         buffered = sock is not None
         try:
@@ -227,10 +227,9 @@ class HttpAnswer:
                     self.attempt.check()
                     got = self._some(sock, piece[at : at + SLICE_BYTES], len(piece) - at)
                     if got == 0:
-                        raise TransientError(f"the answer ended after {done + at:,} of {size:,} bytes")
+                        raise TransientError("the answer ended early")
                     at += got
                     self.attempt.received += got
-                done += len(piece)
             if sock is not None:
                 _wake_at(sock, 1)
         except (OSError, http.client.HTTPException, ValueError) as error:

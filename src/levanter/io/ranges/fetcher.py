@@ -1,19 +1,18 @@
 """`RangeFetcher`: ranges of remote files into the caller's memory, many side by side, none of them lost.
 
-A range is asked for again after a failure that may pass (with growing, scattered delays), and by a second request
-while the first is still under way when that one has become slow (a *hedge*): whoever is first wins, the other is given
-up. The second request has a buffer of its own, so that two never write to one place. How many requests are under way
+A range is asked for again after a failure that may pass (at once, and then with growing, scattered delays), and by a
+second request while the first is still under way when that one has become slow or silent (a *hedge*): whoever is
+first wins, the other is given up. Either way only what has not arrived is asked for. How many requests are under way
 follows what they bring (`pace`); small ones, which wait for the network and bring next to nothing, are counted apart
-and take nobody's room. The caller's own threads make the requests, so what is in flight is bounded by them
-and by the memory that they were given.
+and take nobody's room, and one that broke off does not queue up again (`lanes`). The caller's own threads make the
+requests, so what is in flight is bounded by them and by the memory that they were given.
 """
 
-import contextlib
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TypeVar
@@ -21,14 +20,14 @@ from typing import TypeVar
 from levanter.io.ranges.attempt import (
     Attempt,
     GivenUpError,
-    Pieces,
     RangeError,
     RangeSource,
     ReplacedError,
     TransientError,
-    spread,
 )
-from levanter.io.ranges.pace import Durations, Pace
+from levanter.io.ranges.lanes import Lane
+from levanter.io.ranges.pace import Durations
+from levanter.io.ranges.race import Race
 from levanter.io.ranges.tally import Tally as Tally
 
 MOST_REQUESTS = 128
@@ -36,50 +35,25 @@ PART_BYTES = 4 << 20
 """Of one request: at 30 ms and 20 MB/s seven eighths of its time go into bytes."""
 SMALL_BYTES = 256 << 10
 """Of a small request: most of its time goes into waiting for the first byte."""
-DELAYS = (0.2, 0.6, 1.8, 5.0, 12.0, 25.0)
+DELAYS = (0.05, 0.5, 1.8, 5.0, 12.0, 25.0)
 """Seconds before a range is asked for again, each scattered by half of it."""
+REFUSED_DELAY = 0.2
+"""The least of them where a server asks for fewer requests."""
+ANEW_BYTES = 256 << 10
+"""A request that brought so many bytes before it failed is followed by others as if it had not: a long range over a
+line that breaks often arrives in the end."""
 QUICK_DELAYS = (0.2, 0.8, 2.4)
 """The same for the first question of a run: a place that is not there should be told soon."""
 LONGEST_WAIT = 60.0
 """A server that asks to be left alone for longer is asked all the same."""
 HEDGES = 4
 """Second requests under way."""
-HEDGED_SHARE = 0.05
-"""Of the bytes that may be asked for twice, beyond a first few."""
+HEDGED_SHARE = 0.015
+"""Of the bytes that may be received twice, beyond a first few."""
 LOOK_SECONDS = 0.05
 IDLE_SECONDS = 2.0
 
 R = TypeVar("R")
-
-
-class _Race:
-    """A range, and the requests for it that are under way."""
-
-    def __init__(self, file: RangeSource, start: int, into: Pieces):
-        self.file, self.start, self.into = file, start, into
-        self.began: float | None = None
-        self.first: Attempt | None = None
-        self.second: Attempt | None = None
-        self.won: bytearray | None = None
-        self.replaced: ReplacedError | None = None
-        self.over = False
-        self.changed = threading.Event()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.into))
-
-
-class _Lane:
-    """Requests of one kind: how many may be under way, are, and wait for room."""
-
-    def __init__(self, most: int, lock: threading.Lock):
-        self.pace, self.room = Pace(most), threading.Condition(lock)
-        self.under_way = self.waiting = 0
-
-    @property
-    def is_full(self) -> bool:
-        return self.under_way >= self.pace.limit
 
 
 class RangeFetcher:
@@ -98,9 +72,9 @@ class RangeFetcher:
         self._delays, self._clock = delays, clock
         self._durations = Durations()
         self._most = most
-        self._room, self._lock = threading.Lock(), threading.Lock()
-        self._small, self._large = _Lane(most, self._room), _Lane(most, self._room)
-        self._races: set[_Race] = set()
+        self._lock = threading.Lock()
+        self._small, self._large = Lane(most), Lane(most)
+        self._races: set[Race] = set()
         self._watching = False
         self._stop = threading.Event()
         self._counts: Counter[str] = Counter()
@@ -138,9 +112,8 @@ class RangeFetcher:
             attempts = [each for race in self._races for each in (race.first, race.second) if each is not None]
         for attempt in attempts:
             attempt.give_up()
-        with self._room:
-            for lane in (self._small, self._large):
-                lane.room.notify_all()
+        for lane in (self._small, self._large):
+            lane.stopped()
 
     def resume(self) -> None:
         """Takes back an interrupt."""
@@ -192,7 +165,7 @@ class RangeFetcher:
             ReplacedError: the file is another one than when it was opened.
             RangeError: they cannot be read, or everything was interrupted.
         """
-        race = _Race(file, start, into)
+        race = Race(file, start, into)
         with self._lock:
             self._races.add(race)
             stop = self._stop
@@ -207,12 +180,14 @@ class RangeFetcher:
                 second.give_up()
         self._count(ranges=1, wanted_bytes=race.nbytes)
 
-    def _run(self, race: _Race, stop: threading.Event) -> None:
+    def _run(self, race: Race, stop: threading.Event) -> None:
         what = f"{race.file.name}: bytes {race.start:,} to {race.start + race.nbytes:,}"
         waits, reasons, began = list(self._delays), Counter[str](), self._clock()
+        again = False
         while True:
+            before = race.kept
             try:
-                self._once(race, stop)
+                self._once(race, stop, again=again)
             except GivenUpError:
                 if race.replaced is not None:
                     raise race.replaced from None
@@ -224,71 +199,61 @@ class RangeFetcher:
                     with self._lock:
                         for lane in (self._small, self._large):
                             lane.pace.overloaded(self._clock())
-                if race.won is None and not waits:
-                    raise _failed(what, reasons, self._clock() - began) from error
-                if race.won is None:
+                if race.kept - before >= ANEW_BYTES:
+                    waits = list(self._delays)
+                if race.won is None and race.missing and not waits:
+                    raise _failed(what, reasons, self._clock() - began, arrived=race.kept) from error
+                if race.won is None and race.missing:
                     self._pause(race, _scattered(waits.pop(0), error), stop)
-                if race.won is None:
+                if race.won is None and race.missing and race.replaced is None:
                     self._count(retried=1)
+                    again = True
                     continue
             if race.replaced is not None:
                 raise race.replaced
             if race.won is not None:
-                spread(race.won, race.into)
+                race.take()
             return
 
-    def _pause(self, race: _Race, seconds: float, stop: threading.Event) -> None:
+    def _pause(self, race: Race, seconds: float, stop: threading.Event) -> None:
         """Waits, but no longer than for a second request that comes home meanwhile."""
         until = self._clock() + seconds
         while (left := until - self._clock()) > 0 and race.won is None and not stop.is_set():
             race.changed.wait(min(left, LOOK_SECONDS))
 
-    def _once(self, race: _Race, stop: threading.Event) -> None:
-        attempt = Attempt()
-        lane = self._small if race.nbytes <= SMALL_BYTES else self._large
-        with self._slot(lane, stop):
+    def _once(self, race: Race, stop: threading.Event, *, again: bool) -> None:
+        attempt, rest = Attempt(), race.rest
+        start, size = race.start + race.kept, sum(map(len, rest))
+        lane = self._small if size <= SMALL_BYTES else self._large
+        with lane.slot(stop, again=again):
             with self._lock:
                 if race.won is not None or stop.is_set():
                     raise GivenUpError
-                race.first, race.began = attempt, self._clock()
+                race.begin(attempt, self._clock())
             self._watch()
             done = False
             try:
-                race.file.fetch(race.start, race.into, attempt)
+                race.file.fetch(start, rest, attempt)
                 done = True
             finally:
                 now = self._clock()
                 with self._lock:
-                    seconds, race.began, race.first = now - race.began, None, None
+                    seconds = race.end(now)
                     if done:
-                        self._durations.add(seconds, race.nbytes)
-                        lane.pace.finished(race.nbytes, now, waiting=lane.waiting > 0)
-                        if race.won is not None:
-                            # What a second request brought at the same moment is the same, and lost.
-                            race.won = None
-                            self._counts.update(hedges_won=-1, extra_bytes=race.nbytes)
-                    else:
-                        self._counts["extra_bytes"] += attempt.received
+                        self._durations.add(seconds, size, race.silence if attempt.streams else None)
+                        lane.pace.finished(size, now, waiting=lane.waiting > 0)
+                    if race.won is not None:
+                        self._decide(race, done=done)
 
-    @contextlib.contextmanager
-    def _slot(self, lane: _Lane, stop: threading.Event) -> Generator[None]:
-        """Room for one more request."""
-        with self._room:
-            lane.waiting += 1
-            try:
-                while lane.is_full and not stop.is_set():
-                    lane.room.wait()
-            finally:
-                lane.waiting -= 1
-            if stop.is_set():
-                raise GivenUpError
-            lane.under_way += 1
-        try:
-            yield
-        finally:
-            with self._room:
-                lane.under_way -= 1
-                lane.room.notify(max(1, lane.pace.limit - lane.under_way))
+    def _decide(self, race: Race, *, done: bool) -> None:
+        """Counts what two requests have both brought; that of the second is not needed where the first is whole."""
+        assert race.won is not None, "the second one is home"
+        at, content = race.won
+        if done:
+            race.won = None
+            self._counts.update(hedges_won=-1, extra_bytes=len(content))
+        else:
+            self._counts.update(extra_bytes=race.kept - at)
 
     def _count(self, **counts: int) -> None:
         with self._lock:
@@ -314,31 +279,38 @@ class RangeFetcher:
                 elif now - idle_since > IDLE_SECONDS:
                     self._watching = False
                     return
-                slow = [race for race in races if self._is_slow(race, now)]
+                silent = self._durations.silent_seconds
+                slow = [race for race in races if self._is_slow(race, now, silent)]
                 hedged = sum(race.second is not None for race in self._races)
-                chosen: list[_Race] = []
+                chosen: list[tuple[Race, int]] = []
                 for race in sorted(slow, key=lambda race: race.began or now)[: max(0, HEDGES - hedged)]:
-                    if self._may_hedge(race):
+                    if race.missing and self._may_hedge(race):
                         race.second = Attempt()
-                        self._counts.update(hedged=1, hedged_bytes=race.nbytes)
-                        chosen.append(race)
-            for race in chosen:
+                        self._counts.update(hedged=1)
+                        chosen.append((race, race.arrived))
+            for race, at in chosen:
                 assert race.second is not None
-                self._hedging.submit(self._second, race, race.second)
+                self._hedging.submit(self._second, race, at, race.second)
 
-    def _is_slow(self, race: _Race, now: float) -> bool:
-        slow = self._durations.slow_seconds(race.nbytes)
-        return race.second is None and race.file.can_be_cut_short and race.began is not None and now - race.began > slow
+    def _is_slow(self, race: Race, now: float, silent: float) -> bool:
+        assert race.first is not None and race.began is not None, "under way"
+        silence = race.look(now)
+        if race.second is not None or not race.file.can_be_cut_short:
+            return False
+        seconds = now - race.began
+        return (race.first.streams and silence > silent) or seconds > self._durations.slow_seconds(race.nbytes)
 
-    def _may_hedge(self, race: _Race) -> bool:
+    def _may_hedge(self, race: Race) -> bool:
+        """Whether what is received twice, if all that is under way twice is, remains a small share."""
         allowed = HEDGES * PART_BYTES + HEDGED_SHARE * self._counts["wanted_bytes"]
-        return self._counts["hedged_bytes"] + race.nbytes <= allowed
+        at_stake = sum(each.missing for each in self._races if each.second is not None)
+        return self._counts["extra_bytes"] + at_stake + race.missing <= allowed
 
-    def _second(self, race: _Race, attempt: Attempt) -> None:
-        """The second request for a slow range."""
-        buffer = bytearray(race.nbytes)
+    def _second(self, race: Race, at: int, attempt: Attempt) -> None:
+        """The second request for a slow range: for what is missing from `at` on."""
+        buffer = bytearray(race.nbytes - at)
         try:
-            race.file.fetch(race.start, (memoryview(buffer),), attempt)
+            race.file.fetch(race.start + at, (memoryview(buffer),), attempt)
         except (TransientError, GivenUpError, RangeError, FileNotFoundError) as error:
             # The first is still under way, and tells what is wrong if it meets it too; a file that is another one by
             # now is wrong however the first ends.
@@ -357,8 +329,10 @@ class RangeFetcher:
             if lost:
                 self._counts["extra_bytes"] += attempt.received
             else:
-                race.won = buffer
+                race.won = at, buffer
                 self._counts["hedges_won"] += 1
+                if first is None:
+                    self._counts["extra_bytes"] += race.kept - at
         if not lost and first is not None:
             first.give_up()
         race.changed.set()
@@ -366,14 +340,17 @@ class RangeFetcher:
 
 def _scattered(seconds: float, error: TransientError) -> float:
     """A delay, scattered so that many who failed together do not come back together."""
+    if error.overloaded:
+        seconds = max(seconds, REFUSED_DELAY)
     if error.wait_seconds is not None:
         seconds = max(seconds, min(error.wait_seconds, LONGEST_WAIT))
     return seconds * random.uniform(0.5, 1.5)
 
 
-def _failed(what: str, reasons: Counter[str], seconds: float) -> RangeError:
+def _failed(what: str, reasons: Counter[str], seconds: float, *, arrived: int = 0) -> RangeError:
     said = "; ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons.most_common())
     tries = "once" if reasons.total() == 1 else f"{reasons.total()} times"
+    said += f"; {arrived:,} bytes arrived" if arrived else ""
     return RangeError(
         f"{what} could not be read, tried {tries} in {seconds:.1f} s: {said}\n"
         "  → run again once the server is well, or copy the files to a local disk and give the copy"

@@ -1,12 +1,14 @@
 """How many requests are made side by side, and when one has taken too long: arithmetic, without a clock of its own.
 
-More connections are tried as long as they bring more bytes, fewer are used when a server says that it is overloaded. A
-request is *slow* when it takes much longer than others of its size did.
+More connections are tried as long as they bring more bytes, fewer are used when a server says that it is overloaded:
+when it refuses a share of what it is asked, not when it refuses one of hundreds, as every large store does now and
+then. A request is *slow* when it takes much longer than others of its size did, and *silent* when nothing of it
+arrives for much longer than others ever waited.
 """
 
 from collections import deque
 
-FIRST_REQUESTS = 16
+FIRST_REQUESTS = 32
 WINDOW_SECONDS = 0.4
 GAIN = 1.1
 """What doubling the connections must bring, at least, to be kept."""
@@ -16,6 +18,12 @@ PROBE_SECONDS = 15.0
 SLOWER = 0.6
 """What is left of the connections when a server is overloaded."""
 LEAST_REQUESTS = 2
+REFUSALS = 3.0
+"""Refusals among the last answers that say nothing; more of them are a server that is overloaded."""
+REMEMBERED = 64
+"""Answers after which a refusal is forgotten, about."""
+RECOVER_SECONDS = 2.0
+"""After which more connections are tried again; twice as long each time that it was too early."""
 LATENCY_BYTES = 512 << 10
 """What a request costs before its first byte, as bytes: durations of small and large ones are compared by it."""
 SAMPLES = 256
@@ -24,6 +32,8 @@ SLOW_QUANTILE = 0.9
 SLOW_FACTOR = 3.0
 SLOW_SECONDS = 0.5
 """No request is called slow before."""
+SILENT_SECONDS = 0.3
+"""No request is called silent before."""
 UNKNOWN_SLOW_SECONDS = 5.0
 """When nothing is known yet."""
 
@@ -44,10 +54,13 @@ class Pace:
         self._bytes = 0
         self._done = 0
         self._probe_at = 0.0
+        self._refusals = 0.0
         self._slowed_at = float("-inf")
+        self._recover = RECOVER_SECONDS
 
     def finished(self, nbytes: int, now: float, *, waiting: bool) -> None:
         """A request was answered; `waiting` says whether others wait for room."""
+        self._refusals *= 1 - 1 / REMEMBERED
         if self._begin is None or not waiting:
             # A window in which fewer were wanted than allowed says nothing about more of them.
             self._begin, self._bytes, self._done = now, 0, 0
@@ -78,17 +91,22 @@ class Pace:
             self._rest(now)
         self.limit = min(self._most, 2 * self.limit)
 
-    def _rest(self, now: float) -> None:
-        self._rising, self._probe_at = False, now + PROBE_SECONDS
+    def _rest(self, now: float, seconds: float = PROBE_SECONDS) -> None:
+        self._rising, self._probe_at = False, now + seconds
 
     def overloaded(self, now: float) -> None:
-        """The server asked for fewer requests; those that were under way together count as one such answer."""
+        """The server asked for fewer requests; those that were under way together slow this down once."""
         if now - self._slowed_at < WINDOW_SECONDS:
             return
-        self._slowed_at = now
+        self._refusals += 1
+        if self._refusals <= REFUSALS:
+            return
+        again = now - self._slowed_at < PROBE_SECONDS + self._recover
+        self._recover = min(2 * self._recover, PROBE_SECONDS) if again else RECOVER_SECONDS
+        self._refusals, self._slowed_at = 0.0, now
         self.limit = max(min(LEAST_REQUESTS, self._most), round(self.limit * SLOWER))
         self._best, self._begin = (0.0, self.limit), None
-        self._rest(now)
+        self._rest(now, self._recover)
 
 
 class Durations:
@@ -96,14 +114,27 @@ class Durations:
 
     def __init__(self) -> None:
         self._found: deque[float] = deque(maxlen=SAMPLES)
+        self._silences: deque[float] = deque(maxlen=SAMPLES)
 
-    def add(self, seconds: float, nbytes: int) -> None:
-        """A request of so many bytes took so long."""
+    def add(self, seconds: float, nbytes: int, silence: float | None = None) -> None:
+        """A request of so many bytes took so long; for at most `silence` seconds nothing of it arrived."""
         self._found.append(seconds / (LATENCY_BYTES + nbytes))
+        if silence is not None:
+            self._silences.append(silence)
 
     def slow_seconds(self, nbytes: int) -> float:
         """From when on a request of so many bytes is slow."""
         if len(self._found) < FEWEST_SAMPLES:
             return UNKNOWN_SLOW_SECONDS
-        usual = sorted(self._found)[int(SLOW_QUANTILE * len(self._found))]
-        return max(SLOW_SECONDS, SLOW_FACTOR * usual * (LATENCY_BYTES + nbytes))
+        return max(SLOW_SECONDS, SLOW_FACTOR * _usual(self._found) * (LATENCY_BYTES + nbytes))
+
+    @property
+    def silent_seconds(self) -> float:
+        """From when on a request of which nothing arrives is silent."""
+        if len(self._silences) < FEWEST_SAMPLES:
+            return UNKNOWN_SLOW_SECONDS
+        return max(SILENT_SECONDS, SLOW_FACTOR * _usual(self._silences))
+
+
+def _usual(found: deque[float]) -> float:
+    return sorted(found)[int(SLOW_QUANTILE * len(found))]

@@ -163,7 +163,7 @@ def test_memory_of_readers_is_a_part_of_the_budget():
         assert readers.buffers * readers.read_bytes <= budget // 4 and readers.threads == 128
         assert readers.held_bytes == min(budget, readers.buffers * readers.read_bytes + small + 16 * MIB)
         # At 30 ms and 20 MB/s it takes thirteen reads of 2 MiB side by side, or nineteen of 1 MiB, for 200 MB/s.
-        assert readers.read_bytes == {64: 1, 256: 2, 4096: 4}[budget // MIB] * MIB
+        assert readers.read_bytes == {64: 1, 256: 1, 4096: 4}[budget // MIB] * MIB
         assert readers.buffers == {64: 16, 256: 32, 4096: 128}[budget // MIB]
     near = Readers.of(None, 256 * MIB, threads=3, read_bytes=None)
     assert (near.threads, near.buffers, near.held_bytes) == (3, 3, 0)

@@ -51,6 +51,48 @@ def test_a_server_that_is_overloaded_is_asked_less_and_a_burst_of_refusals_is_on
     assert pace.limit == 2
 
 
+@pytest.mark.parametrize("every", [120, 40])
+def test_a_refusal_now_and_then_is_no_overload(every):
+    pace, now = Pace(256), 0.0
+    for number in range(4000):
+        now += (1 << 20) / min(200e6, pace.limit * 20e6)
+        if number % every:
+            pace.finished(1 << 20, now, waiting=True)
+        else:
+            pace.overloaded(now)
+        assert pace.limit >= FIRST_REQUESTS
+    assert pace.limit * 20e6 >= 200e6
+
+
+def asked(pace: Pace, seconds: float, *, room: int, begin: float = 0.0) -> tuple[float, float]:
+    """Lets requests of a tenth of a second go to a server that refuses what is more than `room` at a time.
+
+    Returns:
+        When it was over, and the answers a second in its second half.
+    """
+    now, answers = begin, 0
+    while now < begin + seconds:
+        now += 0.1
+        served = min(pace.limit, room)
+        for _ in range(pace.limit - served):
+            pace.overloaded(now)
+        for _ in range(served):
+            pace.finished(1 << 20, now, waiting=True)
+        answers += served * (now > begin + seconds / 2)
+    return now, answers / (seconds / 2)
+
+
+def test_a_server_with_room_for_few_is_given_few_and_more_once_it_has_room():
+    pace = Pace(128)
+    now, rate = asked(pace, 60.0, room=12)
+    assert rate >= 0.6 * 120, "most of what it has room for is used"
+    assert pace.limit <= 2 * 12
+    now, _ = asked(pace, 60.0, room=1, begin=now)
+    assert pace.limit <= 4
+    asked(pace, 40.0, room=100, begin=now)
+    assert pace.limit >= 50
+
+
 @pytest.mark.parametrize("most", [1, 2, 7])
 def test_the_most_is_kept_to(most):
     pace = Pace(most)
@@ -72,3 +114,18 @@ def test_a_request_is_slow_by_what_others_of_its_size_took():
     for _ in range(300):
         durations.add(4.5, 4 << 20)
     assert durations.slow_seconds(4 << 20) == pytest.approx(13.5), "a network that became slow is not slow to itself"
+
+
+def test_a_request_is_silent_by_how_long_others_were():
+    durations = Durations()
+    durations.add(0.45, 4 << 20, 0.05)
+    assert durations.silent_seconds == 5.0, "nothing is known"
+    for _ in range(100):
+        durations.add(0.45, 4 << 20, 0.05)
+    assert durations.silent_seconds == 0.3
+    for _ in range(300):
+        durations.add(3.0, 4 << 20, 0.4)
+    assert durations.silent_seconds == pytest.approx(1.2)
+    for _ in range(300):
+        durations.add(3.0, 4 << 20)
+    assert durations.silent_seconds == pytest.approx(1.2), "who is told of a range once it is there knows nothing of it"
