@@ -29,7 +29,7 @@ import sys
 import time
 from pathlib import Path
 
-from decode_contenders import CONTENDERS, Ids, write_model
+from decode_contenders import CONTENDERS, SMOLLM2, Ids, write_model
 
 HERE = Path(__file__).resolve()
 
@@ -92,10 +92,14 @@ class Contender:
         self.process.wait()
 
 
-def alike(mine: Ids, theirs: Ids) -> float:
+def alike(mine: Ids, theirs: Ids | list[str]) -> float:
     """The share of tokens before each text's first difference."""
+    from levanter.compat.open import load_tokenizer
+
+    tokenizer = load_tokenizer(SMOLLM2)
     same = total = 0
-    for a, b in zip(mine, theirs, strict=True):
+    for a, text in zip(mine, theirs, strict=True):
+        b = tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else text
         same += next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         total += len(a)
     return same / total
@@ -131,8 +135,6 @@ def _over(first: Contender, other: Contender, key: str) -> str:
 
 def prompts_of(count: int) -> Ids:
     """Pieces of Python's documentation, of 16 to 64 tokens."""
-    from decode_contenders import SMOLLM2
-
     from levanter.compat.open import load_tokenizer
     from levanter.data import python_docs_text
 

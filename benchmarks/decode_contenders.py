@@ -16,8 +16,8 @@ CONTEXT = 512
 """Positions that a text may have."""
 THREADS = 2
 Ids = list[list[int]]
-Write = Callable[[Ids, list[int]], Ids]
-"""From prompts, and how many tokens each is to get, to those tokens."""
+Write = Callable[[Ids, list[int]], Ids | list[str]]
+"""From prompts, and how many tokens each is to get, to those tokens, or to their texts."""
 
 
 def ours(folder: Path, streams: int) -> Write:
@@ -153,7 +153,10 @@ def upstream(folder: Path, streams: int) -> Write:
 
 
 def llama_cpp(folder: Path, streams: int) -> Write:
-    """llama.cpp's server inside the process, all texts at once; its cache is in float16, as it comes."""
+    """llama.cpp's server inside the process, all texts at once; its cache is in float16, as it comes.
+
+    It gives texts, and no ids where it is asked for completions.
+    """
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -163,15 +166,17 @@ def llama_cpp(folder: Path, streams: int) -> Write:
     params.cache_prompt, params.verbosity = False, 0
     server = xllamacpp.Server(params)
 
-    def one(ids: list[int], count: int) -> list[int]:
-        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    def one(ids: list[int], count: int) -> str:
+        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True}
         found = server.handle_completions({**asked, "cache_prompt": False})
         found = json.loads(found) if isinstance(found, str | bytes) else found
-        return list(found["tokens"])
+        if (written := found["usage"]["completion_tokens"]) != count:
+            raise ValueError(f"llama.cpp wrote {written} tokens where {count} were asked for")
+        return found["choices"][0]["text"]
 
     pool = ThreadPoolExecutor(streams)
 
-    def write(prompts: Ids, new: list[int]) -> Ids:
+    def write(prompts: Ids, new: list[int]) -> list[str]:
         return list(pool.map(one, prompts, new))
 
     return write
@@ -187,7 +192,9 @@ CONTENDERS: dict[str, Callable[[Path, int], Write]] = {
 
 def write_model(folder: Path) -> None:
     """SmolLM2's weights in float32 as a Hugging Face folder, dequantized by the `gguf` library; made once."""
-    if (folder / "model" / "config.json").exists():
+    config = folder / "model" / "config.json"
+    if config.exists():
+        _for_earlier_versions(config)
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from helpers.torch_smollm2 import MODEL, torch_smollm2
@@ -198,6 +205,18 @@ def write_model(folder: Path) -> None:
     (folder / "model" / "tokenizer.json").write_text(json.dumps(load_tokenizer(MODEL).definition))
     (folder / "source.txt").write_text(open_checkpoint(MODEL).where)
     torch_smollm2().save_pretrained(folder / "model")
+    _for_earlier_versions(config)
+
+
+def _for_earlier_versions(config: Path) -> None:
+    """Says the base of the rotary embedding where transformers 4 looks for it too.
+
+    Upstream's environment has transformers 4, which knows nothing of `rope_parameters` and takes 10,000 in silence: 3 %
+    of its tokens were ours.
+    """
+    said = json.loads(config.read_text())
+    said["rope_theta"] = said["rope_parameters"]["rope_theta"]
+    config.write_text(json.dumps(said, indent=2))
 
 
 def write_gguf(folder: Path) -> None:
