@@ -24,7 +24,7 @@ def ours(folder: Path, streams: int) -> Write:
     """The engine of `generate`, with its own plan and Programs."""
     from levanter.commands.generate.config import GenerateConfig
     from levanter.commands.generate.generate import describe
-    from levanter.commands.generate.prompts import PromptReader
+    from levanter.commands.generate.prompts import prompt_reader
     from levanter.commands.generate.running import running
     from levanter.commands.shell.devices import local_target
     from levanter.config import parse
@@ -44,7 +44,7 @@ def ours(folder: Path, streams: int) -> Write:
     found = local_devices(config.trainer.mesh)
     plan = describe(config, local_target(found)).check()
     schedule = schedule_of(plan.work.programs)
-    reader = PromptReader(plan.work, schedule)
+    reader = prompt_reader(plan.work, schedule)
     held = running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=False)
     engine = held.__enter__().engine
     assert engine is not None

@@ -1,35 +1,122 @@
-"""Llama 3.1 70B with int8 weights and an int8 cache on eight chips of v5e, by hand: what a plan is held against."""
+"""A tiny model behind HTTP, on a port of this machine, in this process."""
 
-from levanter.inference.served import Served, WeightBytes
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-LAYERS, EMBED, MLP, HEADS, KV, HEAD, VOCAB = 80, 8192, 28672, 64, 8, 128, 128256
-PROJECTIONS = LAYERS * (2 * EMBED * HEADS * HEAD + 2 * EMBED * KV * HEAD + 3 * EMBED * MLP) + VOCAB * EMBED
-"""Elements of all projections, the head among them: 69.5e9."""
-SCALES = LAYERS * (HEADS * HEAD + 2 * KV * HEAD + EMBED + 2 * MLP + EMBED) + VOCAB
-"""Output channels."""
-SEVENTY = Served(
-    devices=8,
-    rows=46,
-    context=8192,
-    shards=1,
-    dtype="int8",
-    page=8192,
-    pages=46,
-    cache_bytes=46 * LAYERS * 2 * 8192 * (HEAD + 2),
-    state_bytes=0,
-    steps=1,
-    decode={46: "decode_46"},
-    prefill={"prefill_1x512": (1, 512), "prefill_4x128": (4, 128)},
-    weights=WeightBytes(
-        integers=PROJECTIONS // 8, scales=4 * SCALES // 8, table=2 * VOCAB * EMBED // 8, others=2 * 161 * EMBED
-    ),
-    kv_heads=KV,
-    kv_ways=8,
-    repeated=1,
-    query_groups=HEADS // KV,
-    head_size=HEAD,
-    embed=EMBED,
-    windows=((None, LAYERS),),
-    weight_flops=2.0 * PROJECTIONS,
-    attention_features=((None, float(LAYERS * HEADS * HEAD)),),
-)
+import jax
+import numpy as np
+from helpers.hf_folder import tensors, write_folder
+
+from levanter.commands.generate.prompts import prompt_reader
+from levanter.commands.generate.running import Running, running
+from levanter.commands.serve import serve
+from levanter.commands.serve.config import ServeConfig
+from levanter.config import load_written
+from levanter.inference.device import DeviceRows
+from levanter.inference.engine import Engine, schedule_of
+from levanter.run import RunPlan, Target
+from levanter.serving.server import HttpServer, bound
+from levanter.serving.service import Service
+
+TRAINER = {"mp": "f32", "tracker": {"type": "noop"}, "mesh": {"axes": {"data": -1}}}
+
+
+TEMPLATE = """{%- for message in messages %}
+{%- if message.role == "robot" %}
+{{ raise_exception("no robots") }}
+{%- endif %}
+{{- bos_token + message.role + ":" + message.content }}
+{%- for call in message.tool_calls or [] %} calls {{ call.function.name }}({{ call.function.arguments.x }}){% endfor %}
+{{- eos_token }}
+{%- endfor %}
+{%- for tool in tools or [] %} may call {{ tool.function.name }}{% endfor %}
+{%- if add_generation_prompt %}
+assistant:{% endif %}"""
+"""Of conversations; it shows tools and calls."""
+
+
+def model_folder(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+    """A tiny model whose texts are not all the same."""
+    weights = {
+        name: each if "norm" in name else (0.3 * each.astype(np.float32)).astype(each.dtype)
+        for name, each in tensors().items()
+    }
+    write_folder(folder, weights=weights)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model on its devices, and the plan that it follows."""
+
+    plan: RunPlan[serve.ServeWork]
+    ready: Running
+
+    def service(self) -> Service:
+        """A service of it, with rows of its own."""
+        given = self.ready.engine
+        assert given is not None
+        device = given.device
+        assert isinstance(device, DeviceRows)
+        rows = DeviceRows(device.programs, device._mesh, device._model)
+        engine = Engine(rows, given.schedule, constraints=given.constraints)
+        return serve.service_of(self.plan.work, replace(self.ready, engine=engine))
+
+
+@contextmanager
+def loaded(folder: Path, scratch: Path, **keys: object) -> Iterator[Loaded]:
+    """A model whose Programs are compiled.
+
+    Args:
+        folder: its files.
+        scratch: where its config is written.
+        keys: of the config.
+    """
+    inference = {"max_rows": 4, "prefill_chunk": 8, "prompt_logprobs": True, **keys.pop("inference", {})}  # type: ignore
+    path = scratch / "serve.yaml"
+    path.write_text(json.dumps({"hf_checkpoint": str(folder), "trainer": TRAINER, "inference": inference, **keys}))
+    read = load_written(ServeConfig, ["--config_path", str(path)])
+    target = Target(name="local", platform="cpu", kind="cpu", devices=1)
+    plan = serve.describe(read.config, target, written=read.written).check()
+    work = plan.work
+    schedule = schedule_of(work.programs, share_prefixes=True, max_queued_tokens=work.server.max_queued_tokens)
+    reader = prompt_reader(work, schedule)
+    with running(work, plan.mesh.build(jax.devices()[:1]), schedule=schedule, reader=reader, show=False) as ready:
+        serve.warm(ready, schedule)
+        yield Loaded(plan=plan, ready=ready)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """A server that answers."""
+
+    url: str
+    service: Service
+    server: HttpServer
+    thread: threading.Thread
+
+
+@contextmanager
+def listening(model: Loaded, *, drain_seconds: float = 5.0) -> Iterator[Listening]:
+    """A model at an address of this machine; the server is told to end behind the block."""
+    service, opened = model.service(), threading.Event()
+    application = serve.application_of(model.plan.work, service)
+    server = HttpServer(application, service, drain_seconds=drain_seconds, opened=opened.set)
+    socket = bound("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=(socket,), name="http")
+    thread.start()
+    try:
+        assert opened.wait(60), "the server does not open its port"
+        yield Listening(url=url, service=service, server=server, thread=thread)
+    finally:
+        if thread.is_alive():
+            server.stop()
+        thread.join(60)
+        assert not thread.is_alive(), "the server does not end"

@@ -91,7 +91,7 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "SampleLmConfig",
                 "texts behind a few prompts",
             ),
-            ("serve", "serve.serve", "serve.config", "ServeConfig", "a model over HTTP; planned only, not served yet"),
+            ("serve", "serve.serve", "serve.config", "ServeConfig", "a model over HTTP, for OpenAI's clients"),
             (
                 "inference_repl",
                 "generate.repl",

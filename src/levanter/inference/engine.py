@@ -23,12 +23,15 @@ from levanter.inference.standing import Standing
 from levanter.inference.step_plan import DecodeRow, PrefillPart, StepPlan
 
 
-def schedule_of(programs: GenerationPrograms, *, share_prefixes: bool = False) -> Schedule:
+def schedule_of(
+    programs: GenerationPrograms, *, share_prefixes: bool = False, max_queued_tokens: int = 1 << 20
+) -> Schedule:
     """What shares a run's Programs out among rows.
 
     Args:
         programs: the run's.
         share_prefixes: whether rows that begin alike share pages.
+        max_queued_tokens: of prompts that wait.
     """
     cache = programs.cache
     return Schedule(
@@ -41,6 +44,7 @@ def schedule_of(programs: GenerationPrograms, *, share_prefixes: bool = False) -
         shards=cache.shards,
         fixed=cache.allocation == "fixed",
         share_prefixes=share_prefixes,
+        max_queued_tokens=max_queued_tokens,
     )
 
 
@@ -70,12 +74,16 @@ class Engine:
         behind: calls in flight before the first of them is read; none while a text has to conform to something, whose
             next call depends on the last one.
         constraints: follows texts that have to conform to something; None where no request asks for that.
+        computed_tokens: of prompts, computed so far; those of rows that gave way count each time.
+        shared_tokens: of prompts, that nobody had to compute, since another row had.
     """
 
     device: RowCalls
     schedule: Schedule
     behind: int = 2
     constraints: Constraints | None = None
+    computed_tokens: int = field(default=0, init=False)
+    shared_tokens: int = field(default=0, init=False)
     _standing: Standing = field(init=False)
     _calls: "deque[_Call]" = field(default_factory=deque, init=False)
     _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
@@ -83,6 +91,16 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._standing = self.schedule.start()
+
+    @property
+    def standing(self) -> Standing:
+        """Who waits and who runs now."""
+        return self._standing
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits, nobody runs, and no call is in flight."""
+        return self._standing.idle and not self._calls
 
     def run(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Goes on with each prompt until it ends; events in the order in which they come.
@@ -96,24 +114,40 @@ class Engine:
         while True:
             while len(self._standing.queue) < self.schedule.rows and (waits := waits or next(source, None)) is not None:
                 try:
-                    self._standing = self.schedule.offered(self._standing, waits)
+                    self.offer(waits)
                 except QueueFullError:
                     break
                 waits = None
-            plan = self.schedule.step(self._standing)
-            self._standing = plan.after
-            self._dispatch(plan)
-            constrained = any(row is not None and row.request.constraint for row in plan.after.rows)
-            while self._calls and (len(self._calls) > self.behind or plan.empty or constrained):
-                yield from self._read(self._calls.popleft())
-                if plan.empty:
-                    break
-            if plan.empty and self._standing.idle and not self._calls and waits is None:
+            yield from self.step()
+            if self.idle and waits is None:
                 return
+
+    def offer(self, request: Request) -> None:
+        """Takes a request into the queue.
+
+        Raises:
+            RefusedError: it could never finish; see `Schedule.check`.
+            QueueFullError: too many tokens wait.
+        """
+        self._standing = self.schedule.offered(self._standing, request)
+
+    def step(self) -> Iterator[Event]:
+        """Dispatches the next calls and reads those that are due: what came of them. All of it has to be read."""
+        plan = self.schedule.step(self._standing)
+        self._standing = plan.after
+        self.computed_tokens += sum(len(part.tokens) for part in plan.prefill)
+        self.shared_tokens += sum(part.start for part in plan.prefill if part.fresh)
+        self._dispatch(plan)
+        constrained = any(row is not None and row.request.constraint for row in plan.after.rows)
+        while self._calls and (len(self._calls) > self.behind or plan.empty or constrained):
+            yield from self._read(self._calls.popleft())
+            if plan.empty:
+                break
 
     def give_up(self, of: ChoiceId) -> None:
         """Ends a choice; what comes of it from here on is dropped."""
         self._conforming.pop(of, None)
+        self._lost.pop(of, None)
         self._standing = self.schedule.ended(self._standing, of)
 
     def _dispatch(self, plan: StepPlan) -> None:
@@ -190,8 +224,9 @@ class Engine:
     def _lose(self, of: ChoiceId) -> Iterator[Event]:
         # Others may begin with those of its pages that were found sound before.
         if self._standing.find(of) is not None:
+            error = self._lost.pop(of, NOT_FINITE)
             self.give_up(of)
-            yield Failed(of=of, error=self._lost.pop(of, NOT_FINITE))
+            yield Failed(of=of, error=error)
 
 
 def _sampling(request: Request, of: ChoiceId) -> RowSampling:

@@ -21,7 +21,7 @@ none), `line` and `error`; it concerns no other line.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO
 
 from levanter.bounds import MIB, OutOfBoundsError, parse_json, shown_bytes
@@ -46,6 +46,7 @@ class AskedLine:
         id: its own, or that number.
         prompt: a text or ids; None where there are messages.
         messages: a conversation.
+        template: what the chat template knows beside it, such as `tools`.
         params: how it is sampled.
         constraint: what its text conforms to.
     """
@@ -54,6 +55,7 @@ class AskedLine:
     id: str
     prompt: str | tuple[int, ...] | None
     messages: tuple[Mapping[str, object], ...] = ()
+    template: Mapping[str, object] = field(default_factory=dict[str, object])
     params: SamplingParams
     constraint: ConstraintSpec | None = None
 

@@ -7,7 +7,7 @@ made, once, and everything that is wrong is listed. Names and defaults are OpenA
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, TypeAlias
 
 from levanter.config.errors import did_you_mean
@@ -209,6 +209,13 @@ def params_of(fields: Mapping[str, object], *, beside: Set[str] = frozenset()) -
     if problems or made is None:
         raise ParamsError(problems)
     return made
+
+
+def fields_of(params: SamplingParams) -> dict[str, object]:
+    """Parameters as the fields of a JSON object: what `params_of` reads."""
+    values: dict[str, object] = asdict(params)
+    values["logit_bias"] = {str(id): bias for id, bias in params.logit_bias.items()}
+    return values
 
 
 def _asks_for_nothing(name: str, value: object, fields: Mapping[str, object]) -> bool:

@@ -1,4 +1,4 @@
-"""What serving a model takes; there is no server yet (`python -m levanter.main.plan serve`)."""
+"""A model over HTTP, for clients of OpenAI's interface (`python -m levanter.main.plan serve` plans it)."""
 
 from typing import TYPE_CHECKING
 

@@ -14,7 +14,7 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.dialogue import Dialogue, Said
 from levanter.commands.generate.generate import describe
 from levanter.commands.generate.plan import GenerateWork
-from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.running import running
 from levanter.commands.shell.compiled import keep_compiled
 from levanter.commands.shell.devices import configure_jax, local_target
@@ -80,7 +80,7 @@ def _answers(plan: RunPlan[GenerateWork], found: DeviceSet, *, sampled: bool) ->
     """Asks the questions, and shows what is answered as it comes."""
     work = plan.work
     schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
-    reader = PromptReader(work, schedule)
+    reader = prompt_reader(work, schedule)
     kinds = {"greedy": replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)}
     if sampled:
         kinds["sampled"] = replace(reader.defaults, temperature=0.7, top_p=0.95, seed=1, max_tokens=TOKENS)

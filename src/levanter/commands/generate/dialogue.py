@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from levanter.commands.generate.prompts import PromptReader
 from levanter.inference.engine import Engine
 from levanter.inference.jsonl import AskedLine
 from levanter.inference.params import SamplingParams
+from levanter.inference.prompts import PromptReader
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
 from levanter.inference.text import ChoiceText
 

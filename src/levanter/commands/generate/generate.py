@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import jax
@@ -23,7 +23,7 @@ from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.dialogue import Dialogue
 from levanter.commands.generate.plan import NAME, GenerateWork, describe
-from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.running import running
 from levanter.commands.generate.terminal import Terminal, at_terminal
 from levanter.commands.shell.perform import perform
@@ -31,7 +31,9 @@ from levanter.config import Written, plain
 from levanter.inference.answers import Answers, Choice, Echo, answer_line, error_line
 from levanter.inference.engine import NOT_FINITE, Engine, schedule_of
 from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines
+from levanter.inference.params import fields_of
 from levanter.inference.prompt_scores import ScoresPrompts
+from levanter.inference.prompts import PromptReader
 from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token
 from levanter.inference.schedule import Schedule
 from levanter.inference.text import ChoiceText
@@ -112,7 +114,7 @@ class _Run:
         config = self.work.config
         assert config.input_path is not None
         with open_read(config.input_path) as file:
-            for index, asked in enumerate(request_lines(file, defaults=_defaults(config))):
+            for index, asked in enumerate(request_lines(file, defaults=fields_of(config.sampling))):
                 if index < first:
                     continue
                 if isinstance(asked, AskedLine):
@@ -201,13 +203,6 @@ def _choice(of: ChoiceId, own: _Text, reason: str) -> Choice:
     )
 
 
-def _defaults(config: GenerateConfig) -> dict[str, object]:
-    """The parameters of `sampling:` as a line has them."""
-    values: dict[str, object] = asdict(config.sampling)
-    values["logit_bias"] = {str(id): bias for id, bias in config.sampling.logit_bias.items()}
-    return values
-
-
 def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
     """Everything that the answers depend on."""
     config, digest = work.config, sha256()
@@ -238,7 +233,7 @@ def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | N
     assert mesh is not None, "generation runs on devices"
     work, show = plan.work, session is not None and session.show
     schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
-    reader = PromptReader(work, schedule)
+    reader = prompt_reader(work, schedule)
     with ExitStack() as held:
         answers = None
         if jax.process_index() == 0 and not work.config.interactive:

@@ -19,7 +19,7 @@ from levanter.checkpoint.finding import checkpoint_at
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.dialogue import Dialogue
 from levanter.commands.generate.plan import GenerateWork
-from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.repl_config import ELSEWHERE, InferenceReplConfig
 from levanter.commands.generate.running import running
 from levanter.commands.generate.terminal import Talk, Terminal, at_terminal
@@ -88,7 +88,7 @@ def execute(plan: RunPlan[ReplWork], mesh: Mesh | None, session: Session | None 
     assert mesh is not None, "a model runs on devices"
     work, config = plan.work.generate, plan.work.config
     schedule = schedule_of(work.programs, share_prefixes=work.config.inference.share_prefixes)
-    reader = PromptReader(work, schedule)
+    reader = prompt_reader(work, schedule)
     show, talked = session is not None and session.show, Talk()
     with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
         if ready.engine is not None:

@@ -19,7 +19,7 @@ COMMANDS = ("chat", "complete", "batch", "help")
 ELSEWHERE = {
     "load": "start it again with another checkpoint",
     "unload": "a model stays until the program ends",
-    "serve": "there is no server yet; `generate` answers a file of prompts",
+    "serve": "`python -m levanter.main.serve` is the server",
 }
 """Upstream's commands that are refused, and what to do instead."""
 

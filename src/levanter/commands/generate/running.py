@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate.plan import GenerateWork
-from levanter.commands.generate.prompts import PromptReader
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine
 from levanter.inference.follow import Leading, follow
 from levanter.inference.prompt_scores import PromptScorer, ScoresPrompts
+from levanter.inference.prompts import PromptReader
 from levanter.inference.schedule import Schedule
 from levanter.processes.barrier import current_peers
 from levanter.processes.together import jit_together

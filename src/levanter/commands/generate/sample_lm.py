@@ -17,7 +17,6 @@ from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.plan import GenerateWork
-from levanter.commands.generate.prompts import ends_of
 from levanter.commands.generate.sample_config import SampleLmConfig
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.commands.shell.perform import perform
@@ -25,6 +24,7 @@ from levanter.config import Written
 from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
 from levanter.inference.params import stop_ids_of
+from levanter.inference.prompts import ends_of
 from levanter.inference.requests import ChoiceId, Failed, Request, Token
 from levanter.inference.served import Served
 from levanter.inference.text import ChoiceText

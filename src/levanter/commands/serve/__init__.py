@@ -1,1 +1,1 @@
-"""Serving a model over HTTP: what it needs, before there is a server."""
+"""Serving a model over HTTP."""

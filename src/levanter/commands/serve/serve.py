@@ -1,36 +1,79 @@
-"""What serving a model takes, before a chip is rented: `python -m levanter.main.plan serve`.
+"""A model over HTTP, for clients of OpenAI's interface.
 
     python -m levanter.main.plan serve --config_path config/serve/llama3.1_70b_int8.yaml --target v5e-8
+    python -m levanter.main.serve --hf_checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --trainer.mp f32
 
-The model, its cache and its Programs are those of `generate`; a server adds an address, a key and a queue. There is no
-server yet: what is described here is planned, and a run is refused.
+The model, its cache and its Programs are those of `generate`; a server adds an address, a key and a queue. What is
+described is planned, loaded and compiled; then the port is opened, and nothing compiles any more.
 """
 
-from dataclasses import replace
-from typing import NoReturn
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from socket import socket
+from types import FrameType
+from typing import TYPE_CHECKING, cast
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate import plan as generation
 from levanter.commands.generate.plan import GenerateWork
+from levanter.commands.generate.prompts import prompt_reader
+from levanter.commands.generate.running import Running, running
 from levanter.commands.serve.config import ServeConfig
+from levanter.commands.shell.interrupts import interrupts_taken
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
+from levanter.inference.engine import schedule_of
+from levanter.inference.schedule import Schedule
 from levanter.io import Output, exists
-from levanter.run import Check, EntryPoint, RunPlan, Session, Target
+from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
+from levanter.serving import NOT_INSTALLED, is_installed
+
+if TYPE_CHECKING:
+    from levanter.serving.app import Application
+    from levanter.serving.server import HttpServer
+    from levanter.serving.service import Service
 
 NAME = "serve"
-NOT_YET = (
-    "a model cannot be served over HTTP yet: it can be planned (python -m levanter.main.plan serve …), and `generate` "
-    "answers a file of requests with the same model, cache and Programs"
-)
 
 
-class NotServedError(ValueError):
-    """There is no server yet."""
+class NotInstalledError(ValueError):
+    """The packages that speak HTTP are not installed."""
 
 
-def describe(config: ServeConfig, target: Target, *, written: Written | None = None) -> RunPlan[GenerateWork]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServeWork(GenerateWork):
+    """What `execute` needs besides the Programs.
+
+    Attributes:
+        server: the config as the user wrote it.
+        chat_max_tokens: tokens of an answer in a conversation where the request does not say; None for as many as there
+            is room for.
+    """
+
+    server: ServeConfig
+    chat_max_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRun:
+    """How serving went.
+
+    Attributes:
+        loading: how loading went.
+        address: that was listened on; None where another process did.
+    """
+
+    loading: LoadReport
+    address: str | None
+
+
+def describe(config: ServeConfig, target: Target, *, written: Written | None = None) -> RunPlan[ServeWork]:
     """Describes the server for `target`; reads metadata, no weights.
 
     Args:
@@ -43,15 +86,26 @@ def describe(config: ServeConfig, target: Target, *, written: Written | None = N
     """
     written = Written.in_python(config) if written is None else written
     planned = generation.describe(config.generating, target, written=written)
-    checks = [Check(name=NAME, status="unchecked", message=NOT_YET, error=NotServedError(NOT_YET))]
-    checks += [check for check in planned.checks if check.name not in ("input_path", "output_path")]
+    checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
     limits = f"{config.max_queued_tokens:,} tokens of prompts may wait, {config.drain_seconds:g} s to end"
     address = f"{config.host}:{config.port}, {_who(config)}; {limits}"
     checks.append(Check(name="address", status="ok", message=address))
     if config.api_key is not None and not exists(config.api_key):
         error = ValueError(f"api_key: {config.api_key}: no such file")
         checks.append(Check(name="api_key", status="unchecked", message=str(error), error=error))
-    return replace(planned, entry_point=NAME, checks=tuple(checks))
+    if not is_installed():
+        error = NotInstalledError(NOT_INSTALLED)
+        checks.append(Check(name=NAME, status="unchecked", message=NOT_INSTALLED, error=error))
+    work = planned.work
+    made = ServeWork(
+        config=work.config,
+        pretrained=work.pretrained,
+        programs=work.programs,
+        serving=work.serving,
+        server=config,
+        chat_max_tokens=config.sampling.max_tokens if "sampling.max_tokens" in written else None,
+    )
+    return cast("RunPlan[ServeWork]", replace(planned, entry_point=NAME, checks=tuple(checks), work=made))
 
 
 def _who(config: ServeConfig) -> str:
@@ -61,22 +115,133 @@ def _who(config: ServeConfig) -> str:
     return "to this machine" if config.is_local else "to everyone who reaches it (insecure)"
 
 
-def execute(plan: RunPlan[GenerateWork], mesh: Mesh | None, session: Session | None = None) -> NoReturn:
-    """Refuses.
+def names_of(work: ServeWork) -> tuple[str, ...]:
+    """What the model is called: the last part of where it comes from, and all of it."""
+    config = work.server
+    where = config.hf_checkpoint or config.checkpoint_path
+    if where is None:
+        return ("model",)
+    first = where.split(" | ")[0].strip().rstrip("/")
+    short = first.rpartition("/")[2].partition("@")[0].removesuffix(".gguf")
+    return tuple(dict.fromkeys((short or first, first, where)))
 
-    Raises:
-        NotServedError: always.
+
+def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None = None) -> ServedRun:
+    """Serves until it is told to end; nothing runs that is not in `plan`."""
+    from levanter.serving.server import bound
+
+    assert mesh is not None, "a model runs on devices"
+    work, show = plan.work, session is not None and session.show
+    schedule = schedule_of(
+        work.programs,
+        share_prefixes=work.config.inference.share_prefixes,
+        max_queued_tokens=work.server.max_queued_tokens,
+    )
+    reader = prompt_reader(work, schedule)
+    address, listening = None, None
+    if jax.process_index() == 0:
+        # Nobody is answered yet, but a port that is taken is known before a weight is read.
+        listening = bound(work.server.host, work.server.port)
+    with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
+        if ready.engine is not None:
+            assert listening is not None
+            warm(ready, schedule)
+            host, port = listening.getsockname()[:2]
+            address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            answer(work, ready, listening, address, show=show)
+    return ServedRun(loading=ready.loading, address=address)
+
+
+def warm(ready: Running, schedule: Schedule) -> None:
+    """Calls every Program once, for nobody: all of them are compiled then.
+
+    Args:
+        ready: the engine and what scores prompts.
+        schedule: of its rows.
     """
-    del plan, mesh, session
-    raise NotServedError(NOT_YET)
+    assert ready.engine is not None
+    rows, programs = ready.engine.device, ready.engine.device.programs
+    tables = np.full((schedule.rows, schedule.row_pages), schedule.fill, np.int32)
+    nobody = [None] * schedule.rows
+    for bucket in programs.prefill:
+        rows.prefill(bucket, (), tables, nobody)
+    rows.decode((), tables, nobody)
+    for tokens in programs.score:
+        assert ready.score is not None
+        ready.score((0,) * tokens, 0)
 
 
-def conclude(plan: RunPlan[GenerateWork], done: object, session: Session) -> int:
-    """Nothing comes of it."""
-    raise AssertionError((plan, done, session))
+def service_of(work: ServeWork, ready: Running) -> "Service":
+    """The model and its engine, for an application.
+
+    Args:
+        work: the run's.
+        ready: the engine and what scores prompts.
+    """
+    from levanter.serving.service import Service
+
+    assert ready.engine is not None
+    return Service(
+        ready.engine,
+        prompt_reader(work, ready.engine.schedule),
+        names=names_of(work),
+        max_queued_tokens=work.server.max_queued_tokens,
+        score=ready.score,
+        chat_max_tokens=work.chat_max_tokens,
+    )
 
 
-def outputs(plan: RunPlan[GenerateWork], session: Session) -> tuple[Output, ...]:
+def application_of(work: ServeWork, service: "Service") -> "Application":
+    """The application, with all that stands before and beside what asks the model.
+
+    Args:
+        work: the run's.
+        service: the model and its engine.
+    """
+    from levanter.serving.app import app
+
+    del work
+    return app(service)
+
+
+def answer(work: ServeWork, ready: Running, listening: socket, address: str, *, show: bool) -> None:
+    """Answers at an address until the process is told to end."""
+    from levanter.serving.server import HttpServer
+
+    def opened() -> None:
+        if show:
+            print(f"ready: {address}", flush=True)
+
+    service = service_of(work, ready)
+    server = HttpServer(application_of(work, service), service, drain_seconds=work.server.drain_seconds, opened=opened)
+    with interrupts_taken(server.stop), _termination(server):
+        server.run(listening)
+
+
+@contextmanager
+def _termination(server: "HttpServer") -> Iterator[None]:
+    """Hands SIGTERM to a server."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        server.stop()
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def conclude(plan: RunPlan[ServeWork], done: ServedRun, session: Session) -> int:
+    """Says that it has ended."""
+    del plan
+    if session.show and done.address is not None:
+        print(f"{done.address} is closed")
+    return OK
+
+
+def outputs(plan: RunPlan[ServeWork], session: Session) -> tuple[Output, ...]:
     """Nothing is written."""
     del plan, session
     return ()
@@ -93,5 +258,5 @@ ENTRY_POINT = EntryPoint(
 
 
 def main(config: ServeConfig, *, written: Written | None = None) -> int:
-    """Refuses, since there is no server yet."""
+    """Serves on the devices of this run."""
     return perform(ENTRY_POINT, config, written=written).exit_code

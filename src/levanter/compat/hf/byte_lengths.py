@@ -7,7 +7,7 @@ writing is read. *Byte-level* vocabularies (GPT-2) write every byte as one chara
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,9 +52,9 @@ def byte_lengths(definition: Mapping[str, Any]) -> np.ndarray:
         ValueError: the tokenizer writes its tokens in a way that is not known here.
     """
     lengths = np.zeros(count_ids(definition), np.int32)
-    measure = _measure(definition)
+    read = byte_reader(definition)
     for token, i in vocabulary(definition).items():
-        lengths[i] = measure(token)
+        lengths[i] = len(read(token))
     for added in definition.get("added_tokens") or ():
         lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return lengths
@@ -76,16 +76,26 @@ def _parts(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, An
     yield from walk(definition.get(name))
 
 
-def _measure(definition: Mapping[str, Any]):
+def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """What makes of a token, as the vocabulary writes it, the bytes that it stands for.
+
+    Args:
+        definition: a parsed tokenizer.json.
+
+    Raises:
+        ValueError: the tokenizer writes its tokens in a way that is not known here.
+    """
     decoders = list(_parts(definition, "decoder"))
     kinds = {part["type"] for part in decoders}
     splits = {part["type"] for part in _parts(definition, "pre_tokenizer")}
     if "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits):
-        alphabet = byte_alphabet().keys()
+        alphabet = byte_alphabet()
 
-        def of_bytes(token: str) -> int:
+        def of_bytes(token: str) -> bytes:
             # A character outside the alphabet can only be text that was put into the vocabulary as it is.
-            return len(token) if all(sign in alphabet for sign in token) else len(token.encode())
+            if all(sign in alphabet for sign in token):
+                return bytes(alphabet[sign] for sign in token)
+            return token.encode()
 
         return of_bytes
     spaces = [part["replacement"] for part in decoders if part["type"] == "Metaspace"]
@@ -98,11 +108,11 @@ def _measure(definition: Mapping[str, Any]):
         raise ValueError(f"tokens decoded by {', '.join(sorted(unknown))} cannot be counted in bytes")
     falls_back = "ByteFallback" in kinds or bool(definition["model"].get("byte_fallback"))
 
-    def of_text(token: str) -> int:
+    def of_text(token: str) -> bytes:
         if falls_back and _BYTE.match(token):
-            return 1
+            return bytes([int(token[3:5], 16)])
         for space in spaces:
             token = token.replace(space, " ")
-        return len(token.encode())
+        return token.encode()
 
     return of_text

@@ -8,7 +8,7 @@ spans), and its SHA-256 is the tokenizer's identity in caches and results.
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 
-from levanter.compat.hf.byte_lengths import byte_lengths, count_ids
+from levanter.compat.hf.byte_lengths import byte_lengths, byte_reader, count_ids
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.data.text_stream import WindowStream
@@ -136,6 +136,25 @@ class FastTokenizer:
     def token(self, i: int) -> str | None:
         """A token as the vocabulary writes it."""
         return self._tokenizer.id_to_token(i)
+
+    def token_bytes(self, i: int) -> bytes:
+        """The bytes that a token stands for; those of how it is written, for a special one.
+
+        Raises:
+            ValueError: the tokenizer writes its tokens in a way that is not known here.
+        """
+        token = self.token(i)
+        if token is None:
+            return b""
+        return token.encode() if i in self._added_ids else self._byte_reader(token)
+
+    @cached_property
+    def _byte_reader(self) -> Callable[[str], bytes]:
+        return byte_reader(self.definition)
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(token["id"] for token in self.definition.get("added_tokens") or ())
 
     @property
     def hash(self) -> str:

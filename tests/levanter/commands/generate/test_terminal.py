@@ -12,7 +12,7 @@ from helpers.hf_folder import tensors, write_folder
 
 from levanter.commands.generate import generate, repl
 from levanter.commands.generate.dialogue import Dialogue
-from levanter.commands.generate.prompts import PromptReader
+from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.repl_config import InferenceReplConfig
 from levanter.commands.generate.running import running
 from levanter.commands.generate.terminal import Terminal
@@ -79,7 +79,7 @@ def dialogue(model, tmp_path_factory, devices):
     found = local_devices(loaded.config.trainer.mesh)
     plan = generate.describe(loaded.config, local_target(found), written=loaded.written).check()
     schedule = schedule_of(plan.work.programs)
-    reader = PromptReader(plan.work, schedule)
+    reader = prompt_reader(plan.work, schedule)
     with running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=False) as ready:
         assert ready.engine is not None
         yield Dialogue(ready.engine, reader, reader.defaults)
@@ -181,7 +181,7 @@ def test_the_repl_runs_upstreams_commands(model, theirs, tmp_path, capsys, monke
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--command", "serve"], "command: serve: there is no server yet"),
+        (["--command", "serve"], "command: serve: `python -m levanter.main.serve` is the server"),
         (["--command", "fly"], "command: one of chat, complete, batch, help"),
         (["--command", "complete"], "args: `complete` needs something to work on"),
     ],

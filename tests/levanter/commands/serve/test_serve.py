@@ -1,6 +1,7 @@
-"""`serve` before there is a server: it is planned like `generate`, and a run is refused."""
+"""`serve` as a command: planned like `generate`, with an address, a key and a queue."""
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,15 @@ def test_the_pod_that_is_named_holds_them():
     assert values["bytes"]["free_bytes"] > 0
 
 
-def test_running_is_refused_before_a_weight_is_read(tmp_path, capsys):
+def test_a_port_that_is_taken_is_known_before_a_weight_is_read(tmp_path, capsys, monkeypatch):
     write_folder(tmp_path / "model")
-    words = ["--hf_checkpoint", str(tmp_path / "model"), "--inference.max_rows", "8", "--trainer.mp", "f32"]
-    assert run_entry_point(ServeConfig, serve.main, words) == 2
+    monkeypatch.setattr("levanter.commands.generate.running.load_pretrained", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["--hf_checkpoint", str(tmp_path / "model"), "--inference.max_rows", "8", "--trainer.mp", "f32"]
+        assert run_entry_point(ServeConfig, serve.main, [*words, "--port", str(port)]) == 2
     shown = capsys.readouterr().err
-    assert "a model cannot be served over HTTP yet" in shown and "levanter.main.plan serve" in shown
+    assert f"127.0.0.1:{port} cannot be listened on" in shown and "→ port: 0" in shown
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""`Answering`: an answer that is still being made, and that nobody makes any more when its client has left.
+
+What a client has not read after a while, or what has piled up for it, ends its answer too: nobody waits for it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from levanter.io.values import Json
+from levanter.serving import sse
+from levanter.serving.errors import ApiError, JsonAnswer
+from levanter.serving.service import Ticket
+
+READ_SECONDS = 30.0
+"""How long a client may take to read what it was sent."""
+
+
+class Answering(Response):
+    """An answer that comes of a ticket.
+
+    Args:
+        ticket: what it waits for.
+    """
+
+    def __init__(self, ticket: Ticket):
+        super().__init__()
+        self._ticket = ticket
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer, until it is sent, its client leaves, or it reads too slowly."""
+        work = asyncio.ensure_future(self._send(scope, receive, send))
+        left = asyncio.ensure_future(_left(receive))
+        cut = asyncio.ensure_future(self._ticket.cut.wait())
+        try:
+            await asyncio.wait((work, left, cut), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            self._ticket.close()
+            for task in (work, left, cut):
+                task.cancel()
+            await asyncio.gather(work, left, cut, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Whole(Answering):
+    """An answer that is sent when all of it is there.
+
+    Args:
+        ticket: what it waits for.
+        made: makes it.
+    """
+
+    def __init__(self, ticket: Ticket, made: Callable[[], Awaitable[Mapping[str, Json]]]):
+        super().__init__(ticket)
+        self._made = made
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = JsonAnswer(await self._made())
+        except ApiError as error:
+            answer = JsonAnswer(error.body, status=error.status, headers=error.headers)
+        await answer(scope, receive, send)
+
+
+class Streamed(Answering):
+    """An answer as server-sent events, each as soon as it is there.
+
+    Args:
+        ticket: what it waits for.
+        events: they; what goes wrong on the way is an event as well.
+    """
+
+    def __init__(self, ticket: Ticket, events: AsyncIterator[bytes]):
+        super().__init__(ticket)
+        self._events = events
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive
+        headers = {"content-type": sse.MEDIA_TYPE, **sse.HEADERS}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        try:
+            async for event in self._events:
+                await self._write(send, event)
+        except ApiError as error:
+            await self._write(send, sse.event(error.body))
+        await self._write(send, sse.DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            self._ticket.cut.set()
+            # Who waits for that signal ends this.
+            await asyncio.Event().wait()

@@ -1,0 +1,117 @@
+"""`app`: the ASGI application. It needs no port: tests call it in their own process."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeAlias, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from levanter.io.version import version
+from levanter.serving import chat, completions, openapi, tokens
+from levanter.serving.errors import ApiError, JsonAnswer, broken, not_there, refused
+from levanter.serving.events import Rejected
+from levanter.serving.service import Service
+from levanter.serving.token_texts import TokenTexts
+
+Application: TypeAlias = Starlette
+"""What `app` makes."""
+
+
+def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Sequence[Middleware] = ()) -> Starlette:
+    """The application of a service; its engine runs while the application does (ASGI's lifespan).
+
+    Args:
+        service: one model and its engine. Handlers find it as `request.app.state.service`.
+        routes: further ones: a page, metrics.
+        middleware: what stands before all routes, the outermost first: keys, limits.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    def said_and_counted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if error.reason is not None:
+            service.observe(Rejected(route=request.url.path, reason=error.reason, status=error.status))
+        return refused(request, error)
+
+    made = Starlette(
+        routes=[*ROUTES, *routes],
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers={ApiError: said_and_counted, HTTPException: not_there, Exception: broken},
+    )
+    made.state.service = service
+    made.state.texts = TokenTexts(service.reader.tokenizer)
+    return made
+
+
+def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+async def health(request: Request) -> Response:
+    """Answers `GET /health`: whether the engine runs."""
+    service = _service(request)
+    return JsonAnswer({"status": "ok" if service.healthy else "failed"}, status=200 if service.healthy else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Answers `GET /ready`: whether requests are taken."""
+    service = _service(request)
+    taken = service.state == "ready" and service.healthy
+    return JsonAnswer({"status": service.state if service.healthy else "failed"}, status=200 if taken else 503)
+
+
+async def models(request: Request) -> Response:
+    """Answers `GET /v1/models`."""
+    service = _service(request)
+    return JsonAnswer({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+
+async def model(request: Request) -> Response:
+    """Answers `GET /v1/models/{name}`."""
+    service, name = _service(request), request.path_params["name"]
+    if name not in service.names:
+        raise ApiError(404, f"model: {name[:200]!r} is not served here", reason="absent", code="model_not_found")
+    return JsonAnswer(_model(service, name))
+
+
+async def interface(request: Request) -> Response:
+    """Answers `GET /openapi.json`."""
+    del request
+    return JsonAnswer(openapi.document(version()))
+
+
+def _model(service: Service, name: str) -> dict:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "levanter",
+        "root": service.names[0],
+        "max_model_len": service.context,
+    }
+
+
+ROUTES: Sequence[BaseRoute] = (
+    Route("/health", health),
+    Route("/ready", ready),
+    Route("/openapi.json", interface),
+    Route("/v1/models", models),
+    Route("/v1/models/{name:path}", model),
+    Route("/v1/tokens", tokens.tokens, methods=["POST"]),
+    Route("/tokenize", tokens.tokenize, methods=["POST"]),
+    Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokens.tokenizer_info),
+    Route(chat.PATH, chat.chat_completions, methods=["POST"]),
+    Route(completions.PATH, completions.completions, methods=["POST"]),
+)
+"""What every application has."""

@@ -1,0 +1,168 @@
+"""`Builder`: an answer, as one object or as a stream of chunks, of what comes of a ticket.
+
+Completions and conversations differ in what a choice looks like; what there is of it, when, and how many tokens it took
+is the same for both.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from levanter.inference.params import SamplingParams
+from levanter.inference.prompt_scores import PromptScores
+from levanter.inference.requests import ChoiceId
+from levanter.io.values import Json
+from levanter.serving.deliveries import Piece, Scored
+from levanter.serving.errors import failed
+from levanter.serving.inbox import Submitted
+from levanter.serving.service import Service, Ticket
+from levanter.serving.sse import event
+from levanter.serving.token_texts import TokenTexts
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedCall:
+    """A body that was read.
+
+    Attributes:
+        id: of the answer.
+        submitted: a request to the engine for each prompt.
+        params: how all of them are sampled.
+        stream: whether the answer is streamed.
+        usage: whether a stream says how many tokens there were.
+    """
+
+    id: str
+    submitted: tuple[Submitted, ...]
+    params: SamplingParams
+    stream: bool
+    usage: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class ChoiceSoFar:
+    """A choice as it grows.
+
+    Attributes:
+        submitted: what was asked.
+        index: in the answer.
+        scores: of its prompt, where they are asked for.
+        pieces: what came of it.
+        characters: of its tokens that were shown in log-probabilities.
+        held: pieces that cannot be shown yet.
+    """
+
+    submitted: Submitted
+    index: int
+    scores: PromptScores | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    characters: int = 0
+    held: list[Piece] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class Builder(ABC):
+    """The answer to a call, as it comes.
+
+    Args:
+        call: what was asked.
+        ticket: what comes of it.
+        service: of whom.
+        texts: of tokens.
+    """
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, call: AskedCall, ticket: Ticket, service: Service, texts: TokenTexts):
+        self.call, self.ticket, self.service, self.texts = call, ticket, service, texts
+        self._created, self._tokens = int(time.time()), 0
+        self.choices: dict[ChoiceId, ChoiceSoFar] = {}
+        for each in call.submitted:
+            for n in range(call.params.n):
+                self.choices[ChoiceId(each.request.id, n)] = ChoiceSoFar(submitted=each, index=len(self.choices))
+
+    @abstractmethod
+    def opening(self, choice: ChoiceSoFar) -> Iterator[Mapping[str, Json]]:
+        """What a stream says of a choice before its first token, when its prompt was scored."""
+
+    @abstractmethod
+    def delta(self, choice: ChoiceSoFar, piece: Piece) -> Iterator[Mapping[str, Json]]:
+        """What a stream says of a piece."""
+
+    @abstractmethod
+    def complete(self, choice: ChoiceSoFar) -> Mapping[str, Json]:
+        """A choice in an answer that is one object."""
+
+    async def whole(self) -> Mapping[str, Json]:
+        """All of it as one object.
+
+        Raises:
+            ApiError: a choice could not be finished.
+        """
+        async for deliveries in self.ticket.deliveries():
+            for each in deliveries:
+                self._take(each)
+        choices: list[Json] = [dict(self.complete(choice)) for choice in self.choices.values()]
+        return {**self._head(self.whole_object), "choices": choices, "usage": self._usage}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """All of it as events.
+
+        Raises:
+            ApiError: a choice could not be finished.
+        """
+        for choice in self.choices.values():
+            if not choice.submitted.score:
+                for said in self.opening(choice):
+                    yield self._chunk(said)
+        async for deliveries in self.ticket.deliveries():
+            for each in deliveries:
+                for choice in self._take(each):
+                    for said in self.opening(choice) if isinstance(each, Scored) else self.delta(choice, each):
+                        yield self._chunk(said)
+        if self.call.usage:
+            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage})
+
+    def _take(self, delivery: Piece | Scored) -> Sequence[ChoiceSoFar]:
+        """Notes what came, and says which choices it is about."""
+        if delivery.error is not None:
+            raise failed(delivery.error)
+        if isinstance(delivery, Piece):
+            choice = self.choices[delivery.of]
+            choice.pieces.append(delivery)
+            self._tokens += delivery.token is not None
+            return [choice]
+        scored = [each for each in self.choices.values() if each.submitted.request.id == delivery.request]
+        for each in scored:
+            each.scores = delivery.scores
+        return scored
+
+    def _head(self, kind: str) -> dict[str, Json]:
+        return {
+            "id": self.call.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.service.names[0],
+            "seed": self.call.submitted[0].request.seed,
+        }
+
+    @property
+    def _usage(self) -> Json:
+        prompt = sum(len(each.request.tokens) for each in self.call.submitted)
+        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+
+    def _chunk(self, choice: Mapping[str, Json]) -> bytes:
+        chunk: dict[str, Json] = {**self._head(self.chunk_object), "choices": [dict(choice)]}
+        return event({**chunk, "usage": None} if self.call.usage else chunk)
+
+
+def is_shown(piece: Piece) -> bool:
+    """Whether a piece has a token that is part of the answer: an id that ends it is not."""
+    return piece.token is not None and not (isinstance(piece.matched, int) and piece.matched == piece.token.id)

@@ -1,0 +1,146 @@
+"""`/v1/completions`: texts that are gone on with."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from levanter.inference.jsonl import AskedLine
+from levanter.inference.params import fields_of
+from levanter.io.values import Json
+from levanter.serving.answering import Streamed, Whole
+from levanter.serving.bodies import CompletionBody
+from levanter.serving.building import AskedCall, Builder, ChoiceSoFar, is_shown
+from levanter.serving.deliveries import Piece
+from levanter.serving.errors import invalid
+from levanter.serving.reading import (
+    decoded,
+    fields_in,
+    fresh_id,
+    fresh_seed,
+    of_this_model,
+    read_body,
+    submitted,
+    wants_usage,
+)
+from levanter.serving.service import Service
+from levanter.serving.token_texts import TokenTexts
+
+PATH = "/v1/completions"
+MOST_PROMPTS = 1024
+"""Of one request."""
+
+
+def read_completion(raw: bytes, service: Service) -> AskedCall:
+    """What a body asks for.
+
+    Raises:
+        ApiError: it cannot be answered; lists what is wrong with it.
+    """
+    fields = fields_in(raw)
+    body, sampling = decoded(CompletionBody, fields, defaults=fields_of(service.reader.defaults))
+    of_this_model(body.model, service.names)
+    prompts = _prompts(body.prompt)
+    id = fresh_id("cmpl")
+    params = replace(sampling.params, seed=fresh_seed(sampling.params))
+    found = []
+    for n, prompt in enumerate(prompts):
+        asked = AskedLine(line=n + 1, id=f"{id}-{n}", prompt=prompt, params=params, constraint=sampling.constraint)
+        where = f"prompt[{n}]: " if len(prompts) > 1 else ""
+        found.append(submitted(asked, service.reader, where=where))
+    usage = wants_usage(body.stream_options, stream=body.stream)
+    return AskedCall(id=id, submitted=tuple(found), params=params, stream=body.stream, usage=usage)
+
+
+def _prompts(
+    given: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...],
+) -> list[str | tuple[int, ...]]:
+    """Each prompt of a body."""
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(one, int) for one in given):
+        return [tuple(one for one in given if isinstance(one, int))]
+    if len(given) > MOST_PROMPTS:
+        raise invalid(f"prompt: at most {MOST_PROMPTS} prompts in a request, got {len(given)}")
+    return [one for one in given if not isinstance(one, int)]
+
+
+class Completion(Builder):
+    """The answer to a call for completions."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def opening(self, choice: ChoiceSoFar) -> Iterator[Mapping[str, Json]]:
+        """The prompt, where it is part of the answer."""
+        if self.call.params.echo:
+            yield self._choice(choice, (), begins=True)
+
+    def delta(self, choice: ChoiceSoFar, piece: Piece) -> Iterator[Mapping[str, Json]]:
+        """What a piece adds to the text."""
+        if piece.text or piece.last or self.call.params.logprobs is not None:
+            yield self._choice(choice, (piece,), begins=False)
+
+    def complete(self, choice: ChoiceSoFar) -> Mapping[str, Json]:
+        """The whole text."""
+        return self._choice(choice, choice.pieces, begins=True)
+
+    def _choice(self, choice: ChoiceSoFar, pieces: Sequence[Piece], *, begins: bool) -> Mapping[str, Json]:
+        params, last = self.call.params, pieces[-1] if pieces else None
+        begins = begins and params.echo
+        prompt = self.service.reader.tokenizer.decode(choice.submitted.request.tokens) if begins else ""
+        # A request for no tokens has only its prompt.
+        reason = "length" if params.max_tokens == 0 else None if last is None else last.reason
+        found: dict[str, Json] = {
+            "index": choice.index,
+            "text": prompt + "".join(piece.text for piece in pieces),
+            "logprobs": None if params.logprobs is None else self._logprobs(choice, pieces, begins=begins),
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            found["stop_reason"] = None if last is None else last.matched
+        return found
+
+    def _logprobs(self, choice: ChoiceSoFar, pieces: Sequence[Piece], *, begins: bool) -> Json:
+        tokens: list[Json] = []
+        logprobs: list[Json] = []
+        top: list[Json] = []
+        offsets: list[Json] = []
+
+        def add(id: int, logprob: float | None, likeliest: Sequence[tuple[int, float]]) -> None:
+            text = self.texts.text(id)
+            tokens.append(text)
+            logprobs.append(logprob)
+            top.append(None if logprob is None else self._top(id, logprob, likeliest))
+            offsets.append(choice.characters)
+            choice.characters += 0 if text.startswith("bytes:") else len(text)
+
+        if begins and choice.scores is not None:
+            ids, scores = choice.submitted.request.tokens, choice.scores
+            add(ids[0], None, ())
+            for id, one, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
+                add(id, one, likeliest)
+        for piece in pieces:
+            if piece.token is not None and is_shown(piece):
+                add(piece.token.id, piece.token.logprob, piece.token.top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+    def _top(self, id: int, logprob: float, likeliest: Sequence[tuple[int, float]]) -> Json:
+        """The likeliest tokens by their texts; the token itself is always one of them."""
+        found: dict[str, Json] = {}
+        for other, value in likeliest:
+            found.setdefault(self.texts.text(other), value)
+        found.setdefault(self.texts.text(id), logprob)
+        return found
+
+
+async def completions(request: Request) -> Response:
+    """Answers `POST /v1/completions`."""
+    service: Service = request.app.state.service
+    texts: TokenTexts = request.app.state.texts
+    raw = await read_body(request)
+    call = await service.off_loop(lambda: read_completion(raw, service))
+    ticket = service.ask(call.submitted, route=PATH, streamed=call.stream)
+    answer = Completion(call, ticket, service, texts)
+    return Streamed(ticket, answer.events()) if call.stream else Whole(ticket, answer.whole)
