@@ -20,7 +20,6 @@ INSTALLED = importlib.metadata.packages_distributions()
 BY_NAME_ONLY = {
     "gcsfs": "fsspec opens gs:// with it",
     "s3fs": "fsspec opens s3:// with it",
-    "aiohttp": "fsspec opens https:// with it",
     "pytest-xdist": "pytest's option -n",
     "pytest-timeout": "pytest's option --timeout",
 }

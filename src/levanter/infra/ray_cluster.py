@@ -37,6 +37,19 @@ def import_ray() -> ModuleType:
     return ray
 
 
+def import_serve() -> ModuleType:
+    """Ray Serve.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise LaunchError(f"Ray Serve is not installed here: {INSTALL}") from error
+    return serve
+
+
 class RayHost:
     """An actor on a host."""
 
