@@ -105,6 +105,12 @@ class Inputs:
             {},
         )
 
+    def serve(self, folder: Path, **more: Any) -> list[str]:
+        """The command of a server on any port, which it prints."""
+        inference = {"max_rows": 4, "prefill_chunk": 8, **more.pop("inference", {})}
+        config = {"hf_checkpoint": str(self.model), "inference": inference, "port": 0, **more}
+        return self._command(folder, "serve", config, {})
+
     def train_lm(self, folder: Path, *, steps: int, **more: Any) -> list[str]:
         """The command of a training run whose checkpoints and numbers are in `folder`."""
         trainer = {

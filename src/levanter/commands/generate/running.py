@@ -1,7 +1,7 @@
 """The model on its devices, ready to be asked: what `generate`, its terminal and `inference_repl` share of a run."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -42,7 +42,13 @@ class Running:
 
 @contextmanager
 def running(
-    work: GenerateWork, mesh: Mesh, *, schedule: Schedule, reader: PromptReader, show: bool
+    work: GenerateWork,
+    mesh: Mesh,
+    *,
+    schedule: Schedule,
+    reader: PromptReader,
+    show: bool,
+    following: AbstractContextManager[object] | None = None,
 ) -> Iterator[Running]:
     """Loads the model and gives what answers requests; on other processes than the first, when all are answered.
 
@@ -52,6 +58,7 @@ def running(
         schedule: of the rows.
         reader: of the requests, for what texts have to conform to.
         show: whether progress is shown.
+        following: surrounds what other processes than the first call.
     """
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
@@ -67,5 +74,6 @@ def running(
         yield Running(loading=loaded.report, engine=engine, score=leading.score if scorer else None)
         leading.end()
     else:
-        follow(rows, lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS), scorer)
+        with following or nullcontext():
+            follow(rows, lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS), scorer)
         yield Running(loading=loaded.report, engine=None, score=None)

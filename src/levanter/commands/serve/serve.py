@@ -8,7 +8,7 @@ described is planned, loaded and compiled; then the port is opened, and nothing 
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from socket import socket
@@ -36,7 +36,6 @@ from levanter.serving import NOT_INSTALLED, is_installed
 
 if TYPE_CHECKING:
     from levanter.serving.app import Application
-    from levanter.serving.server import HttpServer
     from levanter.serving.service import Service
 
 NAME = "serve"
@@ -142,7 +141,7 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
     if jax.process_index() == 0:
         # Nobody is answered yet, but a port that is taken is known before a weight is read.
         listening = bound(work.server.host, work.server.port)
-    with running(work, mesh, schedule=schedule, reader=reader, show=show) as ready:
+    with running(work, mesh, schedule=schedule, reader=reader, show=show, following=_until_process_0_ends()) as ready:
         if ready.engine is not None:
             assert listening is not None
             warm(ready, schedule)
@@ -214,17 +213,24 @@ def answer(work: ServeWork, ready: Running, listening: socket, address: str, *, 
 
     service = service_of(work, ready)
     server = HttpServer(application_of(work, service), service, drain_seconds=work.server.drain_seconds, opened=opened)
-    with interrupts_taken(server.stop), _termination(server):
+    with interrupts_taken(server.stop), _termination(server.stop):
         server.run(listening)
 
 
 @contextmanager
-def _termination(server: "HttpServer") -> Iterator[None]:
-    """Hands SIGTERM to a server."""
+def _until_process_0_ends() -> Iterator[None]:
+    """Drops SIGTERM and Ctrl-C: a launcher tells all processes to end, and process 0 still answers who is there."""
+    with interrupts_taken(lambda: None), _termination(lambda: None):
+        yield
+
+
+@contextmanager
+def _termination(take: Callable[[], object]) -> Iterator[None]:
+    """Hands SIGTERM to `take`."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         del number, frame
-        server.stop()
+        take()
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
