@@ -6,8 +6,12 @@ from typing import Any, get_args
 import pytest
 from helpers.legacy_documents import june_2026
 
-from levanter.config.legacy import TABLE, old_keys, translate_plain
+from levanter.commands.serve.config import ServeConfig
+from levanter.config.errors import Mark
+from levanter.config.legacy import TABLE, old_keys, translate
 from levanter.config.legacy.not_carried import rows_of
+from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS
+from levanter.config.nodes import MapNode, from_plain
 from levanter.config.schema import choice_names, config_fields, union_members
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
 from levanter.data.sources import DatasetSourceBase
@@ -34,6 +38,7 @@ KEYS_2025 = {
     "max_seqs_in_prefill max_prefill_size max_tokens_per_round max_rounds max_stop_seqs max_stop_tokens seed "
     "enable_logprobs",
     "inference_repl": "checkpoint model tokenizer trainer server temperature seed max_tokens command args",
+    "serve": "trainer tokenizer service temperature seed batch_timeout host port checkpoint_path hf_checkpoint model",
     "viz_logprobs": "checkpoint_path path trainer data model num_docs checkpoint_is_hf data_seed "
     "comparison_model_path comparison_is_hf",
     "train_asr": "data trainer model optimizer batch_size initialize_from_hf use_hf_model_config data_seed "
@@ -109,7 +114,8 @@ def test_every_key_is_known(path: str):
     known = {*config_fields(cls), *old_keys(tuple("x" if part == "*" else part for part in block)), "type"}
     known |= set(rows_of(block, config_fields(cls)))
     if not block:
-        known |= {row.name for row in TABLE if row.block == ""} | {"configs", "validation_urls"}
+        known |= {row.name for row in TABLE if row.block == ""} | {row.block for row in TABLE}
+        known |= {"configs", "validation_urls"}
     assert [key for key in BOTH[path] if key not in known] == []
 
 
@@ -141,11 +147,17 @@ def test_no_row_of_the_table_is_silent():
         "eval_harness.task_spec.*": lambda row: {"eval_harness": {"task_spec": [{row.name: "b"}]}},
         "engine": lambda row: {"engine": {row.name: 5}},
         "server.service": lambda row: {"server": {"service": {row.name: 5}}},
+        "service": lambda row: {"service": {row.name: 5}},
         "trainer": lambda row: {"trainer": {row.name: {} if row.name == "wandb" else "5"}},
     }
     for row in TABLE:
         if row.path == "data.shuffle":
             continue  # this row is about its absence: test_legacy_data.py
-        _, translation = translate_plain(shapes[row.block](row))
+        # What a server's document has at its top is nobody else's.
+        serves = config_fields(ServeConfig) if row in SERVER_KEYS else ()
+        document = {"temperature": 0.5, "seed": 5}.get(row.name) if row in AT_THE_TOP else None
+        node = from_plain(shapes[row.block](row) if document is None else {row.name: document}, Mark(source="here"))
+        assert isinstance(node, MapNode)
+        translation = translate(node, serves)
         said = [change.key for change in translation.changes] + [problem.key for problem in translation.problems]
         assert any(row.name in key for key in said), row.path

@@ -10,6 +10,7 @@ from helpers.legacy_documents import FOLDER
 
 from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.model.not_carried import not_carried
+from levanter.commands.serve.config import ServeConfig
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ConfigError, parse, read
 from levanter.config.legacy import TABLE
@@ -85,9 +86,12 @@ def test_keys_that_are_not_carried_are_treated_as_the_page_says():
     """Each row of the page's table, written into a document with a value that asks for something."""
     table = DOCS.read_text(encoding="utf-8").partition("<!-- table: not-carried -->")[2].partition("<!-- end -->")[0]
     rows = re.findall(r"^\| `([\w.]+)`(?: \(of ([^)]*)\))? \| ([^|]*) \|", table, re.MULTILINE)
-    assert len(rows) == len(NOT_CARRIED) == 11
+    assert len(rows) == len(NOT_CARRIED) == 12
     for key, entry_points, here in rows:
-        config, model = (EvalLmConfig, {"hf_checkpoint": "x"}) if entry_points == "`eval_lm`" else (TrainLmConfig, {})
+        config, model = {
+            "`eval_lm`": (EvalLmConfig, {"hf_checkpoint": "x"}),
+            "`serve`": (ServeConfig, {"hf_checkpoint": "x"}),
+        }.get(entry_points, (TrainLmConfig, {}))
         loaded = read(config, overrides={**model, key: "true"})
         found = [check for check in not_carried(loaded.config, loaded.written) if key in check.message]
         expected = "error" if here == "refused if set" else "note"

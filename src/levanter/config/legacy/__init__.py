@@ -23,6 +23,7 @@ from levanter.config.legacy.data import DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, trans
 from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.legacy.model import MODEL_KEYS, translate_model, translate_row_length
+from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS, translate_server
 from levanter.config.legacy.supervised import SUPERVISED, translate_supervised
 from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
 from levanter.config.nodes import MapNode, from_plain, to_plain
@@ -35,6 +36,7 @@ TABLE: tuple[OldKey, ...] = (
     *FORMAT_KEYS,
     *MEMORIZATION_KEYS,
     *ENTRY_POINT_KEYS,
+    *SERVER_KEYS,
     SUPERVISED,
 )
 """Every old key that is accepted, for the documentation and for hints about misspelt ones."""
@@ -64,6 +66,7 @@ def translate(document: MapNode, takes: Collection[str] = ()) -> Translation:
     translate_data(draft)
     translate_supervised(draft, takes)
     translate_entry_points(draft)
+    translate_server(draft, takes)
     return Translation(
         document=draft.document, changes=tuple(draft.changes), problems=tuple(dict.fromkeys(draft.problems))
     )
@@ -79,7 +82,7 @@ def translate_plain(document: dict[str, Any], source: str = "document") -> tuple
 
 def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
     """The old keys that are accepted in the mapping at `path`."""
-    return tuple(row.name for row in TABLE if _matches(row.block, path))
+    return tuple(row.name for row in TABLE if row not in AT_THE_TOP and _matches(row.block, path))
 
 
 def _matches(block: str, path: tuple[str, ...]) -> bool:

@@ -53,7 +53,7 @@ class NotCarried:
 
 _HLO = "`levanter.main.plan … --keep_hlo FOLDER` writes the programs"
 _LATER = "not supported yet; set it to false"
-_TRAIN, _EVAL = "z_loss_weight", "max_eval_length"
+_TRAIN, _EVAL, _SERVE = "z_loss_weight", "max_eval_length", "max_queued_tokens"
 
 NOT_CARRIED: tuple[NotCarried, ...] = (
     NotCarried(block="", name="log_entropy", why=_LATER, beside=(_TRAIN, _EVAL)),
@@ -77,6 +77,12 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
         why="training updates its weights, and 8-bit integers take no updates; leave it out, and quantize what was "
         "trained: eval_lm, viz_logprobs, eval_careless_lm, eval_sliding_lm, generate and sample_lm have this key",
         beside=(_TRAIN,),
+    ),
+    NotCarried(
+        block="",
+        name="batch_timeout",
+        why="nothing waits for other requests: a prompt is begun as soon as a row is free; leave it out",
+        beside=(_SERVE,),
     ),
     NotCarried(
         block="trainer",
