@@ -241,6 +241,19 @@ class Service:
             self._inbox.post(EndAll())
             await self._quiet.wait()
 
+    def fail(self, said: str) -> None:
+        """Tells all that wait why nothing more comes, and takes no more requests; returns at once, in any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail, said)
+
+    def _fail(self, said: str) -> None:
+        self.state, now = "ended", time.monotonic()
+        for ticket in set(self._tickets.values()):
+            open = [Piece(of=of, error=said, at=now) for of in ticket.open]
+            named = {piece.of.request for piece in open}
+            # One whose prompt is being scored may have no choice.
+            self._arrived([*open, *(Scored(request=r, error=said, at=now) for r in ticket.requests - named)])
+
     def on_end(self, call: Callable[[], None]) -> None:
         """Has something called on the event loop when the engine ends by itself."""
         self._on_end.append(call)

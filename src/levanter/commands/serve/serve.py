@@ -26,6 +26,7 @@ from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.running import Running, running
 from levanter.commands.serve.config import ServeConfig
 from levanter.commands.shell.interrupts import interrupts_taken
+from levanter.commands.shell.lifecycle import last_words
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
 from levanter.inference.engine import schedule_of
@@ -213,7 +214,7 @@ def answer(work: ServeWork, ready: Running, listening: socket, address: str, *, 
 
     service = service_of(work, ready)
     server = HttpServer(application_of(work, service), service, drain_seconds=work.server.drain_seconds, opened=opened)
-    with interrupts_taken(server.stop), _termination(server.stop):
+    with interrupts_taken(server.stop), _termination(server.stop), last_words(service.fail):
         server.run(listening)
 
 

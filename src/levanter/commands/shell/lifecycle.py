@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ class _Kept:
     abort_action: Any = None
     final: int | None = None
     ending: threading.Lock = field(default_factory=threading.Lock)
+    last_words: list[Callable[[str], object]] = field(default_factory=list)
 
 
 _kept = _Kept()
@@ -70,6 +71,20 @@ def join_processes(config: DistributedConfig, environment: Mapping[str, str] = o
     start_jax(config, place)
     if place.process == 0:
         logger.info("%d processes, known from %s; process 0 is %s", place.processes, place.found, peers.roster[0])
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[str], object]) -> Iterator[None]:
+    """Has `say` called with the reason if the process ends in the block because a peer is lost: somebody waits for it.
+
+    Args:
+        say: returns at once; it is called in another thread, and what it starts has some tenths of a second.
+    """
+    _kept.last_words.append(say)
+    try:
+        yield
+    finally:
+        _kept.last_words.remove(say)
 
 
 def left_to_process_0(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
@@ -173,6 +188,10 @@ def _end_with(error: PeerLostError) -> NoReturn:
         os.write(2, f"\nerror: {error}\n".encode())
         if os.environ.get("LEVANTER_TRACEBACK"):
             faulthandler.dump_traceback(all_threads=True)
+        for say in list(_kept.last_words):
+            # An event loop that has closed has nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                say(str(error).splitlines()[0])
         peers = current_peers()
         if peers is not None:
             peers.leave(PEER_LOST, str(error).splitlines()[0])
