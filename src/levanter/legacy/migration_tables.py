@@ -18,7 +18,7 @@ from levanter.models.registry import LmConfig
 from levanter.optim.absent import AbsentOptimizerConfig
 from levanter.optim.config import OptimizerConfig
 
-_OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`", "max_queued_tokens": "`serve`"}
+_OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`", "drain_seconds": "`serve`"}
 """A key of an entry point alone → the entry point; see `NotCarried.beside`."""
 _PLACE = re.compile(r"(?P<begin><!-- table: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 

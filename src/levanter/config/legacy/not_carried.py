@@ -53,7 +53,7 @@ class NotCarried:
 
 _HLO = "`levanter.main.plan … --keep_hlo FOLDER` writes the programs"
 _LATER = "not supported yet; set it to false"
-_TRAIN, _EVAL, _SERVE = "z_loss_weight", "max_eval_length", "max_queued_tokens"
+_TRAIN, _EVAL, _SERVE = "z_loss_weight", "max_eval_length", "drain_seconds"
 
 NOT_CARRIED: tuple[NotCarried, ...] = (
     NotCarried(block="", name="log_entropy", why=_LATER, beside=(_TRAIN, _EVAL)),

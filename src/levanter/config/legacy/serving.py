@@ -11,7 +11,7 @@ from levanter.config.legacy.entry_points import LOGPROBS, PAGE_TOKENS, PAGES
 from levanter.config.nodes import Entry, MapNode, to_plain
 
 BLOCK: Keys = ("service",)
-SERVES = "max_queued_tokens"
+SERVES = "drain_seconds"
 """A key that the class of a server has at the top, and no other."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 """Short names of `compute_dtype`."""
