@@ -78,7 +78,13 @@ def loaded(folder: Path, scratch: Path, **keys: object) -> Iterator[Loaded]:
         scratch: where its config is written.
         keys: of the config.
     """
-    inference = {"max_rows": 4, "prefill_chunk": 8, "prompt_logprobs": True, **keys.pop("inference", {})}  # type: ignore
+    inference = {
+        "max_rows": 4,
+        "max_seq_len": 192,
+        "prefill_chunk": 8,
+        "prompt_logprobs": True,
+        **keys.pop("inference", {}),
+    }  # type: ignore
     path = scratch / "serve.yaml"
     path.write_text(json.dumps({"hf_checkpoint": str(folder), "trainer": TRAINER, "inference": inference, **keys}))
     read = load_written(ServeConfig, ["--config_path", str(path)])

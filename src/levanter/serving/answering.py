@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from levanter.io.values import Json
 from levanter.serving import sse
@@ -90,20 +90,24 @@ class Streamed(Answering):
         del scope, receive
         headers = {"content-type": sse.MEDIA_TYPE, **sse.HEADERS}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await self._write(send, {"type": "http.response.start", "status": 200, "headers": raw})
         try:
             async for event in self._events:
-                await self._write(send, event)
+                await self._write(send, _more(event))
         except ApiError as error:
-            await self._write(send, sse.event(error.body))
-        await self._write(send, sse.DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._write(send, _more(sse.event(error.body)))
+        await self._write(send, _more(sse.DONE))
+        await self._write(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write(self, send: Send, body: bytes) -> None:
+    async def _write(self, send: Send, message: Message) -> None:
         try:
             async with asyncio.timeout(READ_SECONDS):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send(message)
         except TimeoutError:
             self._ticket.cut.set()
             # Who waits for that signal ends this.
             await asyncio.Event().wait()
+
+
+def _more(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -18,6 +18,8 @@ from levanter.serving.events import Rejected
 from levanter.serving.service import Service
 from levanter.serving.token_texts import TokenTexts
 
+NOWHERE = "other"
+"""The route of requests to paths that there are not: they are as many as somebody likes."""
 Application: TypeAlias = Starlette
 """What `app` makes."""
 
@@ -39,18 +41,29 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
     def said_and_counted(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         if error.reason is not None:
-            service.observe(Rejected(route=request.url.path, reason=error.reason, status=error.status))
+            service.observe(Rejected(route=_route(request), reason=error.reason, status=error.status))
         return refused(request, error)
+
+    def not_there_and_counted(request: Request, error: Exception) -> Response:
+        answer = not_there(request, error)
+        service.observe(Rejected(route=NOWHERE, reason="absent", status=answer.status_code))
+        return answer
 
     made = Starlette(
         routes=[*ROUTES, *routes],
         middleware=middleware,
         lifespan=lifespan,
-        exception_handlers={ApiError: said_and_counted, HTTPException: not_there, Exception: broken},
+        exception_handlers={ApiError: said_and_counted, HTTPException: not_there_and_counted, Exception: broken},
     )
     made.state.service = service
     made.state.texts = TokenTexts(service.reader.tokenizer)
     return made
+
+
+def _route(request: Request) -> str:
+    """The path of the route that a request came by, without what stands for names in it."""
+    route = request.scope.get("route")
+    return str(getattr(route, "path", NOWHERE))
 
 
 def _service(request: Request) -> Service:

@@ -52,6 +52,10 @@ class EndAll:
 Letter: TypeAlias = Submitted | GivenUp | EndAll
 
 
+class InboxClosedError(Exception):
+    """Nobody reads letters any more."""
+
+
 class Inbox:
     """Letters for the engine's thread, and a bound on what waits.
 
@@ -77,9 +81,12 @@ class Inbox:
 
         Raises:
             QueueFullError: too much waits already.
+            InboxClosedError: nobody reads them any more.
         """
         new = sum(each.tokens for each in submitted)
         with self._changed:
+            if self._closed:
+                raise InboxClosedError
             if self._queued and self._queued + new > self.max_queued_tokens:
                 raise QueueFullError(
                     f"{self._queued} tokens wait, {new} more would be over the {self.max_queued_tokens} of the queue"
@@ -95,10 +102,17 @@ class Inbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """Lets the engine's thread go; what is in here is not read any more."""
+        """Lets the engine's thread go; nothing more comes in."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def leave(self) -> list[Letter]:
+        """Closes it; what nobody has read."""
+        with self._changed:
+            self._closed = True
+            left, self._letters = self._letters, []
+            return left
 
     def take(self, *, wait: bool) -> list[Letter] | None:
         """All letters; None when the inbox is closed.

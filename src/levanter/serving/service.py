@@ -1,6 +1,7 @@
 """`Service`: one model and its engine, as an event loop sees them; `Ticket`: what was asked, and what came of it."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,11 +17,13 @@ from levanter.inference.schedule import QueueFullError
 from levanter.serving.deliveries import Delivery, Piece, Scored
 from levanter.serving.errors import ApiError
 from levanter.serving.events import Admitted, ChoiceEnded, EndReason, EngineLoad, Observer, Produced, ServerEvent
-from levanter.serving.inbox import EndAll, GivenUp, Inbox, Submitted
+from levanter.serving.inbox import EndAll, GivenUp, Inbox, InboxClosedError, Submitted
 from levanter.serving.worker import EngineWorker
 
 MOST_BEHIND = 1 << 20
 """Bytes that may wait for a client that reads a stream slowly."""
+MOST_RETRY = 300
+"""Seconds that a client is sent away for."""
 READERS = 2
 """Threads that read requests and make tokens of them."""
 T = TypeVar("T")
@@ -97,6 +100,10 @@ class Ticket:
             self._give_up(request)
 
 
+def _ending() -> ApiError:
+    return ApiError(503, "the server is ending", reason="draining", kind="server_error", code="draining")
+
+
 class Service:
     """One model and its engine.
 
@@ -136,6 +143,8 @@ class Service:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._on_end: list[Callable[[], None]] = []
+        self._choice_seconds = 0.0
+        """What a choice took from its request to its end, of late."""
 
     @property
     def context(self) -> int:
@@ -193,10 +202,13 @@ class Service:
             ApiError: too much waits (429), or the server is ending (503).
         """
         if self.state != "ready" or not self.healthy:
-            raise ApiError(503, "the server is ending", reason="draining", kind="server_error", code="draining")
+            raise _ending()
         ticket = Ticket(submitted, route=route, give_up=self._give_up, streamed=streamed)
         try:
-            self._inbox.submit(submitted)
+            # Who only wants a prompt back has it already.
+            self._inbox.submit([each for each in submitted if each.request.id in ticket.requests])
+        except InboxClosedError:
+            raise _ending() from None
         except QueueFullError as error:
             wait = {"Retry-After": str(self._retry_after())}
             raise ApiError(
@@ -204,7 +216,8 @@ class Service:
             ) from None
         for each in submitted:
             request = each.request
-            self._tickets[request.id] = ticket
+            if request.id in ticket.requests:
+                self._tickets[request.id] = ticket
             self.observe(
                 Admitted(
                     request=request.id,
@@ -214,12 +227,14 @@ class Service:
                     at=ticket.began,
                 )
             )
-        self._quiet.clear()
+        if self._tickets:
+            self._quiet.clear()
         return ticket
 
     def _retry_after(self) -> int:
-        """Seconds after which the queue is likely to have room."""
-        return 1
+        """Seconds after which the queue is likely to have room: choices leave as fast as they did so far."""
+        load = self.load
+        return min(MOST_RETRY, max(1, math.ceil(self._choice_seconds * max(1, load.waiting) / load.rows)))
 
     def _give_up(self, request: str) -> None:
         ticket = self._tickets.get(request)
@@ -276,6 +291,9 @@ class Service:
                 continue
             if isinstance(delivery, Piece):
                 self._count(ticket, delivery)
+            elif delivery.error is not None:
+                for of in [of for of in ticket.open if of.request == request]:
+                    self._end(ticket, of, "failed", delivery.at)
             ticket.push(delivery)
             if request not in ticket.requests:
                 self._forget(request)
@@ -303,6 +321,9 @@ class Service:
             self._end(ticket, of, piece.reason, piece.at)
 
     def _end(self, ticket: Ticket, of: ChoiceId, reason: EndReason, at: float) -> None:
+        if reason in ("stop", "length"):
+            took = at - ticket.began
+            self._choice_seconds = took if not self._choice_seconds else 0.9 * self._choice_seconds + 0.1 * took
         self.observe(
             ChoiceEnded(
                 request=of.request,

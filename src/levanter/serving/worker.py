@@ -208,6 +208,9 @@ class EngineWorker:
         """Tells all that are still waiting that nothing more comes."""
         said = "the server has ended" if self.error is None else f"the engine has stopped: {_line(self.error)}"
         now = time.monotonic()
+        for letter in self._inbox.leave():
+            if isinstance(letter, Submitted):
+                self._take(letter)
         self._made += [Piece(of=of, error=said, at=now) for of in self._texts]
         self._made += [Scored(request=each.request.id, error=said, at=now) for each in self._waiting.to_score]
         self._texts.clear()

@@ -23,7 +23,7 @@ class GenerateConfig(Ranged):
         trainer: devices, mesh, precision, trackers.
         inference: rows and their cache.
         sampling: how tokens are chosen where a line does not say.
-        chat_template: makes a text of a conversation, instead of the tokenizer's own; Jinja.
+        chat_template: makes a text of a conversation, instead of the tokenizer's own: Jinja, or a file that has it.
         enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
         interactive: asks at the terminal and answers there, instead of reading and writing files.
         input_path: prompts, one JSON object a line: `{"id": …, "prompt": "text" or [ids], …parameters}`, or `messages`

@@ -9,6 +9,7 @@ import numpy as np
 
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.room import planned_cache, served_model
+from levanter.commands.generate.templates import template_checks
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
@@ -159,7 +160,7 @@ def _checks(
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
     checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
-    return (*checks, *_file_checks(config))
+    return (*checks, *template_checks(config.chat_template), *_file_checks(config))
 
 
 def _at_terminal(inference: InferenceConfig, ways: int) -> int:

@@ -28,6 +28,7 @@ class ServeConfig(Ranged):
         trainer: devices, mesh, precision, trackers.
         inference: rows and their cache.
         sampling: how tokens are chosen where a request does not say.
+        chat_template: makes a text of a conversation, instead of the tokenizer's own: Jinja, or a file that has it.
         enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
         host: the address that is listened on; one that other machines reach needs `api_key`, or `insecure`.
         port: its port; 0 for any that is free.
@@ -48,6 +49,7 @@ class ServeConfig(Ranged):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     inference: InferenceConfig = field(default_factory=lambda: InferenceConfig(max_rows="auto"))
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    chat_template: str | None = None
     enforce_bos: bool = True
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -89,6 +91,7 @@ class ServeConfig(Ranged):
             trainer=self.trainer,
             inference=self.inference,
             sampling=self.sampling,
+            chat_template=self.chat_template,
             enforce_bos=self.enforce_bos,
             plan=self.plan,
             allow_pickle=self.allow_pickle,
