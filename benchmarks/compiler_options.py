@@ -185,6 +185,16 @@ CASES = (
         )
         for target, chips in (("v5p-8", 4), ("v5e-8", 8))
     ),
+    Case(
+        name="train_1b_v5e-8", entry_point="train_lm", target="v5e-8", program="train_step",
+        argv=("--config_path", "config/train/llama_1b_v6e-64.yaml", "--trainer.train_batch_size=64"),
+        what="Llama 3.2 1B, FSDP 8",
+    ),
+    Case(
+        name="train_d24_v5e-8", entry_point="train_lm", target="v5e-8", program="train_step",
+        argv=("--config_path", "config/train/published/nanochat_d24_v6e-8.yaml"),
+        what="24 layers × 1,536, FSDP 8", held_out=True,
+    ),
     *(
         Case(
             name=f"eval_27b_{target}", entry_point="eval_lm", target=target, program="score",
@@ -238,7 +248,8 @@ def argv_of(case: Case, name: str) -> list[str]:
     if name == TUNED:
         return [*case.words, "--trainer.compiler=tuned"]
     options = {option: value for each in name.split("+") for option, value in SETS[each].items()}
-    return [*case.words, *([f"--trainer.compiler_options={json.dumps(options)}"] if options else [])]
+    own = [f"--trainer.compiler_options={json.dumps(options)}"] if options else []
+    return [*case.words, "--trainer.compiler=default", *own]
 
 
 def described(case: Case, name: str) -> RunPlan:

@@ -21,7 +21,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from haliax_ext.meshspec import MeshSpec
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import parse
 from levanter.hardware import parse_accelerator
+from levanter.hardware.compiler import CompilerMode
 from levanter.models.registry import LmConfig
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.calibration import calibration
@@ -154,6 +155,11 @@ class Figures:
         peak_gib: on a chip, where compiled at full depth.
         unknown: what the compiler gives no estimate for.
         libtpu: the version of the compiler.
+        options: what it was compiled with; None where they were not kept.
+        permutes: collective permutes of one step, of which rings of small matmuls are made; None where not kept.
+        fitted: cycles, kernels and exposed communication that the scale was fitted to, where today's step has others:
+            what makes our step faster than the one that was fitted is in no published run, and a new fit would take
+            it away again.
     """
 
     cycles: float
@@ -169,6 +175,9 @@ class Figures:
     unknown: tuple[str, ...] = ()
     libtpu: str
     parameters: int | None = None
+    options: Mapping[str, str] | None = None
+    permutes: int | None = None
+    fitted: Mapping[str, float] | None = None
 
 
 def model_of(case: Case) -> LmConfig:
@@ -189,17 +198,24 @@ def on_the_chip(policy: Mapping[str, Any]) -> dict[str, Any]:
     return {"save_carries": True, "save_block_internals": kept, "offload_block_internals": []}
 
 
-def compiled(case: Case, *, shallow: bool | None = None, keep_text: Path | None = None) -> tuple[Figures, StepTime]:
+def compiled(
+    case: Case,
+    *,
+    shallow: bool | None = None,
+    keep_text: Path | None = None,
+    compiler: CompilerMode = "tuned",
+) -> tuple[Figures, StepTime]:
     """Compiles a case and models its time.
 
     Args:
         case: which.
         shallow: compile at `SHALLOW` layers; by default where activations go to host memory.
         keep_text: a folder for the compiler's text.
+        compiler: `tuned` as by default, or `default` for a comparison.
     """
     policy = getattr(model_of(case), "gradient_checkpointing", True)
     shallow = offloads(policy) if shallow is None else shallow
-    argv = ["--config_path", str(case.path)]
+    argv = ["--config_path", str(case.path), "--trainer.compiler", compiler]
     if shallow:
         argv += ["--model.num_layers", str(SHALLOW)]
     if isinstance(policy, Mapping) and offloads(policy):
@@ -217,7 +233,17 @@ def compiled(case: Case, *, shallow: bool | None = None, keep_text: Path | None 
         if not isinstance(outcome, Compiled):
             raise SystemExit(f"{case.config}: refused: {outcome.refusal}")
         text = (folder / "train_step.hlo.txt").read_text()
-    return summed(case, text, outcome.mesh, coordinates=outcome.coordinates, shallow=shallow, peak=outcome.peak_bytes)
+    peak, options = outcome.peak_bytes, options_of(case, compiler)
+    return summed(
+        case, text, outcome.mesh, coordinates=outcome.coordinates, shallow=shallow, peak=peak, options=options
+    )
+
+
+def options_of(case: Case, compiler: CompilerMode) -> dict[str, str]:
+    """What the train step of a case is compiled with."""
+    config = parse(TrainLmConfig, paths=[str(case.path)], overrides={"trainer.compiler": compiler})
+    plan = describe(config, target_of_pod(parse_accelerator(case.target)))
+    return dict(plan.program("train_step").compiler_options)
 
 
 def summed(
@@ -228,6 +254,7 @@ def summed(
     coordinates: Sequence[Sequence[int]] | None,
     shallow: bool,
     peak: int,
+    options: Mapping[str, str],
 ) -> tuple[Figures, StepTime]:
     """The sums of a case, and its modelled time, from the compiler's text."""
     pod = parse_accelerator(case.target)
@@ -254,6 +281,8 @@ def summed(
         peak_gib=None if shallow else peak / (1 << 30),
         unknown=time.unknown,
         libtpu=importlib.metadata.version("libtpu"),
+        options=options,
+        permutes=sum(each.times for each in found.collectives if each.kind == "collective-permute"),
     ), time
 
 
@@ -307,15 +336,21 @@ def read() -> dict[str, Figures]:
     return {name: Figures(**{**values, "unknown": tuple(values["unknown"])}) for name, values in kept.items()}
 
 
-def fitted(figures: Mapping[str, Figures]) -> dict[str, float]:
+def fitted(figures: Mapping[str, Figures], *, today: bool = False) -> dict[str, float]:
     """The scale of the compiler's cycles, by generation, that fits the calibration half best.
 
     Least squares of the relative deviation of the step time, over hundredths; one scale for each of `TOGETHER`.
+
+    Args:
+        figures: of the calibration half.
+        today: fit to the step as it is, and not as it was when the scales were fixed.
     """
     half = [case for case in CASES if case.half == "calibration" and case.config in figures]
 
     def error(case: Case, scale: float) -> float:
         f = figures[case.config]
+        if f.fitted is not None and not today:
+            f = replace(f, **f.fitted)
         published = f.tokens / parse_accelerator(case.target).chips / case.tokens
         return ((scale * f.cycles + f.kernels_at_peak / KERNEL_EFFICIENCY + f.exposed) / published - 1) ** 2
 
@@ -328,6 +363,13 @@ def fitted(figures: Mapping[str, Figures]) -> dict[str, float]:
     return found
 
 
+def basis(case: Case, before: Figures) -> Mapping[str, float] | None:
+    """What a scale was fitted to, of a row that is compiled anew: that stays, whatever the step has become."""
+    if case.half != "calibration" or before.fitted is not None:
+        return before.fitted
+    return {name: getattr(before, name) for name in ("cycles", "kernels_at_peak", "exposed")}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="which; all by default")
@@ -335,8 +377,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="keep the sums")
     parser.add_argument("--missing", action="store_true", help="only those whose sums are not kept")
     parser.add_argument("--fit", action="store_true", help="print what fits the calibration half best")
+    parser.add_argument("--compiler", choices=("tuned", "default"), default="tuned", help="default: only to compare")
     parser.add_argument("--keep-text", type=Path, help="a folder for the compiler's text")
     asked = parser.parse_args()
+    if asked.write and asked.compiler != "tuned":
+        parser.error("--write keeps what runs by default: leave out --compiler")
     figures = read() if FIGURES.exists() else {}
     chosen = [case for case in CASES if case.config in asked.cases or not asked.cases]
     if asked.missing:
@@ -347,12 +392,15 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     for case in chosen:
         if not asked.from_figures:
-            figures[case.config], _ = compiled(case, keep_text=asked.keep_text)
+            before = figures.get(case.config)
+            now, _ = compiled(case, keep_text=asked.keep_text, compiler=asked.compiler)
+            figures[case.config] = now if before is None else replace(now, fitted=basis(case, before))
         print(row(case, figures[case.config]), flush=True)
         if asked.write:
             FIGURES.write_text(json.dumps({name: asdict(each) for name, each in figures.items()}, indent=1) + "\n")
     if asked.fit:
         print(f"best fit of the calibration half: cycles of each generation × {fitted(figures)}")
+        print(f"of today's step, not taken (docs/preflight.md): {fitted(figures, today=True)}")
     return 0
 
 

@@ -18,6 +18,7 @@ class CompilerOptionError(ValueError):
 
     def __init__(self, program: str, options: Mapping[str, str], said: str):
         self.options = dict(options)
+        self.said = said
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         super().__init__(f"program {program}: the compiler does not take its options: {said}\n  options: {given}")
 

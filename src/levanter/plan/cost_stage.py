@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from haliax_ext.hlo import OutOfMemory
-from levanter.hardware import Accelerator, compiler_options
+from levanter.hardware import Accelerator
+from levanter.hardware.compiler import as_values, tuned_options
 from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.asked import beside_of, beyond_room, bounded_of
 from levanter.plan.budget import Budget
@@ -112,8 +113,10 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
 
 
 def _other_options(plan: RunPlan, name: str) -> bool:
-    """Whether a Program is compiled with other options than its devices' default ones."""
-    return dict(plan.program(name).compiler_options) != compiler_options(plan.target.platform, plan.target.kind)
+    """Whether a Program is compiled with options that no train step of a published run has here."""
+    where = (plan.target.platform, plan.target.kind)
+    fitted = [as_values(tuned_options(*where, work="train", fsdp_alone=alone)) for alone in (False, True)]
+    return dict(plan.program(name).compiler_options) not in fitted
 
 
 def _estimated(verdict: ProgramVerdict, plan: RunPlan, pod: Accelerator) -> ProgramVerdict:

@@ -69,8 +69,8 @@ class TrainerConfig(Ranged):
         jax_config: options for `jax.config`.
         jax_compilation_cache_dir: a folder or URL for compiled programs that later runs read; true for one in this
             user's cache, false for none; null is true on accelerators and false on CPUs.
-        compiler: what XLA is told beside the Programs: `default`, or `tuned` for the options of this kind of TPU, kind
-            of Program and layout that were measured (docs/preflight.md); the plan lists them.
+        compiler: what XLA is told beside the Programs: `tuned` for the options of this kind of TPU, kind of Program and
+            layout that were compared (docs/preflight.md), or `default` for none of them; the plan lists them.
         compiler_options: options of XLA by XLA's names, over those, for train steps, scoring and generation; those
             of another platform are left out. The compiler refuses names that it does not know.
         distributed: how the processes of the job find each other.
@@ -111,7 +111,7 @@ class TrainerConfig(Ranged):
 
     jax_config: dict[str, bool | int | float | str] = field(default_factory=lambda: dict(JAX_CONFIG))
     jax_compilation_cache_dir: PathText | bool | None = None
-    compiler: CompilerMode = "default"
+    compiler: CompilerMode = "tuned"
     compiler_options: dict[str, bool | int | float | str] = field(default_factory=dict[str, bool | int | float | str])
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     require_accelerator: bool | None = None

@@ -79,7 +79,7 @@ def test_cycles_of_a_generation_that_is_not_calibrated_are_taken_as_stated():
     step = step_time(figures(), Network.of(MeshSpec.of(data=16), pod))
     assert step.expected == pytest.approx(1.05 / 1.5)
     # And the range is as wide as what is known of other generations.
-    assert (step.low, step.high) == pytest.approx((0.7 * step.expected, 1.15 * step.expected))
+    assert (step.low, step.high) == pytest.approx((0.7 * step.expected, 1.3 * step.expected))
     assert step.calibration.said.startswith("not calibrated: no published run on v5litepod")
 
 

@@ -32,7 +32,7 @@ class CompilerChoice:
     Attributes:
         default: of those that draw, load and save arrays.
         working: of those that do the work, by its kind.
-        checks: a line for each option that is not a default, with its reason.
+        checks: a line for each option that is tuned or written, with its reason.
     """
 
     default: Mapping[str, str]
@@ -57,7 +57,7 @@ def choose_compiler(
     chosen: dict[Work, tuple[CompilerOption, ...]] = dict.fromkeys(_WORK, default)
     if trainer.compiler == "tuned":
         chosen = {work: tuned_options(target.platform, target.kind, work=work, fsdp_alone=alone) for work in _WORK}
-    said = [*_tuned_notes(trainer, target, {work: chosen[work] for work in works}, default, written)]
+    said = _tuned_notes(target, {work: chosen[work] for work in works}, default, written)
     said += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
     if left_out:
         said.append(f"{_WRITTEN}: {', '.join(left_out)}: no options of {target.platform} programs, left out here")
@@ -99,19 +99,15 @@ def _unknown(name: str) -> str:
 
 
 def _tuned_notes(
-    trainer: TrainerConfig,
     target: Target,
     chosen: Mapping[Work, tuple[CompilerOption, ...]],
     default: tuple[CompilerOption, ...],
     written: Mapping[str, str],
 ) -> list[str]:
-    if trainer.compiler != "tuned":
-        return []
-    lines = []
-    for work, options in chosen.items():
-        added = [option for option in options if option not in default and option.name not in written]
-        if added:
-            lines += [f"tuned for {_WORK[work]} on {target.kind}: {option}" for option in added]
-        else:
-            lines.append(f"trainer.compiler: tuned has nothing for {_WORK[work]} on {target.kind} laid out like this")
-    return lines
+    """A line for each option that tuning adds; none where it has nothing for these Programs."""
+    return [
+        f"tuned for {_WORK[work]} on {target.kind}: {option}"
+        for work, options in chosen.items()
+        for option in options
+        if option not in default and option.name not in written
+    ]

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from haliax_ext.compiler_options import CompilerOptionError
 from haliax_ext.program import Program
 from levanter.run import RunPlan
 from levanter.trainer.config import TrainerConfig
@@ -12,7 +13,7 @@ PROGRAM = "compiler_options"
 
 
 def try_compiler_options(trainer: TrainerConfig, plan: RunPlan, mesh: Mesh) -> None:
-    """Compiles a Program of one number with the options of each Program of a run, where the user chose any.
+    """Compiles a Program of one number with the options of each Program of a run, tuned or written.
 
     Args:
         trainer: what the user chose.
@@ -29,4 +30,10 @@ def try_compiler_options(trainer: TrainerConfig, plan: RunPlan, mesh: Mesh) -> N
             nothing = Program(
                 name=PROGRAM, function=lambda: {"zero": jnp.zeros(())}, inputs=(), compiler_options=dict(options)
             )
-            nothing.prepare(mesh)
+            try:
+                nothing.prepare(mesh)
+            except CompilerOptionError as error:
+                if trainer.compiler == "default" or any(name in error.said for name in trainer.compiler_options):
+                    raise
+                remedy = "trainer.compiler: default leaves out the tuned ones"
+                raise CompilerOptionError(PROGRAM, options=dict(options), said=f"{error.said} ({remedy})") from error
