@@ -124,7 +124,9 @@ def _deploy(
     try:
         serve.run(application(serve, asked, words, environment), name=asked.name, route_prefix="/")
     except RuntimeError as error:
-        raise LaunchError(f"{asked.name} could not be started: {error}") from error
+        found = serve.status().applications.get(asked.name)
+        why = [each.message for each in found.deployments.values()] if found is not None else []
+        raise LaunchError("\n".join([f"{asked.name} could not be started: {error}", *why])) from error
     console.say(f"{asked.name} is ready: http://{asked.host}:{asked.port} (ended by --delete --name {asked.name})")
     return 0
 
