@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.served import EMBED, HEAD, HEADS, LAYERS, PROJECTIONS, SCALES, SEVENTY
+from helpers.seventy_rows import EMBED, HEAD, HEADS, LAYERS, PROJECTIONS, SCALES, SEVENTY
 
 from levanter.hardware import parse_accelerator
 from levanter.inference.schedule import Schedule

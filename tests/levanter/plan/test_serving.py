@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.golden import assert_golden
-from helpers.served import SEVENTY
+from helpers.seventy_rows import SEVENTY
 from helpers.verdicts import compiled, fitting_verdict, loading, tiny_budget, tiny_plan
 
 from levanter.hardware import parse_accelerator

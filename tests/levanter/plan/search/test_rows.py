@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.served import SEVENTY
+from helpers.seventy_rows import SEVENTY
 
 from levanter.hardware import parse_accelerator
 from levanter.plan.search.rows import TRIED, RowsLayout, fragment, layouts, render_rows, rows_values, search_rows
