@@ -16,6 +16,7 @@ from levanter.commands.evaluate.eval_lm import EvalLmConfig, score_program
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
 from levanter.config import load
 from levanter.data import next_tokens
+from levanter.hardware.compiler import Work
 from levanter.run import Target
 
 CPU8 = Target(name="local", platform="cpu", kind="cpu", devices=8)
@@ -321,13 +322,13 @@ def make_checkpoint(name: str, folder: Path) -> Any:
 
 
 def describe_folder(
-    folder: Path, *, mesh: str = "one", mp: str = "f32", positions: int = 48, **how: Any
+    folder: Path, *, mesh: str = "one", mp: str = "f32", positions: int = 48, work: Work = "score", **how: Any
 ) -> PretrainedModel:
     """What `eval_lm` plans for a checkpoint that nothing but its folder describes; `how`: fields of `ModelChoice`."""
     words = ["--hf_checkpoint", str(folder), "--trainer.mp", mp, "--trainer.mesh", _flow(MESHES[mesh])]
     config = load(EvalLmConfig, words)
     choice = ModelChoice(reference=config.reference, model=config.model, tokenizer=None, trainer=config.trainer, **how)
-    return describe_pretrained(choice, CPU8, batch=lambda ways: 8, positions=positions)
+    return describe_pretrained(choice, CPU8, batch=lambda ways: 8, positions=positions, work=work)
 
 
 def _flow(document: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ def planned(
     pages: int | None = None,
     steps: int = 1,
     dtype: Any = np.float32,
+    cache_block: int | None = None,
 ) -> GenerationPrograms:
     """The Programs for a cache of these sizes."""
     assert not described.sharding.errors, described.sharding.errors
@@ -80,7 +81,8 @@ def planned(
         pages=pages,
     )
     cache.sharding.check()
-    return generation_programs(served(described), cache, prefill=prefill, steps=steps)
+    model = replace(served(described), cache_block=cache_block)
+    return generation_programs(model, cache, prefill=prefill, steps=steps)
 
 
 def on_devices(described: PretrainedModel) -> tuple[Any, Any]:

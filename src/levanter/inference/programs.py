@@ -59,11 +59,13 @@ class ServedModel:
         counts_tokens: whether rows count their tokens, which penalties go by.
         matmul_precision: see `Program`.
         compiler_options: see `Program`.
+        cache_block: see `NewPositions.block`; of calls that give rows their next tokens.
     """
 
     abstract: DecoderLmHeadModel
     sharding: ShardingPlan
     counts_tokens: bool = False
+    cache_block: int | None = None
     matmul_precision: str | None = None
     compiler_options: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -144,7 +146,7 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     def one(net, cache_: KvCache, state: RowState, params, masks, tables) -> tuple[KvCache, RowState, SampledRows]:
         running = ~state.done
         own = None if cache.allocation == "fixed" else tables
-        at = NewPositions.following(state.position, running.astype(jnp.int32), One, tables=own)
+        at = NewPositions.following(state.position, running.astype(jnp.int32), One, tables=own, block=model.cache_block)
         ids = state.last_token.broadcast_axis(One).rearrange((Batch, One))
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]

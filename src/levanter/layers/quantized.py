@@ -147,6 +147,29 @@ def with_int8(model: M, chosen: Callable[[str], bool]) -> M:
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=_is_linear)
 
 
+def contracted_first(model: M) -> M:
+    """`model`, abstract, whose projections have their contracted axes before those of their results.
+
+    A product of a few rows on a CPU reads such a matrix as it lies. Where results have several axes, as queries have,
+    the other order is laid out anew in every layer of every step.
+    """
+
+    def visit(x: object) -> object:
+        if not isinstance(x, Linear) or not isinstance(x.weight, NamedArray):
+            return x
+        axes = _contracted_first(x.weight.axes, x.In)
+        return dataclasses.replace(x, weight=_abstract(axes, x.weight.dtype))
+
+    return jax.tree.map(visit, model, is_leaf=_is_linear)
+
+
+def _contracted_first(axes: tuple[Axis, ...], In: tuple[str, ...]) -> tuple[Axis, ...]:
+    """Axes that count copies, then the contracted ones, then those of the result."""
+    copies = tuple(axis for axis in axes if axis.name in COPIES and axis.name not in In)
+    inner = tuple(axis for axis in axes if axis.name in In)
+    return (*copies, *inner, *(axis for axis in axes if axis not in copies and axis not in inner))
+
+
 def with_own_head(model: M) -> M:
     """A model whose head is its embedding table, with a head of its own, abstract, of the table's axes and dtype.
 
@@ -170,9 +193,7 @@ def abstract_int8(axes: tuple[Axis, ...], In: tuple[str, ...]) -> Int8Matrix:
     """
     Out = tuple(axis for axis in axes if axis.name not in In)
     if len(In) > 1:
-        copies = tuple(axis for axis in Out if axis.name in COPIES)
-        rest = tuple(axis for axis in Out if axis not in copies)
-        axes = (*copies, *(axis for axis in axes if axis.name in In), *rest)
+        axes = _contracted_first(axes, In)
     return Int8Matrix(q=_abstract(axes, np.int8), scale=_abstract(Out, np.float32))
 
 

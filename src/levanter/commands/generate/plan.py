@@ -29,6 +29,9 @@ from levanter.trainer.config import TrainerConfig
 NAME = "generate"
 TILE = 128
 """Positions of a page that a TPU reads as they lie, or a multiple of them."""
+CPU_BLOCK = 128
+"""Positions of the cache that a decode step on CPUs reads at a time, as many times as its longest row has filled them.
+A TPU is given one product over all of them."""
 PROMPTS_TOGETHER = 8
 """Prompts of which a call takes a part at most."""
 
@@ -195,6 +198,7 @@ def _programs(
         abstract=pretrained.abstract,
         sharding=pretrained.sharding,
         counts_tokens=inference.penalties,
+        cache_block=CPU_BLOCK if target.platform == "cpu" else None,
         matmul_precision=pretrained.precision.matmul,
         compiler_options=dict(pretrained.compiler_options),
     )

@@ -27,6 +27,7 @@ from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.commands.model.saved_model import find_saved
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
+from levanter.layers.quantized import contracted_first
 from levanter.mesh import ResolvedMesh, resolve
 from levanter.models.axes import model_axes
 from levanter.models.precision import Precision
@@ -190,6 +191,8 @@ def describe_pretrained(
     checks += found
     if int8 is not None:
         module, rules = int8.module, int8.rules
+    if work == "generate" and target.platform == "cpu":
+        module = contracted_first(module)
     sharding = plan_sharding(
         leaves(module),
         resolved.mappings,

@@ -5,10 +5,12 @@ a running maximum, a running sum of exponentials and a running weighted sum of v
 Memory is `position × block`, forward and (each block being recomputed) backward.
 """
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
 
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import HIDDEN, scaled_by, soft_capped
@@ -55,33 +57,83 @@ def blockwise_attention(
     )
     queries = mask.positions_of_queries(Pos)
 
-    def step(carry, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block):
-        top, total, mixed = carry
+    def step(mixing: Mixing, keys, exists, k_block, v_block, segment_block, key_scales, value_scales, explicit_block):
         visible = mask.visible(queries, keys, key_segments=segment_block, explicit=explicit_block)
         if padding:
             visible = exists if visible is None else hax.logical_and(visible, exists)
+            assert isinstance(visible, NamedArray)
         of_block = None if key_scales is None else (key_scales, value_scales)
-        scores = scaled_by(hax.dot(q, k_block, axis="head_size", preferred_element_type=jnp.float32), of_block, 0)
+        how = {"softmax_scale": softmax_scale, "soft_cap": soft_cap, "scales": of_block}
+        return mixing.further(q, k_block, v_block, visible, **how), None
+
+    found, _ = hax.scan(step, Blocks, remat=True)(Mixing.start(q, sinks), *blocks, cut(mask.explicit_mask))
+    return found.whole(v.dtype)
+
+
+class Mixing(eqx.Module):
+    """What the softmax over the keys so far has made of each query.
+
+    A block of keys that a query does not see leaves its numbers as they are, bit by bit.
+
+    Attributes:
+        top: the largest score, float32, the axes of the queries but `head_size`.
+        total: the sum of exponentials relative to it.
+        mixed: the sum of values that they weigh, the axes of the queries.
+    """
+
+    top: NamedArray
+    total: NamedArray
+    mixed: NamedArray
+
+    @staticmethod
+    def start(q: NamedArray, sinks: NamedArray | None) -> "Mixing":
+        """Before the first key."""
+        rows = tuple(axis for axis in q.axes if axis.name != "head_size")
+        top, total = hax.full(rows, HIDDEN, dtype=jnp.float32), hax.zeros(rows, dtype=jnp.float32)
+        if sinks is not None:
+            # As if its key had come first.
+            own = sinks.astype(jnp.float32).broadcast_to(rows).rearrange(rows)
+            top = jax.lax.stop_gradient(hax.maximum(top, own))
+            total = hax.exp(own - top)
+        assert isinstance(top, NamedArray)
+        return Mixing(top=top, total=total, mixed=hax.zeros(q.axes, dtype=jnp.float32))
+
+    def further(
+        self,
+        q: NamedArray,
+        k: NamedArray,
+        v: NamedArray,
+        visible: NamedArray | None,
+        *,
+        softmax_scale: float,
+        soft_cap: float | None,
+        scales: tuple[NamedArray, NamedArray] | None,
+    ) -> "Mixing":
+        """With some more keys; see `reference_attention`.
+
+        Args:
+            q: the queries.
+            k: the keys.
+            v: their values.
+            visible: which keys a query sees; None for all.
+            softmax_scale, soft_cap, scales: as there.
+        """
+        Block = k.resolve_axis("key_position")
+        scores = scaled_by(hax.dot(q, k, axis="head_size", preferred_element_type=jnp.float32), scales, 0)
         scores = soft_capped(scores * softmax_scale, soft_cap)
         if visible is not None:
             scores = hax.where(visible, scores, HIDDEN)
-        new_top = hax.maximum(top, jax.lax.stop_gradient(hax.max(scores, Block)))
-        weights = hax.exp(scores - new_top)
+        top = hax.maximum(self.top, jax.lax.stop_gradient(hax.max(scores, Block)))
+        assert isinstance(top, NamedArray)
+        weights = hax.exp(scores - top)
         if visible is not None:
             weights = hax.where(visible, weights, 0.0)
-        shrink = hax.exp(top - new_top)
-        mixing = scaled_by(weights, of_block, 1).astype(v.dtype)
-        values = hax.dot(mixing, v_block, axis=Block, preferred_element_type=jnp.float32)
-        new_mixed = mixed * shrink + values.rearrange(mixed.axes)
-        return (new_top, total * shrink + hax.sum(weights, Block), new_mixed), None
+        shrink = hax.exp(self.top - top)
+        mixing = scaled_by(weights, scales, 1).astype(v.dtype)
+        values = hax.dot(mixing, v, axis=Block, preferred_element_type=jnp.float32)
+        mixed = self.mixed * shrink + values.rearrange(self.mixed.axes)
+        return Mixing(top=top, total=self.total * shrink + hax.sum(weights, Block), mixed=mixed)
 
-    rows = tuple(axis for axis in q.axes if axis.name != "head_size")
-    top, total = hax.full(rows, HIDDEN, dtype=jnp.float32), hax.zeros(rows, dtype=jnp.float32)
-    if sinks is not None:
-        # As if its key had come first.
-        own = sinks.astype(jnp.float32).broadcast_to(rows).rearrange(rows)
-        top = jax.lax.stop_gradient(hax.maximum(top, own))
-        total = hax.exp(own - top)
-    start = (top, total, hax.zeros(q.axes, dtype=jnp.float32))
-    (_, total, mixed), _ = hax.scan(step, Blocks, remat=True)(start, *blocks, cut(mask.explicit_mask))
-    return (mixed / hax.maximum(total, float(jnp.finfo(jnp.float32).tiny))).astype(v.dtype)
+    def whole(self, dtype: DTypeLike) -> NamedArray:
+        """What every query gets; zeros for one that has seen no key."""
+        return (self.mixed / hax.maximum(self.total, float(jnp.finfo(jnp.float32).tiny))).astype(dtype)

@@ -17,7 +17,7 @@ from haliax_ext.abstract import abstract
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
-from levanter.layers.attention import AttentionMask, cached
+from levanter.layers.attention import AttentionMask, cached_device
 from levanter.layers.attention.cached import CachedLayers, NewPositions, attend_cached, page_axes, scale_axes
 
 ROWS, HEADS, GROUP, SIZE, LAYERS, LAYER = 4, 2, 2, 8, 3, 1
@@ -108,7 +108,7 @@ def tables(ways: int) -> np.ndarray:
     return np.concatenate(numbers).reshape(ROWS, OF_ROW).astype(np.int32)
 
 
-def program(allocation: str, mapping, *, reach=None, window=None, soft_cap=None, sinks=False, int8=False):
+def program(allocation: str, mapping, *, reach=None, block=None, window=None, soft_cap=None, sinks=False, int8=False):
     """A call as a Program: q, k, v, the state, first, count, tables, sinks."""
     Table = Axis("table", OF_ROW)
     axes = page_axes(
@@ -120,7 +120,8 @@ def program(allocation: str, mapping, *, reach=None, window=None, soft_cap=None,
     )
 
     def function(q, k, v, held, first, count, table, sink):
-        new = NewPositions.following(first, count, Pos, tables=None if allocation == "fixed" else table, reach=reach)
+        own = None if allocation == "fixed" else table
+        new = NewPositions.following(first, count, Pos, tables=own, reach=reach, block=block)
         state = CachedLayers(**held, layer=jnp.int32(LAYER))
         mixed, state = attend_cached(
             q,
@@ -164,10 +165,10 @@ def program(allocation: str, mapping, *, reach=None, window=None, soft_cap=None,
     )
 
 
-def run_all(allocation: str, mesh: str, devices, *, fill=0.0, reach=None, **rule):
-    """What comes of each row's positions, what is held in the end, and the tables."""
+def run_all(allocation: str, mesh: str, devices, *, fill=0.0, reach=None, block=None, only=None, **rule):
+    """What comes of each row's positions, what is held in the end, and the tables; `only`: the other rows are idle."""
     spec, mapping = MESHES[mesh]
-    made = program(allocation, mapping, reach=reach, **rule)
+    made = program(allocation, mapping, reach=reach, block=block, **rule)
     call = made.jit(spec.build(devices[: spec.size]))
     held = {
         name: hax.named(jnp.full(x.array.shape, fill, x.dtype), x.axes) for name, x in made.input("held").value.items()
@@ -175,6 +176,8 @@ def run_all(allocation: str, mesh: str, devices, *, fill=0.0, reach=None, **rule
     table = tables(spec.ways(made.mappings.compute.mesh_axes("batch")))
     found: list[list[np.ndarray]] = [[] for _ in range(ROWS)]
     for q, k, v, first, count in calls():
+        if only is not None:
+            count = np.where(np.arange(ROWS) == only, count, 0).astype(np.int32)
         values = [q, k, v, None, first, count, table, SINKS]
         named = [
             held if x is None else hax.named(jnp.asarray(x), declared.value.axes)
@@ -218,11 +221,35 @@ def test_every_rule_by_itself(rule, devices):
     [("all", "one", False), ("everything", "data 2, model 2, group 2", False), ("everything", "one", True)],
 )
 def test_by_blocks_of_keys_it_is_the_same(rule, mesh, int8, devices, monkeypatch):
-    monkeypatch.setattr(cached, "MOST_SCORES", 0)
-    monkeypatch.setattr(cached, "DEFAULT_BLOCK", 5)
+    monkeypatch.setattr(cached_device, "MOST_SCORES", 0)
+    monkeypatch.setattr(cached_device, "DEFAULT_BLOCK", 5)
     found, *_ = run_all("paged", mesh, devices, int8=int8, **RULES[rule])
     for row in range(ROWS):
         np.testing.assert_allclose(found[row], formula(row, int8=int8, **RULES[rule]), atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "mesh", "allocation", "int8", "block"),
+    [
+        ("all", "one", "fixed", False, 4),
+        # Neither 5 nor 8 goes into 12 positions: the last block begins among those of the one before.
+        ("everything", "one", "fixed", True, 5),
+        ("everything", "data 2, model 2, group 2", "paged", False, 8),
+        ("window", "one", "paged", False, 3),
+    ],
+)
+def test_as_far_as_the_longest_row_goes_it_is_the_same(rule, mesh, allocation, int8, block, devices):
+    found, *_ = run_all(allocation, mesh, devices, int8=int8, block=block, **RULES[rule])
+    for row in range(ROWS):
+        np.testing.assert_allclose(found[row], formula(row, int8=int8, **RULES[rule]), atol=4e-6)
+
+
+@pytest.mark.parametrize(("allocation", "rule"), [("fixed", "all"), ("paged", "everything")])
+def test_how_long_others_are_changes_no_bit_of_a_row(allocation, rule, devices):
+    together, *_ = run_all(allocation, "one", devices, block=4, **RULES[rule])
+    for row in range(ROWS):
+        alone, *_ = run_all(allocation, "one", devices, block=4, only=row, **RULES[rule])
+        np.testing.assert_array_equal(alone[row], together[row])
 
 
 @pytest.mark.parametrize("mesh", ["one", "data 2, model 2, group 2"])
