@@ -11,7 +11,7 @@ from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.asked import beside_of, beyond_room, bounded_of
 from levanter.plan.budget import Budget
 from levanter.plan.by_arithmetic import estimated_time
-from levanter.plan.calibration import with_other_options
+from levanter.plan.calibration import scale_with_options, with_other_options
 from levanter.plan.comms import Network
 from levanter.plan.cost import StepTime, mfu, step_time
 from levanter.plan.inquiry import Inquiry
@@ -106,7 +106,12 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
         outcome.figures, network, model_flops=flops, parameters=_parameters(plan), experts=experts or None
     )
     if time_ is not None and _other_options(plan, verdict.name):
-        time_ = replace(time_, calibration=with_other_options(time_.calibration, pod.generation.name))
+        generation, options = pod.generation.name, plan.program(verdict.name).compiler_options
+        time_ = replace(
+            time_,
+            calibration=with_other_options(time_.calibration, generation),
+            cycle_scale=scale_with_options(time_.cycle_scale, generation, options),
+        )
     if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
         time_ = replace(time_, transfers=verdict.offloaded.seconds)
     return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
