@@ -23,11 +23,12 @@ class Answering(Response):
 
     Args:
         ticket: what it waits for.
+        id: of the answer, which is in its head too.
     """
 
-    def __init__(self, ticket: Ticket):
+    def __init__(self, ticket: Ticket, *, id: str):
         super().__init__()
-        self._ticket = ticket
+        self._ticket, self._named = ticket, {"x-request-id": id}
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
@@ -60,17 +61,18 @@ class Whole(Answering):
     Args:
         ticket: what it waits for.
         made: makes it.
+        id: of it.
     """
 
-    def __init__(self, ticket: Ticket, made: Callable[[], Awaitable[Mapping[str, Json]]]):
-        super().__init__(ticket)
+    def __init__(self, ticket: Ticket, made: Callable[[], Awaitable[Mapping[str, Json]]], *, id: str):
+        super().__init__(ticket, id=id)
         self._made = made
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = JsonAnswer(await self._made())
+            answer = JsonAnswer(await self._made(), headers=self._named)
         except ApiError as error:
-            answer = JsonAnswer(error.body, status=error.status, headers=error.headers)
+            answer = JsonAnswer(error.body, status=error.status, headers={**error.headers, **self._named})
         await answer(scope, receive, send)
 
 
@@ -80,15 +82,16 @@ class Streamed(Answering):
     Args:
         ticket: what it waits for.
         events: they; what goes wrong on the way is an event as well.
+        id: of it.
     """
 
-    def __init__(self, ticket: Ticket, events: AsyncIterator[bytes]):
-        super().__init__(ticket)
+    def __init__(self, ticket: Ticket, events: AsyncIterator[bytes], *, id: str):
+        super().__init__(ticket, id=id)
         self._events = events
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive
-        headers = {"content-type": sse.MEDIA_TYPE, **sse.HEADERS}
+        headers = {"content-type": sse.MEDIA_TYPE, **sse.HEADERS, **self._named}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._write(send, {"type": "http.response.start", "status": 200, "headers": raw})
         try:

@@ -113,7 +113,7 @@ class Builder(ABC):
         return {**self._head(self.whole_object), "choices": choices, "usage": self._usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """All of it as events.
+        """All of it as events, one or more at a time.
 
         Raises:
             ApiError: a choice could not be finished.
@@ -123,10 +123,16 @@ class Builder(ABC):
                 for said in self.opening(choice):
                     yield self._chunk(said)
         async for deliveries in self.ticket.deliveries():
+            # What came together goes out together.
+            chunks: list[bytes] = []
             for each in deliveries:
+                if each.error is not None and chunks:
+                    yield b"".join(chunks)
                 for choice in self._take(each):
                     for said in self.opening(choice) if isinstance(each, Scored) else self.delta(choice, each):
-                        yield self._chunk(said)
+                        chunks.append(self._chunk(said))
+            if chunks:
+                yield b"".join(chunks)
         if self.call.usage:
             yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage})
 

@@ -199,4 +199,6 @@ async def chat_completions(request: Request) -> Response:
     call = await service.off_loop(lambda: read_chat(raw, service))
     ticket = service.ask(call.submitted, route=PATH, streamed=call.stream)
     answer = Chat(call, ticket, service, texts)
-    return Streamed(ticket, answer.events()) if call.stream else Whole(ticket, answer.whole)
+    if call.stream:
+        return Streamed(ticket, answer.events(), id=call.id)
+    return Whole(ticket, answer.whole, id=call.id)

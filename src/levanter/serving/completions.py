@@ -143,4 +143,6 @@ async def completions(request: Request) -> Response:
     call = await service.off_loop(lambda: read_completion(raw, service))
     ticket = service.ask(call.submitted, route=PATH, streamed=call.stream)
     answer = Completion(call, ticket, service, texts)
-    return Streamed(ticket, answer.events()) if call.stream else Whole(ticket, answer.whole)
+    if call.stream:
+        return Streamed(ticket, answer.events(), id=call.id)
+    return Whole(ticket, answer.whole, id=call.id)

@@ -25,7 +25,7 @@ def test_what_is_there(client, server):
 def test_a_stream_is_the_whole_text_in_pieces(client, prompt):
     asked = {"model": "tiny", "prompt": prompt, "temperature": 1.0, "seed": 5, "max_tokens": 24, "n": 2}
     whole = client.completions.create(**asked)
-    assert isinstance(whole, Completion)
+    assert isinstance(whole, Completion) and whole._request_id == whole.id
     texts, reasons, usage = ["", ""], [None, None], None
     for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -32,7 +33,7 @@ def process(tmp_path):
     config = {
         "hf_checkpoint": str(model_folder(tmp_path / "tiny")),
         "trainer": TRAINER,
-        "inference": {"max_rows": 2, "max_seq_len": 2048, "prefill_chunk": 8},
+        "inference": {"max_rows": 2, "max_seq_len": 16_384, "prefill_chunk": 8},
         "port": 0,
         "drain_seconds": 300,
     }
@@ -77,10 +78,11 @@ def test_told_to_end_it_finishes_and_exits_with_0(process):
 @pytest.mark.slow
 def test_told_twice_it_exits_with_130(process):
     found, url, lines = process
-    with begun(url, max_tokens=2000) as answer:
+    with begun(url, max_tokens=16_000) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
         found.send_signal(signal.SIGTERM)
-        while httpx.get(f"{url}/ready").status_code != 503:
-            pass
+        while not any("ending: requests that are there have 300 s" in line for line in lines):
+            assert found.poll() is None, lines
+            time.sleep(0.02)
         found.send_signal(signal.SIGTERM)
         assert found.wait(300) == 130, lines

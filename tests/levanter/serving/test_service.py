@@ -6,6 +6,8 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from helpers.compilations import compilations, hlo_name
 from helpers.served import loaded
 
 from levanter.commands.serve.serve import application_of
+from levanter.inference import engine as engine_module
 from levanter.inference.engine import Engine
 from levanter.serving import answering, service
 from levanter.serving.events import Admitted, ChoiceEnded, Produced, Rejected
@@ -237,6 +240,41 @@ def test_an_engine_that_fails_fails_every_request_by_name(model):
     asyncio.run(run())
 
 
+def test_a_row_whose_numbers_are_lost_ends_alone(model, monkeypatch):
+    lost = threading.Event()
+
+    def fetched(drawn):
+        found = engine.fetched(drawn)
+        if not lost.is_set() or found.ok.ndim < 2:
+            return found
+        ok = found.ok.copy()
+        ok[:, 0] = False
+        return replace(found, ok=ok)
+
+    engine = SimpleNamespace(fetched=engine_module.fetched)
+    monkeypatch.setattr(engine_module, "fetched", fetched)
+
+    async def run() -> None:
+        async with asked(model) as (http, made, gate, events):
+            first = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": True}))
+            await until(lambda: len(of(events, Admitted)) == 1)
+            gate.allow(4)
+            await until(lambda: len(of(events, Produced)) >= 1)
+            other = asyncio.create_task(http.post("/v1/completions", json={**LONG, "seed": 9}))
+            await until(lambda: len(of(events, Admitted)) == 2)
+            lost.set()
+            gate.open()
+            text = (await first).text
+            assert "the model's activations are not finite" in text and text.endswith("data: [DONE]\n\n")
+            lost.clear()
+            answer = (await other).json()["choices"]
+            assert answer == (await http.post("/v1/completions", json={**LONG, "seed": 9})).json()["choices"]
+            assert sorted(event.reason for event in of(events, ChoiceEnded)) == ["failed", "length", "length"]
+            await until(lambda: all_free(made))
+
+    asyncio.run(run())
+
+
 def test_a_body_that_is_too_large_is_not_read(model):
     async def run() -> None:
         async with asked(model) as (http, _, _, events):
@@ -274,12 +312,28 @@ def test_nothing_compiles_behind_ready(model):
 
 
 def test_what_is_planned_is_what_compiles(model, tmp_path):
-    """Every Program of the plan before the first request, and nothing else of any size."""
+    """Every Program of the plan before the first request, and nothing else of any size; here with pages."""
+    paged = {"max_rows": 2, "allocation": "paged", "page_size": 8}
     with (
         compilations() as found,
-        loaded(model.plan.work.server.hf_checkpoint, tmp_path, inference={"max_rows": 2}) as own,
+        loaded(model.plan.work.server.hf_checkpoint, tmp_path, inference=paged) as own,
     ):
-        pass
+        count = len(found)
+
+        async def run() -> None:
+            async with asked(own) as (http, made, gate, _):
+                gate.open()
+                prompt = list(range(3, 30))
+                first = await http.post("/v1/completions", json={**LONG, "prompt": prompt, "n": 2})
+                again = await http.post("/v1/completions", json={**LONG, "prompt": prompt, "n": 2})
+                assert first.json()["choices"] == again.json()["choices"]
+                # The second choice began with the first one's pages, and so did both of the second request.
+                assert made.load.shared_tokens == 3 * 24
+                assert made.load.computed_tokens == 4 * 27 - 3 * 24
+                await until(lambda: all_free(made))
+
+        asyncio.run(run())
+        assert len(found) == count
     planned = {hlo_name(program.name) for program in own.plan.programs}
     assert {each.name for each in found if each.largest > 64} <= planned
     assert {hlo_name(program.name) for program in own.plan.computing} <= {each.name for each in found}
