@@ -16,6 +16,7 @@ from levanter.infra import errors
 from levanter.infra.flags import COMMANDS, parser_of
 from levanter.infra.launch import main
 from levanter.infra.ray_run import parser as ray_parser
+from levanter.infra.ray_serve import parser as replicas_parser
 from levanter.infra.tpu_vm import Patience
 from levanter.processes.distributed import DistributedConfig
 from levanter.processes.peers import Timeouts
@@ -48,6 +49,9 @@ def test_a_command_is_understood(name, command, capsys, monkeypatch, tmp_path):
     if module.endswith("ray_run"):
         own = words[: words.index("--")] if "--" in words else words
         assert ray_parser().parse_args(own).tpu
+        return
+    if module.endswith("ray_serve"):
+        assert replicas_parser().parse_args(words[: words.index("--")]).replicas > 1
         return
     if "local" in words:
         own = words[1 : words.index("--")]
@@ -114,8 +118,11 @@ def test_defaults_are_the_defaults():
     assert "retried after 30 s, 60 s, … 10 min" in text
     assert [Patience().seconds(n) for n in (1, 2, 9)] == [30, 60, 600]
     assert "`--restarts` times (3)" in text and ray_parser().parse_args([]).restarts == 3
+    replicas = replicas_parser().parse_args([])
+    assert "(`--drain_seconds`, 60)" in text and replicas.drain_seconds == 60
+    assert "`127.0.0.1:8000`" in text and (replicas.host, replicas.port) == ("127.0.0.1", 8000)
     for flag in set(re.findall(r"`(--[a-z_]+)", text)) - {"--target", "--dry_run"}:
-        words = [*(parser_of(name) for name in COMMANDS), ray_parser()]
+        words = [*(parser_of(name) for name in COMMANDS), ray_parser(), replicas_parser()]
         known = {option for one in words for option in one._option_string_actions} | {"--working-dir"}
         assert flag in known, flag
 
