@@ -14,10 +14,11 @@ sum of known bytes is called *at least*, and only a compiler says that something
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from haliax_ext.abstract import leaves
 from haliax_ext.errors import gib
+from haliax_ext.mapping import AxisMapping
 from haliax_ext.placement import LeafPlan
 from levanter.models.activations import EMBEDDED, RESIDUAL
 from levanter.models.stack import checkpoint_policy
@@ -39,6 +40,8 @@ class Known:
         gradients: that it makes.
         kept: of the forward pass, for the backward pass.
         at_work: the largest live set besides that.
+        block: of a train step, all that has a name in one layer, and its input where that is gathered: most of it is
+            there while its backward pass works.
         recomputed: whether a backward pass recomputes its blocks, so that what it keeps has names.
     """
 
@@ -46,12 +49,18 @@ class Known:
     gradients: int
     kept: int
     at_work: int
+    block: int = 0
     recomputed: bool = True
 
     @property
     def total(self) -> int:
         """All of it: gradients come when what is at work in the forward pass has gone."""
         return self.inputs + self.kept + max(self.gradients, self.at_work)
+
+    @property
+    def likely(self) -> int:
+        """With all of one layer beside the gradients: no bound, but nearer to what the compiler needs for many rows."""
+        return max(self.total, self.inputs + self.kept + self.gradients + self.block)
 
     @property
     def lacking(self) -> str:
@@ -99,6 +108,7 @@ def known_under(subject: Subject, layout: Layout, figures: Figures) -> Known:
         gradients=figures.gradients,
         kept=kept,
         at_work=largest if kept else residual + largest,
+        block=_block(subject, activations) + _gathered(subject, layout, scale, residual),
         recomputed=not (subject.training and _keeps_everything(subject)),
     )
 
@@ -126,6 +136,25 @@ def _kept(subject: Subject, activations: tuple[LeafPlan, ...]) -> Iterator[tuple
             yield activation, sum(name in layer.activations for layer in model.layers)
         else:
             yield activation, sum(kept_names(subject, activation).values())
+
+
+def _block(subject: Subject, activations: tuple[LeafPlan, ...]) -> int:
+    """Bytes of all that has a name in the layer that names most."""
+    model = model_of(subject)
+    if not subject.training or model is None:
+        return 0
+    sizes = {each.leaf.path: each.bytes_per_device for each in activations}
+    return max((sum(sizes.get(name, 0) for name in set(layer.activations)) for layer in model.layers), default=0)
+
+
+def _gathered(subject: Subject, layout: Layout, scale: float, residual: int) -> int:
+    """Bytes of a layer's input and of the sum that is its output, where both are whole only inside of the layer."""
+    if not subject.training or not layout.mappings.residual:
+        return 0
+    inside = replace(layout, mappings=replace(layout.mappings, residual=AxisMapping({})))
+    activations = activations_of(subject, inside, scale).leaves
+    whole = sum(each.bytes_per_device for each in activations if each.leaf.path == RESIDUAL)
+    return 2 * whole if whole > residual else 0
 
 
 def _keeps_everything(subject: Subject) -> bool:

@@ -11,8 +11,9 @@ top of those that saved most:
 The planner itself places every array under each of them, so only layouts that a run would accept are proposed. Bytes of
 inputs are exact. What a Program makes on the way is scaled from the compiler's figure by the named activations and the
 gradients, an estimate that says so, and never less than what is known (`known`). Where the compiler has said nothing,
-the known bytes are all there is: a layout that leaves `ROOM` for what has no name is proposed as one that would fit,
-any other as one that might. None is compiled before it is printed, and the line says what its sum lacks.
+the known bytes are all there is: a layout is proposed as one that would fit if it leaves `ROOM` for what has no name,
+and for a train step that with all of one layer beside what is known; else as one that might. None is compiled before
+it is printed, and the line says what its sum lacks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -101,7 +102,7 @@ def _judged(subject: Subject, layout: Layout, figures: Figures, base: Figures) -
         total = max(total, known.total)
     if (known.total if total is None else total) > subject.hbm_bytes:
         return None
-    roomy = total is not None or (known.recomputed and known.total <= ROOM * subject.hbm_bytes)
+    roomy = total is not None or (known.recomputed and known.likely <= ROOM * subject.hbm_bytes)
     return Nearest(yaml=layout.yaml, known=known, total=total, roomy=roomy)
 
 
@@ -111,7 +112,8 @@ def changed(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layo
     if subject.made is not None or subject.training:
         yield from _cut_residual(subject, layout)
         yield from _fewer_rows(subject, layout)
-    yield from _other_sizes(layout)
+    for sizes in _other_sizes(layout):
+        yield _with_rows(subject, layout, sizes) if subject.training else sizes
 
 
 def _cut_parameters(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layout]:
@@ -220,6 +222,21 @@ def _fewer_rows(subject: Subject, layout: Layout) -> Iterator[Layout]:
     if per_device == int(per_device) and per_device % 2 == 0:
         change = LayoutChange(section=ROWS, entries=((key, str(int(per_device) // 2)),))
         yield replace(layout, rows=layout.rows / 2, changes=(*layout.changes, change))
+
+
+def _with_rows(subject: Subject, before: Layout, layout: Layout) -> Layout:
+    """The rows that a device takes at once, written down where a batch is cut another number of times.
+
+    A run whose file does not say takes all rows at once: with fewer cuts more of them, which nobody has added up.
+    """
+    per_device, ways = subject.rows * before.rows / subject.ways(subject.now), subject.ways(layout)
+    fewer = min(per_device, per_device * subject.ways(before) / ways)
+    if ways == subject.ways(before) or per_device != int(per_device):
+        return layout
+    if fewer != int(fewer):
+        return layout
+    change = LayoutChange(section=ROWS, entries=(("per_device_parallelism", str(int(fewer))),))
+    return replace(layout, rows=layout.rows * fewer / per_device, changes=(*layout.changes, change))
 
 
 def _other_sizes(layout: Layout) -> Iterator[Layout]:

@@ -106,6 +106,26 @@ def test_without_the_compiler_what_is_known_refuses():
     assert "not compiled: without gathered weights" in verdict.why_not[-1]
 
 
+def test_rows_that_would_fit_leave_room_for_all_of_a_layer():
+    """64 rows a chip of Llama 2 7B on v4-32, for which the compiler needs 34.78 of 30.75 GiB.
+
+    Known are 4.7 of inputs, 16 of block inputs and 1.6 of gradients, which 0.8 of a chip would hold; with what has a
+    name in a layer it does not.
+    """
+    found = known("llama2_7b_v4-32", "--trainer.train_batch_size=4096", "--trainer.per_device_parallelism=64")
+    assert found.kept == 32 * 64 * 1024 * 4096 * 2
+    assert found.total < 0.8 * 30.75 * GIB < found.likely < 30.75 * GIB
+
+
+def test_a_mesh_that_cuts_the_batch_less_often_comes_with_its_rows():
+    """A file that does not say how many rows a device takes lets it take all of its share: 4,096 where nothing cuts the
+    batch, for which the compiler needs 167.67 GiB."""
+    refused = asked("llama2_7b_v4-32", "--trainer.train_batch_size=4096")
+    (verdict,) = [program for program in refused.programs if program.name == "train_step"]
+    assert refused.exit_code == 3 and verdict.why_not[-1].startswith("would fit: trainer: {")
+    assert "per_device_parallelism: " in verdict.why_not[-1], verdict.why_not
+
+
 def test_what_fits_by_what_is_known_is_not_compiled_and_what_is_not_known_is_not_decided():
     fits = asked("llama2_7b_v4-32")
     assert fits.exit_code == 0
