@@ -195,10 +195,6 @@ class RangeFetcher:
                     raise RangeError(f"{what}: reading was interrupted") from None
             except TransientError as error:
                 reasons[error.reason] += 1
-                if error.overloaded:
-                    with self._lock:
-                        for lane in (self._small, self._large):
-                            lane.pace.overloaded(self._clock())
                 if race.kept - before >= ANEW_BYTES:
                     waits = list(self._delays)
                 if race.won is None and race.missing and not waits:
@@ -235,6 +231,12 @@ class RangeFetcher:
             try:
                 race.file.fetch(start, rest, attempt)
                 done = True
+            except TransientError as error:
+                if error.overloaded:
+                    # Its own kind alone: the other one has nothing to forget it by.
+                    with self._lock:
+                        lane.pace.overloaded(self._clock())
+                raise
             finally:
                 now = self._clock()
                 with self._lock:

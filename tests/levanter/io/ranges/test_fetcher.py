@@ -199,6 +199,22 @@ def test_a_line_that_breaks_often_brings_a_long_range_in_the_end(unhurried):
     assert made.tally.extra_bytes == 0
 
 
+def test_refusals_of_large_requests_take_nothing_from_small_ones(unhurried, monkeypatch):
+    """Each large one is refused once, twenty in all, one after another; the small ones are as many as before."""
+    monkeypatch.setattr(fetcher, "REFUSED_DELAY", 0.0)
+    large = fetcher.SMALL_BYTES + 1
+    made = RangeFetcher(delays=(0.001,))
+    refused = Fault(status=503, headers={"Retry-After": "0"})
+    with ObjectStore({NAME: CONTENT}, fault=lambda r: refused if r.start == 7 and not r.seen else None) as store:
+        file = remote_file(f"{store.url}/{NAME}", Connections())
+        file.describe()
+        for _ in range(20):
+            store.seen.clear()
+            made.fetch(file, 7, memoryview(bytearray(large)))
+    assert made.tally.retried == 20
+    assert made._small.pace.limit == FIRST_REQUESTS
+
+
 def test_a_refusal_now_and_then_takes_no_connections(unhurried):
     """One range in thirty is refused, as large stores do; all others go on as they were."""
     made = RangeFetcher(delays=(0.01,))
