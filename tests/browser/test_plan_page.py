@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.browser import Browser, Page, needs_chromium
+from helpers.browser import CONTRAST, Browser, Page, needs_chromium
 from helpers.browser import browser as browser
 from helpers.verdicts import HOSTILE, failed_verdict, fitting_verdict, hostile_verdict, refused_verdict
 
@@ -20,32 +20,6 @@ def wait_until_shown(page: Page, *targets: str) -> None:
 
 
 WIDER = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-# Contrast of text against what is behind it, by the formula of WCAG 2.1; the smallest of all elements with text.
-CONTRAST = """
-(() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const rgb = (color, under) => {
-    canvas.fillStyle = `rgb(${under})`; canvas.fillRect(0, 0, 1, 1);
-    canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = c => c.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, n) => sum + v * [0.2126, 0.7152, 0.0722][n], 0);
-  const behind = e => {
-    const chain = []; for (let at = e; at; at = at.parentElement) chain.unshift(getComputedStyle(at).backgroundColor);
-    return chain.reduce((under, color) => rgb(color, under), [255, 255, 255]);
-  };
-  let worst = [99, ''];
-  for (const e of document.querySelectorAll('body *')) {
-    const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-    if (!own || !e.offsetHeight || e.closest('script')) continue;
-    const under = behind(e), a = light(rgb(getComputedStyle(e).color, under)), b = light(under);
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < worst[0]) worst = [ratio, e.tagName + '.' + e.className + ': ' + e.textContent.slice(0, 40)];
-  }
-  return worst;
-})()
-"""
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,32 @@ _FLAGS = (
 # Chromium talks on descriptors 3 and 4; subprocess cannot put ours there.
 _LAUNCH = "import os,sys;os.dup2(int(sys.argv[1]),3);os.dup2(int(sys.argv[2]),4);os.execv(sys.argv[3],sys.argv[3:])"
 _TIMEOUT = 200.0
+# Contrast of text against what is behind it, by the formula of WCAG 2.1; the smallest of all elements with text.
+CONTRAST = """
+(() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgb = (color, under) => {
+    canvas.fillStyle = `rgb(${under})`; canvas.fillRect(0, 0, 1, 1);
+    canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = c => c.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, n) => sum + v * [0.2126, 0.7152, 0.0722][n], 0);
+  const behind = e => {
+    const chain = []; for (let at = e; at; at = at.parentElement) chain.unshift(getComputedStyle(at).backgroundColor);
+    return chain.reduce((under, color) => rgb(color, under), [255, 255, 255]);
+  };
+  let worst = [99, ''];
+  for (const e of document.querySelectorAll('body *')) {
+    const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.offsetHeight || e.closest('script')) continue;
+    const under = behind(e), a = light(rgb(getComputedStyle(e).color, under)), b = light(under);
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, e.tagName + '.' + e.className + ': ' + e.textContent.slice(0, 40)];
+  }
+  return worst;
+})()
+"""
 
 
 def chromium() -> str | None:
@@ -117,14 +143,29 @@ class Page:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def press(self, key: str) -> None:
-        """Presses a key by its DOM name: `Tab`, `Enter`, `ArrowRight`, `Escape`, `a`."""
+        """Presses a key by its DOM name: `Tab`, `Shift+Tab`, `Enter`, `ArrowRight`, `Escape`, `a`."""
+        shift, key = key.startswith("Shift+"), key.removeprefix("Shift+")
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36}
         codes |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         text = "\r" if key == "Enter" else key if len(key) == 1 else ""
-        stroke: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0].upper()))}
+        stroke: dict[str, Any] = {
+            "key": key,
+            "windowsVirtualKeyCode": codes.get(key, ord(key[0].upper())),
+            "modifiers": 8 * shift,
+        }
         down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
         self._call("Input.dispatchKeyEvent", **stroke, **down)
         self._call("Input.dispatchKeyEvent", **stroke, type="keyUp")
+
+    def type(self, text: str) -> None:
+        """Writes into what has the focus."""
+        self._call("Input.insertText", text=text)
+
+    def reload(self) -> None:
+        """Loads the page anew."""
+        self.loaded = False
+        self._call("Page.reload")
+        self.browser.wait_until_loaded(self)
 
     def screenshot(self, path: Path, *, extent: Literal["view", "page"] = "view") -> Path:
         """Writes a PNG of what is in view, or of the whole page."""
@@ -167,7 +208,8 @@ class Page:
             self.errors.append(event["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             url = event["request"]["url"]
-            if url.split("#")[0] != self.url and not url.startswith(("data:", "blob:")):
+            own = ("data:", "blob:", *([self.url] if self.url.startswith("http:") else []))
+            if url.split("#")[0] != self.url and not url.startswith(own):
                 self.requests.append(url)
 
 
@@ -192,8 +234,12 @@ class Browser:
         javascript: Literal["on", "off"] = "on",
         media: Literal["screen", "print"] = "screen",
     ) -> Page:
-        """Opens a file, or HTML given as text, and waits until it is loaded."""
-        url = page.resolve().as_uri() if isinstance(page, Path) else "about:blank"
+        """Opens a file, an address of a server of this machine, or HTML given as text, and waits until it is loaded.
+
+        A page of a server may ask that server.
+        """
+        is_address = isinstance(page, str) and page.startswith("http://127.0.0.1:")
+        url = page.resolve().as_uri() if isinstance(page, Path) else page if is_address else "about:blank"
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         opened = self.pages[session] = Page(self, session, url, javascript)
@@ -204,15 +250,19 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", {"media": media, "features": features}, session=session)
         self.call("Emulation.setScriptExecutionDisabled", {"value": javascript == "off"}, session=session)
-        if isinstance(page, Path):
+        if isinstance(page, Path) or is_address:
             went = self.call("Page.navigate", {"url": url}, session=session)
             if went.get("errorText"):
                 raise BrowserError(f"{url}: {went['errorText']}")
-            self._until(lambda: opened.loaded, f"{url} to load")
+            self.wait_until_loaded(opened)
         else:
             frame = self.call("Page.getFrameTree", {}, session=session)["frameTree"]["frame"]["id"]
             self.call("Page.setDocumentContent", {"frameId": frame, "html": page}, session=session)
         return opened
+
+    def wait_until_loaded(self, page: Page) -> None:
+        """Waits for the end of what a page loads."""
+        self._until(lambda: page.loaded, f"{page.url} to load")
 
     def call(self, method: str, parameters: Mapping[str, Any], *, session: str | None = None) -> dict[str, Any]:
         """One command of the protocol and its answer."""

@@ -109,10 +109,14 @@ class Listening:
 
 
 @contextmanager
-def listening(model: Loaded, *, drain_seconds: float = 5.0) -> Iterator[Listening]:
+def listening(
+    model: Loaded, *, drain_seconds: float = 5.0, max_queued_tokens: int | None = None
+) -> Iterator[Listening]:
     """A model at an address of this machine; the server is told to end behind the block."""
     service, opened = model.service(), threading.Event()
-    application = serve.application_of(model.plan.work, service)
+    if max_queued_tokens is not None:
+        service._inbox.max_queued_tokens = max_queued_tokens
+    application = serve.application_of(model.plan, service)
     server = HttpServer(application, service, drain_seconds=drain_seconds, opened=opened.set)
     socket = bound("127.0.0.1", 0)
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"

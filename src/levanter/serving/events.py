@@ -10,10 +10,11 @@ from typing import Literal, TypeAlias
 EndReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 """Why a choice ended: as the answer says, because its client left or was cut off, or because it could not go on."""
 RejectReason: TypeAlias = Literal[
-    "invalid", "too_long", "too_large", "queue_full", "draining", "key", "limit", "absent"
+    "invalid", "too_long", "too_large", "queue_full", "draining", "key", "limit", "origin", "absent"
 ]
 """Why nothing was begun: no valid request, more than the context, a body that is too large, too much waits, the server
-is ending, no key or a wrong one, too many requests or connections, or no such model or route."""
+is ending, no key or a wrong one, too many requests or too slow ones, from a page of another site, or no such model or
+route."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,19 @@ those that are there go on for a while, and ends them then.
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
+from levanter.serving.connections import bounded
+from levanter.serving.limits import LimitsConfig
 from levanter.serving.service import Service
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
-IDLE_SECONDS = 75
-"""How long a connection is kept without a request."""
 CLOSING_SECONDS = 5
 """How long clients may take, at the end, to read what they were sent."""
 
@@ -79,6 +80,7 @@ class HttpServer:
         application: made by `app`.
         service: whose.
         drain_seconds: how long requests may go on when the server is told to end.
+        limits: of connections.
         opened: is called when connections are answered.
     """
 
@@ -88,8 +90,10 @@ class HttpServer:
         service: Service,
         *,
         drain_seconds: float,
+        limits: LimitsConfig | None = None,
         opened: Callable[[], None] = lambda: None,
     ):
+        limits = limits or LimitsConfig()
         self._service, self._drain_seconds, self._opened_by = service, drain_seconds, opened
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -97,14 +101,16 @@ class HttpServer:
         config = uvicorn.Config(
             application,
             loop="asyncio",
-            http="h11",
+            http=bounded(limits),
             ws="none",
             lifespan="on",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=IDLE_SECONDS,
+            # `bounded` closes connections before that.
+            timeout_keep_alive=2 * math.ceil(limits.idle_seconds),
             timeout_graceful_shutdown=CLOSING_SECONDS,
             backlog=BACKLOG,
         )

@@ -28,6 +28,7 @@ WITHOUT_A_PLAN = {
     "memorization_report",
     "demo_generate",
     "demo_memorization",
+    "demo_serve",
     "cache_dataset",
     "demo_train",
     "migrate",

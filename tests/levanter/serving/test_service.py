@@ -69,9 +69,12 @@ async def asked(model, **keys):
     made.observers.append(events.append)
     if "max_queued_tokens" in keys:
         made._inbox.max_queued_tokens = keys["max_queued_tokens"]
-    application = application_of(model.plan.work, made)
+    application = application_of(model.plan, made)
     transport = httpx.ASGITransport(application)
-    async with made.running(), httpx.AsyncClient(transport=transport, base_url="http://here", timeout=None) as client:
+    async with (
+        made.running(),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client,
+    ):
         try:
             yield client, made, gate, events
         finally:
@@ -136,7 +139,7 @@ def test_who_leaves_has_no_row_two_steps_later(model, stream):
     async def run() -> None:
         async with asked(model) as (_, made, gate, events):
             client = Client(body(stream=stream))
-            application = application_of(model.plan.work, made)
+            application = application_of(model.plan, made)
             answered = asyncio.create_task(application(client.scope, client.receive, client.send))
             gate.allow(6)
             await until(lambda: len(of(events, Produced)) >= 2 and gate.count == 6)
@@ -157,7 +160,7 @@ def test_who_reads_slowly_is_cut_off_and_others_are_not(model, monkeypatch):
             gate.open()
             slow = Client(body(stream=True))
             slow.reads.clear()
-            application = application_of(model.plan.work, made)
+            application = application_of(model.plan, made)
             answered = asyncio.create_task(application(slow.scope, slow.receive, slow.send))
             other = await http.post("/v1/completions", json=LONG)
             assert other.json()["choices"][0]["finish_reason"] == "length"
@@ -354,7 +357,7 @@ def test_whatever_clients_do_every_choice_ends_once_and_every_page_comes_back(mo
 
     async def run() -> None:
         async with asked(model, max_queued_tokens=200) as (_, made, gate, events):
-            application = application_of(model.plan.work, made)
+            application = application_of(model.plan, made)
             running = asyncio.Semaphore(24)
 
             async def one(n: int) -> Client:

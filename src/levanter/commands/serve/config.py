@@ -11,6 +11,7 @@ from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Range, 
 from levanter.inference.config import InferenceConfig
 from levanter.inference.params import SamplingParams
 from levanter.models.registry import LmConfig
+from levanter.serving.limits import LimitsConfig
 from levanter.trainer.config import TrainerConfig
 
 Port: TypeAlias = Annotated[int, Range(0, 65_535)]
@@ -32,10 +33,12 @@ class ServeConfig(Ranged):
         enforce_bos: whether a prompt that is a text begins with BOS, where the tokenizer has one.
         host: the address that is listened on; one that other machines reach needs `api_key`, or `insecure`.
         port: its port; 0 for any that is free.
-        api_key: a file with the key that requests must carry; null asks for none.
+        api_key: a file with the key that requests must carry, or `env:NAME` for an environment variable with it; null
+            asks for none.
         insecure: listen to other machines without a key.
         max_queued_tokens: tokens of prompts that may wait for a row; requests beyond are sent away.
         drain_seconds: how long requests may go on when the server is told to end.
+        limits: how much clients may send, how slowly and how often.
         plan: assumptions for planning that a run would find out by itself.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
@@ -57,6 +60,7 @@ class ServeConfig(Ranged):
     insecure: bool = False
     max_queued_tokens: PositiveInt = 65_536
     drain_seconds: PositiveFloat = 30.0
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     plan: PlanOptions = field(default_factory=PlanOptions)
     allow_pickle: bool = False
     load_memory_gib: PositiveFloat | None = None

@@ -24,6 +24,7 @@ from levanter.commands.generate import plan as generation
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.running import Running, running
+from levanter.commands.serve.compiles import compiled_from_now
 from levanter.commands.serve.config import ServeConfig
 from levanter.commands.shell.interrupts import interrupts_taken
 from levanter.commands.shell.lifecycle import last_words
@@ -31,9 +32,11 @@ from levanter.commands.shell.perform import perform
 from levanter.config import Written
 from levanter.inference.engine import schedule_of
 from levanter.inference.schedule import Schedule
-from levanter.io import Output, exists
+from levanter.io import Output
+from levanter.io.version import version
 from levanter.run import OK, Check, EntryPoint, RunPlan, Session, Target
 from levanter.serving import NOT_INSTALLED, is_installed
+from levanter.serving.key import NoKeyError, read_key
 
 if TYPE_CHECKING:
     from levanter.serving.app import Application
@@ -90,9 +93,7 @@ def describe(config: ServeConfig, target: Target, *, written: Written | None = N
     limits = f"{config.max_queued_tokens:,} tokens of prompts may wait, {config.drain_seconds:g} s to end"
     address = f"{config.host}:{config.port}, {_who(config)}; {limits}"
     checks.append(Check(name="address", status="ok", message=address))
-    if config.api_key is not None and not exists(config.api_key):
-        error = ValueError(f"api_key: {config.api_key}: no such file")
-        checks.append(Check(name="api_key", status="unchecked", message=str(error), error=error))
+    checks += _key_checks(config)
     if not is_installed():
         error = NotInstalledError(NOT_INSTALLED)
         checks.append(Check(name=NAME, status="unchecked", message=NOT_INSTALLED, error=error))
@@ -106,6 +107,17 @@ def describe(config: ServeConfig, target: Target, *, written: Written | None = N
         chat_max_tokens=config.sampling.max_tokens if "sampling.max_tokens" in written else None,
     )
     return cast("RunPlan[ServeWork]", replace(planned, entry_point=NAME, checks=tuple(checks), work=made))
+
+
+def _key_checks(config: ServeConfig) -> list[Check]:
+    """What is wrong with the key; a plan needs none."""
+    if config.api_key is None:
+        return []
+    try:
+        read_key(config.api_key)
+    except NoKeyError as error:
+        return [Check(name="api_key", status="unchecked", message=str(error), error=error)]
+    return []
 
 
 def _who(config: ServeConfig) -> str:
@@ -148,7 +160,7 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
             warm(ready, schedule)
             host, port = listening.getsockname()[:2]
             address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            answer(work, ready, listening, address, show=show)
+            answer(plan, ready, listening, address, show=show)
     return ServedRun(loading=ready.loading, address=address)
 
 
@@ -191,20 +203,35 @@ def service_of(work: ServeWork, ready: Running) -> "Service":
     )
 
 
-def application_of(work: ServeWork, service: "Service") -> "Application":
+def application_of(plan: RunPlan[ServeWork], service: "Service") -> "Application":
     """The application, with all that stands before and beside what asks the model.
 
     Args:
-        work: the run's.
+        plan: the run's.
         service: the model and its engine.
     """
     from levanter.serving.app import app
+    from levanter.serving.doors import doors
+    from levanter.serving.metrics import Facts, Metrics
+    from levanter.serving.origin import LOCAL_NAMES
+    from levanter.serving.page import Shown, page_routes
 
-    del work
-    return app(service)
+    config = plan.work.server
+    facts = Facts(version=version(), model=service.names[0], devices=plan.work.serving.devices)
+    metrics = Metrics(facts, load=lambda: service.load, compiles=compiled_from_now())
+    service.observers.append(metrics)
+    key = None if config.api_key is None else read_key(config.api_key)
+    entrance = doors(
+        limits=config.limits,
+        key=key,
+        names=(*LOCAL_NAMES, config.host) if key is None and config.is_local and not config.insecure else None,
+        observe=service.observe,
+    )
+    shown = Shown(metrics=metrics, service=service, plan=plan.report())
+    return app(service, routes=page_routes(shown), middleware=entrance)
 
 
-def answer(work: ServeWork, ready: Running, listening: socket, address: str, *, show: bool) -> None:
+def answer(plan: RunPlan[ServeWork], ready: Running, listening: socket, address: str, *, show: bool) -> None:
     """Answers at an address until the process is told to end."""
     from levanter.serving.server import HttpServer
 
@@ -212,8 +239,15 @@ def answer(work: ServeWork, ready: Running, listening: socket, address: str, *, 
         if show:
             print(f"ready: {address}", flush=True)
 
+    work = plan.work
     service = service_of(work, ready)
-    server = HttpServer(application_of(work, service), service, drain_seconds=work.server.drain_seconds, opened=opened)
+    server = HttpServer(
+        application_of(plan, service),
+        service,
+        drain_seconds=work.server.drain_seconds,
+        limits=work.server.limits,
+        opened=opened,
+    )
     with interrupts_taken(server.stop), _termination(server.stop), last_words(service.fail):
         server.run(listening)
 

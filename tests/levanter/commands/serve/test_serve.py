@@ -127,6 +127,10 @@ def test_whom_it_answers_is_in_the_plan(tmp_path):
     assert address == (
         f"0.0.0.0:8000, to requests with the key in {key}; 65,536 tokens of prompts may wait, 30 s to end"
     )
+    key.write_text("long-enough\n")
+    assert "api_key" not in said(verdict("--host", "0.0.0.0", "--api_key", str(key)))
+    named = said(verdict("--host", "0.0.0.0", "--api_key", "env:NO_SUCH_VARIABLE"))
+    assert "there is no environment variable NO_SUCH_VARIABLE" in named
     for host in ("localhost", "127.0.0.1", "::1"):
         assert ServeConfig(hf_checkpoint="acme/llama", host=host).is_local
 

@@ -1,0 +1,98 @@
+"""The page of a server: a conversation beside the server's plan and what it is doing.
+
+It is one file that asks this server and nobody else. Its policy allows its own script and style, by their digests, and
+requests to its own origin; what the model writes becomes text, never markup.
+"""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from levanter.serving.errors import JsonAnswer
+from levanter.serving.metrics import CONTENT_TYPE, Metrics
+from levanter.serving.service import Service
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What the page shows.
+
+    Attributes:
+        metrics: what was counted.
+        service: one model and its engine.
+        plan: the plan of the run, as text.
+    """
+
+    metrics: Metrics
+    service: Service
+    plan: str
+
+
+def page_routes(shown: Shown) -> Sequence[BaseRoute]:
+    """The page, what it asks beside the model, and the metrics.
+
+    Args:
+        shown: what they show.
+    """
+    text, headers = page()
+
+    async def at_root(request: Request) -> Response:
+        del request
+        return Response(text, media_type="text/html", headers=headers)
+
+    async def status(request: Request) -> Response:
+        del request
+        service, metrics = shown.service, shown.metrics
+        return JsonAnswer(
+            {
+                "model": service.names[0],
+                "version": metrics.facts.version,
+                "devices": metrics.facts.devices,
+                "state": service.state if service.healthy else "failed",
+                "context": service.context,
+                "tokens": metrics.tokens,
+                "load": asdict(service.load),
+            },
+            headers={"Cache-Control": "no-store"},
+        )
+
+    async def plan(request: Request) -> Response:
+        del request
+        return JsonAnswer({"report": shown.plan})
+
+    async def counted(request: Request) -> Response:
+        del request
+        return Response(shown.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    return (Route("/", at_root), Route("/status", status), Route("/plan", plan), Route("/metrics", counted))
+
+
+def page() -> tuple[str, Mapping[str, str]]:
+    """The page, and the headers that bound what it may do."""
+    folder = resources.files(__name__)
+    markup, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    text = markup.replace("/*style*/", style).replace("/*script*/", script)
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _digest(source: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()

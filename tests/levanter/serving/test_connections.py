@@ -1,0 +1,199 @@
+"""Connections of a real server: slow heads, slow readers, too many of them; others are answered meanwhile."""
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import threading
+
+import pytest
+from helpers.asgi import behind, listening, reply
+
+from levanter.bounds import MIB
+from levanter.serving.connections import bounded, connections_within
+from levanter.serving.doors import doors
+from levanter.serving.limits import LimitsConfig
+
+HANGS = 120.0
+"""Seconds after which a test is taken for hanging."""
+
+
+def served(app=reply, **limits):
+    bounds = LimitsConfig(**limits)
+    return listening(behind(app, *doors(limits=bounds)), protocol=bounded(bounds))
+
+
+@pytest.fixture
+def connect():
+    """Opens connections, and closes them at the end."""
+    with contextlib.ExitStack() as opened:
+        yield lambda port: opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=HANGS))
+
+
+def is_answered(port: int) -> bool:
+    """Whether somebody else gets an answer; who was too slow for these short limits, on a busy machine, tries again."""
+    while True:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS)
+        try:
+            client.request("POST", "/v1/completions", body=b"12345")
+            answer = client.getresponse()
+            return answer.status == 200 and answer.read() == b"5"
+        except (ConnectionError, http.client.BadStatusLine):
+            continue
+        finally:
+            client.close()
+
+
+def ended(client: socket.socket) -> bool:
+    """Waits until the server has closed a connection."""
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n", b"G"])
+def test_a_head_that_does_not_end_is_not_waited_for(connect, sent):
+    with served(header_seconds=0.2) as port:
+        slow = connect(port)
+        slow.sendall(sent)
+        assert is_answered(port)
+        assert ended(slow)
+        assert is_answered(port)
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_more_time(connect):
+    with served(header_seconds=0.5) as port:
+        slow, stopped = connect(port), threading.Event()
+
+        def drip():
+            try:
+                while not stopped.wait(0.02):
+                    slow.sendall(b"X-Slow: 1\r\n")
+            except OSError:
+                pass
+
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            assert ended(slow)
+        finally:
+            stopped.set()
+            dripping.join()
+        assert is_answered(port)
+
+
+def test_a_second_head_on_the_same_connection_is_not_waited_for_either(connect):
+    with served(header_seconds=0.5) as port:
+        have = b""
+        while not have.endswith(b"\r\n\r\n1"):  # again, if it took too long on a busy machine
+            client, have = connect(port), b""
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
+                while not have.endswith(b"\r\n\r\n1") and (part := client.recv(65536)):
+                    have += part
+        with contextlib.suppress(ConnectionError):
+            client.sendall(b"POST / HT")
+        assert ended(client)
+
+
+def test_who_is_idle_longest_makes_room(connect):
+    with served(max_connections=8) as port:
+        idle = [connect(port) for _ in range(7)]
+        # Whoever was accepted last is known to the server when it answers somebody behind it.
+        assert is_answered(port)
+        more = [connect(port) for _ in range(4)]
+        assert is_answered(port)
+        for gone in idle[:3]:
+            assert ended(gone)
+        for client in (*idle, *more):
+            client.close()
+        assert is_answered(port)
+
+
+def test_where_nobody_is_idle_the_newest_is_sent_away(connect):
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            inside.release()
+            await asyncio.get_running_loop().run_in_executor(None, go_on.wait)
+        await reply(scope, receive, send)
+
+    with served(app, max_connections=2) as port:
+        busy = [http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS) for _ in range(2)]
+        for client in busy:
+            client.request("POST", "/", body=b"123")
+        for _ in busy:
+            assert inside.acquire(timeout=HANGS)
+        newest = connect(port)
+        assert newest.recv(65536).startswith(b"HTTP/1.1 503 ")
+        assert ended(newest)
+        go_on.set()
+        assert [client.getresponse().read() for client in busy] == [b"3", b"3"]
+        for client in busy:
+            client.close()
+        assert is_answered(port)
+
+
+def test_who_does_not_read_is_cut_off(connect):
+    left = threading.Event()
+
+    async def app(scope, receive, send):
+        if scope["type"] != "http" or scope["path"] != "/endless":
+            await reply(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.ensure_future(receive())
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"x" * MIB, "more_body": True})
+            await asyncio.sleep(0)
+        left.set()
+
+    with served(app, write_seconds=0.2) as port:
+        client = connect(port)
+        client.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert left.wait(HANGS)
+        assert is_answered(port)
+        client.close()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_answer_to_a_body_that_is_too_large_arrives(announced):
+    with served(max_body_mib=1) as port:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS)
+        body = b"x" * (5 * MIB)
+        client.request("POST", "/", body=body if announced else iter([body]), encode_chunked=not announced)
+        answer = client.getresponse()
+        assert answer.status == 413 and b"1 MiB" in answer.read()
+        client.close()
+        assert is_answered(port)
+
+
+def test_a_thousand_idle_connections_and_rapid_disconnects_harm_nobody(connect):
+    files = connections_within(4096)
+    count = min(1000, files // 4)
+    with served() as port:
+        idle = [connect(port) for _ in range(count)]
+        assert is_answered(port)
+        for n, client in enumerate(idle):
+            if n % 2:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"[: n % 60])
+        assert is_answered(port)
+        for client in idle:
+            client.close()
+        assert is_answered(port)
+
+
+def test_open_files_bound_connections(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert connections_within(4096) == 768
+    assert connections_within(100) == 100
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert connections_within(4096) == 4096
