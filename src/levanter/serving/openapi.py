@@ -196,9 +196,6 @@ _READ: Mapping[str, str] = {
     "/tokenizer_info": "What clients that make tokens themselves want to know.",
     "/health": "Whether the engine runs.",
     "/ready": "Whether requests are taken.",
-    "/status": "What is running now.",
-    "/plan": "The plan of this server, as text.",
-    "/metrics": "What was counted, for Prometheus.",
 }
 
 
