@@ -322,11 +322,15 @@ def floor_row(case: Case) -> str:
     return f"{front}| {1e3 * floor.seconds:.2f} ms | {rate:,.3g} | {floor.binds} |"
 
 
-def compiled(case: Case) -> Figures:
-    """Compiles both Programs of a case; of one that is only planned, the decode step."""
+def compiled(case: Case, before: Figures | None = None) -> Figures:
+    """Compiles both Programs of a case, or, where there are figures from before, the decode step alone; of one that is
+    only planned, the decode step."""
     pod = parse_accelerator(case.target)
     decode, served, gib = _compiled(case, prompts=False)
-    prompt = None if case.half == "planned" or decode is None else _compiled(case, prompts=True)[0]
+    if case.half == "planned" or decode is None:
+        prompt = None
+    else:
+        prompt = _compiled(case, prompts=True)[0] if before is None else before.prompt
     floor = served.decode_floor(case.in_flight, case.context, bandwidth=pod.hbm_bandwidth, peak=pod.peak_flops())
     return Figures(
         decode=decode,
@@ -399,6 +403,9 @@ def main() -> int:
     parser.add_argument("--from-figures", action="store_true", help="from the sums that are kept, without compiling")
     parser.add_argument("--write", action="store_true", help="keep the sums")
     parser.add_argument("--missing", action="store_true", help="only those whose sums are not kept")
+    parser.add_argument(
+        "--steps", action="store_true", help="decode steps alone; sums of prompts stay where they are kept"
+    )
     parser.add_argument("--planned", action="store_true", help="Llama 2 on v5e, of which little is published")
     parser.add_argument("--floors", action="store_true", help="without a compiler: the floors of the planned ones")
     parser.add_argument("--fit", action="store_true", help="print what fits the cases that calibrate best")
@@ -421,7 +428,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     for case in chosen:
         if not asked.from_figures:
-            kept[case.name] = compiled(case)
+            kept[case.name] = compiled(case, kept.get(case.name) if asked.steps else None)
             if asked.write:
                 # Another run may have kept others meanwhile.
                 kept |= {name: each for name, each in _kept().items() if name != case.name}

@@ -11,7 +11,7 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.program import Program
-from levanter.hardware import compiler_options
+from levanter.hardware.compiler import as_values, tuned_options
 from levanter.inference.cache import plan_cache
 from levanter.inference.generation import generation_programs
 from levanter.inference.programs import ServedModel
@@ -82,8 +82,9 @@ def generation(payload: dict[str, Any], target: Target) -> Described:
     model = ServedModel(
         abstract=module,
         sharding=plan_sharding(leaves(module), resolved.mappings, resolved.spec).check(),
+        matrix_unit=target.platform == "tpu",
         matmul_precision=precision.matmul,
-        compiler_options=dict(compiler_options(target.platform, target.kind)),
+        compiler_options=as_values(tuned_options(target.platform, target.kind, work="generate", fsdp_alone=False)),
     )
     prefill = [tuple(bucket) for bucket in payload.get("prefill", [(1, 512)])]
     made = generation_programs(model, cache, prefill=prefill, steps=payload.get("steps", 1))

@@ -36,6 +36,7 @@ class TinyEngine:
         share_prefixes: see `Schedule`.
         behind: see `Engine`.
         dtype: of weights, activations and cache.
+        matrix_unit: see `ServedModel`.
     """
 
     axes: tuple[tuple[str, int], ...] = (("data", 1), ("model", 1))
@@ -51,6 +52,7 @@ class TinyEngine:
     share_prefixes: bool = False
     behind: int = 2
     dtype: str = "float32"
+    matrix_unit: bool = False
 
     def engine(self) -> Engine:
         """A fresh engine; what it needs is made once."""
@@ -84,7 +86,12 @@ def _made(asked: TinyEngine) -> tuple[GenerationPrograms, Any, Any]:
     )
     module = cast(abstract_model(config), jnp.dtype(asked.dtype))
     assert isinstance(module, DecoderLmHeadModel)
-    served = ServedModel(abstract=module, sharding=plan_sharding(leaves(module), mappings, spec), counts_tokens=True)
+    served = ServedModel(
+        abstract=module,
+        sharding=plan_sharding(leaves(module), mappings, spec),
+        counts_tokens=True,
+        matrix_unit=asked.matrix_unit,
+    )
     mesh = spec.build(jax.devices()[: spec.size])
     programs = generation_programs(served, cache, prefill=asked.prefill, steps=asked.steps)
     arrays = {path: each.astype(jnp.dtype(asked.dtype)) for path, each in random_arrays(config, seed=5).items()}

@@ -32,6 +32,8 @@ from levanter.models.decoder.model import DecoderLmHeadModel
 from levanter.models.head_chunks import head_logits
 
 T = TypeVar("T")
+SUBLANES = 8
+"""Rows of a TPU's tile: so many queries take as long as two."""
 
 
 class SampledRows(eqx.Module):
@@ -60,12 +62,15 @@ class ServedModel:
         matmul_precision: see `Program`.
         compiler_options: see `Program`.
         cache_block: see `NewPositions.block`; of calls that give rows their next tokens.
+        matrix_unit: whether a decode step joins others to a single row or query of a product: a TPU multiplies a vector
+            by a matrix without the unit that it has for matrices, in three times as long.
     """
 
     abstract: DecoderLmHeadModel
     sharding: ShardingPlan
     counts_tokens: bool = False
     cache_block: int | None = None
+    matrix_unit: bool = False
     matmul_precision: str | None = None
     compiler_options: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -141,17 +146,20 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         cache: the cache.
         steps: tokens a row gets in a call, at most.
     """
-    Batch, Step, One = Axis("batch", cache.rows), Axis("step", steps), Axis("position", 1)
+    Batch, Step = Axis("batch", cache.rows), Axis("step", steps)
+    # The next token of each row, and behind that of a single row one that is not there.
+    Pos = Axis("position", 2 if model.matrix_unit and cache.rows_of_shard == 1 else 1)
+    how = {"block": model.cache_block, "lone_queries": SUBLANES if model.matrix_unit else 1}
 
     def one(net, cache_: KvCache, state: RowState, params, masks, tables) -> tuple[KvCache, RowState, SampledRows]:
         running = ~state.done
         own = None if cache.allocation == "fixed" else tables
-        at = NewPositions.following(state.position, running.astype(jnp.int32), One, tables=own, block=model.cache_block)
-        ids = state.last_token.broadcast_axis(One).rearrange((Batch, One))
+        at = NewPositions.following(state.position, running.astype(jnp.int32), Pos, tables=own, **how)
+        ids = state.last_token.broadcast_axis(Pos).rearrange((Batch, Pos))
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
-        sampled = _sampled(net, last, params, state.noise, state.position + 1, state.counts, finite, masks)
+        sampled = _sampled(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
         return cache_, state.advanced(sampled, params), SampledRows(sampled=sampled, there=running, finite=finite)
 
     def decode(net, cache_, state, params, masks, tables, going):
@@ -200,9 +208,11 @@ def _sampled(
     finite: NamedArray,
     masks: NamedArray,
 ) -> Sampled:
-    """Tokens behind activations `[batch, embed]`; none where those are not finite."""
+    """Tokens behind activations `[batch, embed]`, or the first of `[batch, position, embed]`; none where those are not
+    finite."""
     config = net.config
     logits = head_logits(activations, net.head, vocab_size=config.vocab_size, soft_cap=config.logit_soft_cap)
+    logits = logits["position", 0] if "position" in [axis.name for axis in logits.axes] else logits
     sampled = sample(logits, params, noise, position, counts=counts, mask=masks)
     return eqx.tree_at(lambda s: s.ok, sampled, sampled.ok & finite)
 

@@ -124,6 +124,27 @@ def test_texts_are_the_same_in_any_order(allocation, devices):
         check(PAGED, shuffled)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 1, "kv_heads": 16},
+        pytest.param({"rows": 1, "steps": 8, "allocation": "paged"}, marks=pytest.mark.slow),
+        pytest.param({"rows": 3, "kv_heads": 16, "steps": 8}, marks=pytest.mark.slow),
+        pytest.param({"rows": 2, "kv_heads": 16, "axes": axes(data=2, model=2)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_joins_a_lone_row_or_query_in_a_product_changes_no_text(changes, devices):
+    """A head of keys for each query head, a row for each shard, or both: what a TPU's matrix unit is for is made."""
+    del devices
+    given = requests()[:4]
+    expected = observed(TinyEngine(**changes).engine(), given)
+    found = observed(TinyEngine(**changes, matrix_unit=True).engine(), given)
+    assert not found.failed and found.texts == expected.texts and len(found.texts) >= 4
+    for of, logprobs in found.logprobs.items():
+        np.testing.assert_allclose(logprobs, expected.logprobs[of], atol=2e-4, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

@@ -199,6 +199,7 @@ def _programs(
         sharding=pretrained.sharding,
         counts_tokens=inference.penalties,
         cache_block=CPU_BLOCK if target.platform == "cpu" else None,
+        matrix_unit=target.platform == "tpu",
         matmul_precision=pretrained.precision.matmul,
         compiler_options=dict(pretrained.compiler_options),
     )

@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
-from haliax_ext.mapping import compute_mapping_in_scope
-from levanter.layers.attention.cached_device import HELD, CachedAttention
+from levanter.layers.attention.cached_device import HELD, PLACES, CachedAttention
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.places import NewPositions as NewPositions
+from levanter.layers.attention.places import with_pages
 
 PAGE_AXES = ("layers", "page", "kv_head", "kv", "slot", "head_size")
 """The axes of the keys and values of a stack of layers, in order."""
@@ -37,55 +38,6 @@ PAGE_AXES = ("layers", "page", "kv_head", "kv", "slot", "head_size")
 SCALE_AXES = ("layers", "kv_head", "kv", "page", "slot")
 """The axes of the scales of integers, in order. With `kv` beside `slot` they would be laid out anew, and back, for each
 call."""
-
-
-class NewPositions(eqx.Module):
-    """The positions that a call adds to the rows of a cache: the same for all layers.
-
-    Attributes:
-        positions: `[batch, position]`, int32: the position of each new token in its row; 0 for what is not there.
-        there: boolean, its axes: whether the call has such a token. What is not there is not written, and what comes of
-            it means nothing.
-        tables: `[batch, table]`, int32: the pages of each row in order, numbered within the row's own shard; None where
-            row r has page r and no other.
-        reach: how many positions of a row are read, from its first; those of the call are among them. None for all.
-        block: how many positions are read at a time, as far as the longest row of the call goes; None where all are
-            read, whatever is in them. What a row gets does not depend on how long others are.
-    """
-
-    positions: NamedArray
-    there: NamedArray
-    tables: NamedArray | None = None
-    reach: int | None = eqx.field(static=True, default=None)
-    block: int | None = eqx.field(static=True, default=None)
-
-    @staticmethod
-    def following(
-        first: NamedArray,
-        count: NamedArray,
-        Pos: Axis,
-        *,
-        tables: NamedArray | None = None,
-        reach: int | None = None,
-        block: int | None = None,
-    ) -> "NewPositions":
-        """Consecutive ones.
-
-        Args:
-            first: `[batch]`, int32: the position of each row's first new token.
-            count: `[batch]`, int32: how many new tokens each row has.
-            Pos: the axis of the call's tokens, at least as long.
-            tables, reach, block: see `NewPositions`.
-        """
-        index = hax.arange(Pos).broadcast_axis(first.axes).rearrange((*first.axes, Pos))
-        there = index < count
-        assert isinstance(there, NamedArray)
-        positions = hax.where(there, index + first, 0)
-        return NewPositions(positions=positions, there=there, tables=tables, reach=reach, block=block)
-
-    def capacity(self, Slot: Axis) -> int:
-        """How many positions a row can have."""
-        return Slot.size * (1 if self.tables is None else self.tables.axis_size("table"))
 
 
 class CachedLayers(eqx.Module):
@@ -163,6 +115,7 @@ def attend_cached(
     of_key = (Batch.name, "position", "kv_head", "head_size")
     of_query = (*of_key[:3], "q_heads_per_group", "head_size")
     at = (Batch.name, "position")
+    new = new if new.places else new.placed(state.pages, state.scales)
     given = {
         "q": q.rearrange(of_query),
         "k": k.rearrange(of_key),
@@ -173,12 +126,14 @@ def attend_cached(
         "there": new.there.rearrange(at),
         "tables": new.tables,
         "sinks": sinks,
+        **{PLACES[name]: x for name, x in new.places.items()},
     }
     there = {name: x for name, x in given.items() if x is not None}
     layer = CachedAttention(
         axes={name: tuple(axis.name for axis in x.axes) for name, x in there.items()},
         reach=new.reach,
         block=new.block,
+        lone_queries=new.lone_queries,
         mask=mask,
         softmax_scale=softmax_scale,
         soft_cap=soft_cap,
@@ -189,8 +144,7 @@ def attend_cached(
     if mesh.empty:
         mixed, held = layer(state.layer, arrays)
     else:
-        mapping = compute_mapping_in_scope()
-        mapping = mapping.merged({"page": mapping.mesh_axes(Batch.name) or None})
+        mapping = with_pages(Batch.name)
         specs = {name: mapping.spec(names) for name, names in layer.axes.items()}
         kept = {name: specs[name] for name in HELD if name in specs}
         # That what is computed alike on several devices is the same there, the checker does not see.

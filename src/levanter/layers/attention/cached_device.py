@@ -12,15 +12,16 @@ from typing import NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSelector, NamedArray
 from jax.typing import DTypeLike
 
 from haliax_ext.mapping import AxisMapping, compute_mapping
 from levanter.layers.attention.backends import DEFAULT_BLOCK
 from levanter.layers.attention.blockwise import Mixing, blockwise_attention
 from levanter.layers.attention.cache_int8 import int8_vectors
+from levanter.layers.attention.divided_last import attention_divided_last
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.reference import reference_attention
+from levanter.layers.attention.places import put
 
 MOST_SCORES = 1 << 20
 """Queries × keys of a head up to which all of their scores exist at a time; more are worked through by blocks of keys.
@@ -28,6 +29,8 @@ A single query never has too many."""
 
 HELD = ("pages", "scales")
 """What a layer reads and writes."""
+PLACES = {name: f"places of {name}" for name in HELD}
+"""What is said of where that goes."""
 
 
 class Stretch(NamedTuple):
@@ -47,9 +50,11 @@ class CachedAttention:
     """A device's part of `attention.cached.attend_cached`.
 
     Attributes:
-        axes: names of the axes of its arguments: q, k, v, pages, positions, there, and maybe scales, tables and sinks.
+        axes: names of the axes of its arguments: q, k, v, pages, positions, there, places of pages, and maybe scales,
+            their places, tables and sinks.
         reach: how many positions of a row are read.
         block: how many of them at a time; None for all.
+        lone_queries: see `NewPositions`.
         mask: the rule.
         softmax_scale: multiplies the scores.
         soft_cap: bound of the scores.
@@ -59,6 +64,7 @@ class CachedAttention:
     axes: Mapping[str, tuple[str, ...]]
     reach: int | None
     block: int | None
+    lone_queries: int
     mask: AttentionMask
     softmax_scale: float
     soft_cap: float | None
@@ -73,13 +79,23 @@ class CachedAttention:
         held = self._write({name: arrays[name] for name in HELD if name in arrays}, layer, vectors, given)
         # Haliax's functions constrain what they make by the mapping in scope; here are a device's own parts.
         with compute_mapping(AxisMapping()):
+            given |= self._joined(given)
             whole = self.block is None or self._stretch(given) >= _capacity(given)
             mixed = (self._at_once if whole else self._by_blocks)(held, layer, given)
-        found = mixed.rearrange(q.axes).array.astype(q.dtype)
+        found = mixed.rearrange(given["q"].axes).array.astype(q.dtype)[:, :, :, : arrays["q"].shape[3]]
         if too_large is not None:
             lost = jnp.any(too_large, axis=(2, 3, 4))[:, :, None, None, None]
             found = jnp.where(lost, jnp.nan, found)
         return found, held
+
+    def _joined(self, given: Mapping[str, NamedArray]) -> dict[str, NamedArray]:
+        """Queries and sinks in which a single query of each head is joined by others that are 0; nothing if none is."""
+        q = given["q"]
+        Group = q.resolve_axis("q_heads_per_group")
+        if self.lone_queries == 1 or Group.size * q.axis_size("position") > 1:
+            return {}
+        more: dict[AxisSelector, tuple[int, int]] = {Group: (0, self.lone_queries - 1)}
+        return {name: hax.pad(given[name], more) for name in ("q", "sinks") if name in given}
 
     def _at_once(self, held: Mapping[str, jax.Array], layer: jax.Array, given: Mapping[str, NamedArray]) -> NamedArray:
         """Attention to all positions of the rows."""
@@ -87,7 +103,7 @@ class CachedAttention:
         (keys, key_scales), (values, value_scales) = (self._read(held, layer, q, tables, which) for which in (0, 1))
         Pos, KeyPos = q.resolve_axis("position"), keys.resolve_axis("key_position")
         whole = Pos.size == 1 or Pos.size * KeyPos.size <= MOST_SCORES
-        formula = reference_attention if whole else functools.partial(blockwise_attention, block_size=DEFAULT_BLOCK)
+        formula = attention_divided_last if whole else functools.partial(blockwise_attention, block_size=DEFAULT_BLOCK)
         return formula(
             q.astype(self.dtype),
             keys.astype(self.dtype),
@@ -201,28 +217,13 @@ class CachedAttention:
         self, held: Mapping[str, jax.Array], layer: jax.Array, vectors: jax.Array, given: Mapping[str, NamedArray]
     ) -> Mapping[str, jax.Array]:
         """The pages, and their scales, with what is new in them; what is not there, or has no slot, is dropped."""
-        positions, there, tables = given["positions"].array, given["there"].array, given.get("tables")
-        pages = held["pages"]
-        slots = pages.shape[4]
-        if tables is None:
-            number = jnp.arange(positions.shape[0])[:, None]
-            there = there & (positions < slots)
-        else:
-            number = jnp.take_along_axis(tables.array, positions // slots, axis=1, mode="clip")
-            there = there & (positions < slots * tables.array.shape[1])
-        # A scatter of vectors along `head_size`. With heads and `kv` in what is written at a time, a compiled step on
-        # v5e had temporaries of one and a half caches.
-        number = jnp.where(there, number, pages.shape[1])[:, :, None, None]
-        head, which = jnp.arange(pages.shape[2])[:, None], jnp.arange(2)
-        at = {"layers": layer, "page": number, "kv_head": head, "kv": which}
-        at["slot"] = (positions % slots)[:, :, None, None]
+        # Vectors along `head_size`, in a row as they were made: with heads and `kv` in what is written at a time, a
+        # compiled step on v5e had temporaries of one and a half caches.
+        vectors = jnp.moveaxis(vectors, 3, 0)
         new = {"pages": jnp.where(jnp.isfinite(vectors), vectors, 0)}
         if "scales" in held:
             new["pages"], new["scales"] = int8_vectors(new["pages"])
-        return {
-            name: array.at[_at(self.axes[name], **at)].set(new[name].astype(array.dtype), mode="drop")
-            for name, array in held.items()
-        }
+        return {name: put(array, layer, given[PLACES[name]].array, new[name]) for name, array in held.items()}
 
 
 def _capacity(given: Mapping[str, NamedArray]) -> int:

@@ -97,6 +97,7 @@ def advance(
     embedded = model.embeddings(tokens, at.positions)
     length = at.capacity(cache.Slot) if length is None else length
     scales = cache.scales or (None,) * len(cache.pages)
+    at = at.placed(cache.pages[0], scales[0])
     states = [CachedLayers.entering(*own) for own in zip(cache.pages, scales, strict=True)]
     activations, left = model.transformer.advance(embedded, at, states, length=length)
     behind = tuple(state.scales for state in left if state.scales is not None)

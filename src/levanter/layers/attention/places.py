@@ -1,0 +1,177 @@
+"""Where in a cache the keys and values of new positions go: `NewPositions`, which a call makes once for all layers.
+
+Numbers of an index are small operations on a device, and a small operation takes as long as it takes to start one: made
+by each layer for itself, those of a decode step of 70B took as long as a tenth of its attention (read off what the TPU
+compiler makes of it). A layer adds to them where it begins.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from haliax_ext.mapping import AxisMapping, compute_mapping_in_scope
+
+
+class NewPositions(eqx.Module):
+    """The positions that a call adds to the rows of a cache: the same for all layers.
+
+    Attributes:
+        positions: `[batch, position]`, int32: the position of each new token in its row; 0 for what is not there.
+        there: boolean, its axes: whether the call has such a token. What is not there is not written, and what comes of
+            it means nothing.
+        tables: `[batch, table]`, int32: the pages of each row in order, numbered within the row's own shard; None where
+            row r has page r and no other.
+        reach: how many positions of a row are read, from its first; those of the call are among them. None for all.
+        block: how many positions are read at a time, as far as the longest row of the call goes; None where all are
+            read, whatever is in them. What a row gets does not depend on how long others are.
+        lone_queries: how many queries are multiplied by the keys of a head where there would be one.
+        places: where the keys and values of these positions lie in the arrays of a cache, see `placed`; none where
+            every layer finds that out for itself.
+    """
+
+    positions: NamedArray
+    there: NamedArray
+    tables: NamedArray | None = None
+    reach: int | None = eqx.field(static=True, default=None)
+    block: int | None = eqx.field(static=True, default=None)
+    lone_queries: int = eqx.field(static=True, default=1)
+    places: Mapping[str, NamedArray] = eqx.field(default_factory=dict[str, NamedArray])
+
+    @staticmethod
+    def following(
+        first: NamedArray,
+        count: NamedArray,
+        Pos: Axis,
+        *,
+        tables: NamedArray | None = None,
+        reach: int | None = None,
+        block: int | None = None,
+        lone_queries: int = 1,
+    ) -> "NewPositions":
+        """Consecutive ones.
+
+        Args:
+            first: `[batch]`, int32: the position of each row's first new token.
+            count: `[batch]`, int32: how many new tokens each row has.
+            Pos: the axis of the call's tokens, at least as long.
+            tables, reach, block, lone_queries: see `NewPositions`.
+        """
+        index = hax.arange(Pos).broadcast_axis(first.axes).rearrange((*first.axes, Pos))
+        there = index < count
+        assert isinstance(there, NamedArray)
+        return NewPositions(
+            positions=hax.where(there, index + first, 0),
+            there=there,
+            tables=tables,
+            reach=reach,
+            block=block,
+            lone_queries=lone_queries,
+        )
+
+    def placed(self, pages: NamedArray, scales: NamedArray | None = None) -> "NewPositions":
+        """The same with its places in a cache, which are those of every layer: a layer adds where its own begin.
+
+        Args:
+            pages: of any stack of layers.
+            scales: of integers, likewise.
+        """
+        held = {"pages": pages} if scales is None else {"pages": pages, "scales": scales}
+        (Batch,) = (axis for axis in self.positions.axes if axis.name != "position")
+        at = (Batch.name, "position")
+        given = {**held, "positions": self.positions.rearrange(at), "there": self.there.rearrange(at)}
+        given |= {} if self.tables is None else {"tables": self.tables}
+        axes = {name: tuple(axis.name for axis in x.axes) for name, x in given.items()}
+        find = functools.partial(_places, axes={name: axes[name] for name in held})
+        arrays = {name: x.array for name, x in given.items()}
+        found_axes = ("kv", *at, "kv_head", "index")
+        if jax.sharding.get_abstract_mesh().empty:
+            found = find(arrays)
+        else:
+            mapping = with_pages(Batch.name)
+            specs = {name: mapping.spec(names) for name, names in axes.items()}
+            out = dict.fromkeys(held, mapping.spec(found_axes))
+            found = jax.shard_map(find, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
+        return dataclasses.replace(self, places={name: hax.named(x, found_axes) for name, x in found.items()})
+
+    def capacity(self, Slot: Axis) -> int:
+        """How many positions a row can have."""
+        return Slot.size * (1 if self.tables is None else self.tables.axis_size("table"))
+
+
+def with_pages(batch: str) -> AxisMapping:
+    """The mapping in scope; pages lie with their rows.
+
+    Args:
+        batch: the name of the axis of rows.
+    """
+    mapping = compute_mapping_in_scope()
+    return mapping.merged({"page": mapping.mesh_axes(batch) or None})
+
+
+def _places(arrays: Mapping[str, jax.Array], *, axes: Mapping[str, tuple[str, ...]]) -> dict[str, jax.Array]:
+    """Where a device's new keys and values lie in the first layer of its part of each array of a cache.
+
+    An index has three numbers at most: of the last two axes, which a device pads, and one of all others.
+
+    Args:
+        arrays: positions, there, maybe tables, and those of the cache.
+        axes: names of the axes of those of the cache.
+
+    Returns:
+        `[kv, batch, position, kv_head, index]` for each array of the cache: the numbers of an index, and what a layer
+        adds to each of them. What is not there, or has no slot, is in a slot that no page has.
+    """
+    positions, there, tables = arrays["positions"], arrays["there"], arrays.get("tables")
+    size = dict(zip(axes["pages"], arrays["pages"].shape, strict=True))
+    slots = size["slot"]
+    if tables is None:
+        number = jnp.arange(positions.shape[0])[:, None]
+        there = there & (positions < slots)
+    else:
+        number = jnp.take_along_axis(tables, positions // slots, axis=1, mode="clip")
+        there = there & (positions < slots * tables.shape[1])
+    at = {
+        "kv": jnp.arange(2)[:, None, None, None],
+        "page": number[None, :, :, None],
+        "kv_head": jnp.arange(size["kv_head"])[None, None, None],
+        "slot": jnp.where(there, positions % slots, slots)[None, :, :, None],
+    }
+    found = {}
+    for name, names in axes.items():
+        near, far = names[1:-2], [each for each in names[-2:] if each != "head_size"]
+        index = jnp.int32(0)
+        for each in near:
+            index = index * size[each] + at[each]
+        of_layer = math.prod(size[each] for each in near)
+        numbers = (index, *(at[each] for each in far), of_layer, *(0 for _ in far))
+        found[name] = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(each, jnp.int32) for each in numbers)), axis=-1)
+    return found
+
+
+def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+    """A device's part of an array of a cache, with new values in it.
+
+    Args:
+        array: with `layers` as its first axis.
+        layer: the index of the layer that they are of.
+        places: `[kv, batch, position, kv_head, index]`, of `NewPositions.places`.
+        values: over the axes of the places but `index`, and what a place holds.
+    """
+    count = places.shape[-1] // 2
+    places = places[..., :count] + layer * places[..., count:]
+    dims = tuple(range(count))
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(places.ndim - 1, values.ndim)),
+        inserted_window_dims=dims,
+        scatter_dims_to_operand_dims=dims,
+    )
+    flat = array.reshape(-1, *array.shape[-2:])
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(flat, places, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)
