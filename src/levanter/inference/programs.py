@@ -62,8 +62,9 @@ class ServedModel:
         matmul_precision: see `Program`.
         compiler_options: see `Program`.
         cache_block: see `NewPositions.block`; of calls that give rows their next tokens.
-        matrix_unit: whether a decode step joins others to a single row or query of a product: a TPU multiplies a vector
-            by a matrix without the unit that it has for matrices, in three times as long.
+        matrix_unit: whether they are for TPUs: a decode step joins others to a single row or query of a product, which
+            a TPU otherwise multiplies without the unit that it has for matrices, in three times as long; and see
+            `NewPositions.flat`.
     """
 
     abstract: DecoderLmHeadModel
@@ -103,7 +104,7 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
     def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, left, prompt):
-        at = NewPositions.following(first, count, Pos, tables=tables)
+        at = NewPositions.following(first, count, Pos, tables=tables, flat=model.matrix_unit)
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
         is_last = at.there & (at.positions == first + count - 1)
@@ -149,7 +150,8 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     Batch, Step = Axis("batch", cache.rows), Axis("step", steps)
     # The next token of each row, and behind that of a single row one that is not there.
     Pos = Axis("position", 2 if model.matrix_unit and cache.rows_of_shard == 1 else 1)
-    how = {"block": model.cache_block, "lone_queries": SUBLANES if model.matrix_unit else 1}
+    lone = SUBLANES if model.matrix_unit else 1
+    how = {"block": model.cache_block, "lone_queries": lone, "flat": model.matrix_unit}
 
     def one(net, cache_: KvCache, state: RowState, params, masks, tables) -> tuple[KvCache, RowState, SampledRows]:
         running = ~state.done

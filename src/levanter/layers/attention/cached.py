@@ -134,6 +134,7 @@ def attend_cached(
         reach=new.reach,
         block=new.block,
         lone_queries=new.lone_queries,
+        flat=new.flat,
         mask=mask,
         softmax_scale=softmax_scale,
         soft_cap=soft_cap,

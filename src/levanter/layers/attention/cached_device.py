@@ -54,7 +54,7 @@ class CachedAttention:
             their places, tables and sinks.
         reach: how many positions of a row are read.
         block: how many of them at a time; None for all.
-        lone_queries: see `NewPositions`.
+        lone_queries, flat: see `NewPositions`.
         mask: the rule.
         softmax_scale: multiplies the scores.
         soft_cap: bound of the scores.
@@ -65,6 +65,7 @@ class CachedAttention:
     reach: int | None
     block: int | None
     lone_queries: int
+    flat: bool
     mask: AttentionMask
     softmax_scale: float
     soft_cap: float | None
@@ -223,7 +224,10 @@ class CachedAttention:
         new = {"pages": jnp.where(jnp.isfinite(vectors), vectors, 0)}
         if "scales" in held:
             new["pages"], new["scales"] = int8_vectors(new["pages"])
-        return {name: put(array, layer, given[PLACES[name]].array, new[name]) for name, array in held.items()}
+        return {
+            name: put(array, layer, given[PLACES[name]].array, new[name], flat=self.flat)
+            for name, array in held.items()
+        }
 
 
 def _capacity(given: Mapping[str, NamedArray]) -> int:

@@ -32,6 +32,8 @@ class NewPositions(eqx.Module):
         block: how many positions are read at a time, as far as the longest row of the call goes; None where all are
             read, whatever is in them. What a row gets does not depend on how long others are.
         lone_queries: how many queries are multiplied by the keys of a head where there would be one.
+        flat: whether what is new is written by an index of few numbers, into a view of the array with fewer axes: a TPU
+            loses no time with the others then. For CPUs the compiler copies the array for such a view, in every layer.
         places: where the keys and values of these positions lie in the arrays of a cache, see `placed`; none where
             every layer finds that out for itself.
     """
@@ -42,6 +44,7 @@ class NewPositions(eqx.Module):
     reach: int | None = eqx.field(static=True, default=None)
     block: int | None = eqx.field(static=True, default=None)
     lone_queries: int = eqx.field(static=True, default=1)
+    flat: bool = eqx.field(static=True, default=False)
     places: Mapping[str, NamedArray] = eqx.field(default_factory=dict[str, NamedArray])
 
     @staticmethod
@@ -54,6 +57,7 @@ class NewPositions(eqx.Module):
         reach: int | None = None,
         block: int | None = None,
         lone_queries: int = 1,
+        flat: bool = False,
     ) -> "NewPositions":
         """Consecutive ones.
 
@@ -61,7 +65,7 @@ class NewPositions(eqx.Module):
             first: `[batch]`, int32: the position of each row's first new token.
             count: `[batch]`, int32: how many new tokens each row has.
             Pos: the axis of the call's tokens, at least as long.
-            tables, reach, block, lone_queries: see `NewPositions`.
+            tables, reach, block, lone_queries, flat: see `NewPositions`.
         """
         index = hax.arange(Pos).broadcast_axis(first.axes).rearrange((*first.axes, Pos))
         there = index < count
@@ -73,6 +77,7 @@ class NewPositions(eqx.Module):
             reach=reach,
             block=block,
             lone_queries=lone_queries,
+            flat=flat,
         )
 
     def placed(self, pages: NamedArray, scales: NamedArray | None = None) -> "NewPositions":
@@ -155,7 +160,7 @@ def _places(arrays: Mapping[str, jax.Array], *, axes: Mapping[str, tuple[str, ..
     return found
 
 
-def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array, *, flat: bool) -> jax.Array:
     """A device's part of an array of a cache, with new values in it.
 
     Args:
@@ -163,15 +168,20 @@ def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array
         layer: the index of the layer that they are of.
         places: `[kv, batch, position, kv_head, index]`, of `NewPositions.places`.
         values: over the axes of the places but `index`, and what a place holds.
+        flat: see `NewPositions`.
     """
     count = places.shape[-1] // 2
     places = places[..., :count] + layer * places[..., count:]
+    if not flat:
+        near = jnp.unravel_index(places[..., 0], array.shape[:-2])
+        far = (places[..., n] for n in range(1, count))
+        return array.at[(*near, *far)].set(values.astype(array.dtype), mode="drop")
     dims = tuple(range(count))
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(places.ndim - 1, values.ndim)),
         inserted_window_dims=dims,
         scatter_dims_to_operand_dims=dims,
     )
-    flat = array.reshape(-1, *array.shape[-2:])
+    view = array.reshape(-1, *array.shape[-2:])
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-    return jax.lax.scatter(flat, places, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)
+    return jax.lax.scatter(view, places, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)

@@ -66,16 +66,22 @@ def laid_out_anew(text: str) -> list[str]:
 def whole_rows(text: str) -> set[str]:
     """Shapes with all positions of a row that are not the cache's."""
     cache = (MODEL["num_layers"], ROWS, KV_HEADS, 2, LENGTH, SIZE)
-    # As it is held, and as it is written: all axes but the last two are one.
-    either = {",".join(map(str, sizes)) for sizes in (cache, (math.prod(cache[:-2]), *cache[-2:]))}
-    return {shape for shape in re.findall(r"f32\[([\d,]+)\]", text) if str(LENGTH) in shape.split(",")} - either
+    held = ",".join(map(str, cache))
+    return {shape for shape in re.findall(r"f32\[([\d,]+)\]", text) if str(LENGTH) in shape.split(",")} - {held}
+
+
+def copied_caches(text: str) -> list[str]:
+    """Copies of the cache inside a loop: one for every token, or for every layer."""
+    held = ",".join(map(str, (MODEL["num_layers"], ROWS, KV_HEADS, 2, LENGTH, SIZE)))
+    bodies = [part for part in re.split(r"\n(?=\S)", text) if not part.startswith("ENTRY")]
+    return [line for part in bodies for line in part.splitlines() if re.search(rf"= f32\[{held}\]\S* copy\(", line)]
 
 
 def test_no_weight_is_laid_out_anew_and_no_position_is_read_that_nobody_has(tmp_path, devices):
     del devices
     found = plan(tmp_path)
     text = compiled(found)
-    assert not laid_out_anew(text) and not whole_rows(text)
+    assert not laid_out_anew(text) and not whole_rows(text) and not copied_caches(text)
     # In the order of checkpoints, and at once, they are.
     own = found.work.pretrained
     as_stored = own.config.build(own.Vocab, key=jax.random.PRNGKey(0))
