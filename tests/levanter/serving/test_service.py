@@ -379,13 +379,14 @@ def test_whatever_clients_do_every_choice_ends_once_and_every_page_comes_back(mo
             await until(lambda: all_free(made) and made.load.waiting_tokens == 0)
             choices = [(each.request, n) for each in of(events, Admitted) for n in range(each.choices)]
             assert sorted(choices) == sorted((each.request, each.choice) for each in of(events, ChoiceEnded))
-            assert {each.reason for each in of(events, ChoiceEnded)} == {"stop", "length", "cancelled"} - unused
+            # Who leaves is cancelled, unless the last token was faster: either is right, and a machine decides which.
+            # That leaving cancels has a test of its own. No text ends by itself: `ignore_eos` is asked for.
+            ended = {each.reason for each in of(events, ChoiceEnded)}
+            assert {"length"} <= ended <= {"length", "cancelled"}
             reasons = {each.reason for each in of(events, Rejected)}
             assert {"invalid", "too_long", "queue_full"} <= reasons
             assert all(client.left.is_set() or client.statuses for client in clients)
             assert {status for client in clients for status in client.statuses} <= {200, 400, 429}
             assert not made._tickets and not made._worker._texts
 
-    # No text ends by itself: `ignore_eos` is asked for.
-    unused = {"stop"}
     asyncio.run(run())
