@@ -23,17 +23,27 @@ IDLE = "document.querySelector('#stop').disabled && document.querySelectorAll('.
 
 @dataclass
 class Held:
-    """A server whose engine stops after so many steps, until it is let go on."""
+    """A server whose engine stops after so many steps, until it is let go on.
+
+    Attributes:
+        steps: that were taken; the engine's thread alone counts them.
+        last: of them, the one before which it stops.
+    """
 
     server: Listening
     plan: str
-    steps: int = 1 << 30
+    steps: int = 0
+    last: int = 1 << 30
     go_on: threading.Event = field(default_factory=threading.Event)
     ended: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
 
     def hold_after(self, steps: int) -> None:
         self.go_on.clear()
-        self.steps = steps
+        self.last = self.steps + steps
+
+    def let_go(self) -> None:
+        self.last = 1 << 30
+        self.go_on.set()
 
     def next_end(self) -> str:
         """Why the next choice ended; waits for that."""
@@ -54,8 +64,8 @@ def held(model) -> Iterator[Held]:
         own = engine.step
 
         def step():
-            found.steps -= 1
-            if found.steps < 0:
+            found.steps += 1
+            if found.steps > found.last:
                 found.go_on.wait()
             return own()
 
@@ -66,7 +76,7 @@ def held(model) -> Iterator[Held]:
         engine.step = step
         server.service.observers.append(heard)
         yield found
-        found.go_on.set()
+        found.let_go()
 
 
 def opened(browser: Browser, held: Held, **options) -> Page:
@@ -124,8 +134,7 @@ def test_a_stream_is_stopped_and_its_row_is_free(browser: Browser, held: Held):
     page.press("Escape")
     page.wait_for("document.querySelector('#rate').textContent.endsWith('stopped here')")
     assert held.next_end() == "cancelled"
-    held.steps = 1 << 30
-    held.go_on.set()
+    held.let_go()
     page.wait_for("document.querySelector('#rows_text').textContent.startsWith('0 of')")
     # Another answer, by the mouse.
     page.click("#again")
@@ -149,8 +158,7 @@ def test_a_reload_keeps_the_conversation_and_ends_what_was_being_answered(browse
     page.wait_for("document.querySelectorAll('.assistant').length === 2")
     page.reload()
     assert held.next_end() == "cancelled"
-    held.steps = 1 << 30
-    held.go_on.set()
+    held.let_go()
     page.wait_for("document.querySelector('#state').textContent.startsWith('ready')")
     assert answers(page) == before and page.count(".user") == 2
     page.wait_for("document.querySelector('#rows_text').textContent.startsWith('0 of')")
@@ -175,6 +183,7 @@ def test_text_is_continued_and_what_is_wrong_is_said(browser: Browser, held: Hel
     page.press("Enter")
     page.wait_for("document.querySelectorAll('.error').length === 1")
     assert "100000" in page.text(".error")
+    page.evaluate("new Promise(done => setTimeout(done, 10))")  # what it has said by now is heard
     page.errors = [each for each in page.errors if "400" not in each]  # the browser's own line about the answer
     page.check()
     page.close()

@@ -324,7 +324,7 @@ def running() -> Iterator[Browser]:
         try:
             yield started
             started.call("Browser.close", {})
-            process.wait(timeout=10)
+            process.wait(timeout=_TIMEOUT)
         finally:
             if process.poll() is None:
                 process.kill()

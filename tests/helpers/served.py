@@ -123,10 +123,10 @@ def listening(
     thread = threading.Thread(target=server.run, args=(socket,), name="http")
     thread.start()
     try:
-        assert opened.wait(60), "the server does not open its port"
+        assert opened.wait(200), "the server does not open its port"
         yield Listening(url=url, service=service, server=server, thread=thread)
     finally:
         if thread.is_alive():
             server.stop()
-        thread.join(60)
+        thread.join(200)
         assert not thread.is_alive(), "the server does not end"

@@ -1,7 +1,8 @@
 """A stand-in for a server: `python streaming_server.py --host H --port P`; ready after a second.
 
 `GET /pid` says which process answers, `GET /hung` how many clients hung up before their answer's end; `POST` with
-`{"n": 20}` streams that many events, one every 50 ms. SIGTERM ends it once its answers have ended.
+`{"n": 20}` streams that many events, one every 50 ms, or with `"when": "asked"` the next one at each `GET /next`.
+SIGTERM ends it once its answers have ended.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 BEGAN = time.monotonic()
 HUNG: list[str] = []
 ANSWERS: list[threading.Thread] = []
+NEXT = threading.Semaphore(0)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -31,6 +33,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.path == "/next":
+            NEXT.release()
         said = {"/pid": str(os.getpid()), "/hung": str(len(HUNG)), "/key": self.headers.get("Authorization", "none")}
         code = 503 if self.path == "/ready" and time.monotonic() < BEGAN + 1 else 200
         self.say(code, said.get(self.path.partition("?")[0], self.path))
@@ -47,7 +51,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 piece = f"data: {number} {asked.get('text', '')}\n\n".encode()
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
                 self.wfile.flush()
-                time.sleep(0.05)
+                if asked.get("when") == "asked":
+                    NEXT.acquire()
+                else:
+                    time.sleep(0.05)
             self.wfile.write(b"0\r\n\r\n")
         except OSError:
             HUNG.append(self.path)

@@ -55,9 +55,10 @@ def test_who_is_killed_while_weights_are_loaded_is_named(tmp_path, inputs):
     command = [str(script), *inputs.eval_lm(tmp_path)[1:]]
     with Run(tmp_path, 2, command, devices=4, cache=inputs.cache) as run:
         run.wait_for(1, "held in reading")
-        killed = run.kill(1)
+        run.kill(1)
         ended = run.wait()
-    assert ended[0].code == 5 and ended[0].at - killed < SECONDS
+    # By its connection, which closed at once: not because nothing was heard of it for SECONDS.
+    assert ended[0].code == 5
     # Reading, or waiting for the other to have compiled an exchange.
     where = r"(after barrier 'loading weights'|(in|behind) barrier 'the first load\.\S+')"
     assert re.search(f"error: process 1 of 2 is missing; noticed by process 0 {where}", ended[0].output)

@@ -1,6 +1,7 @@
 """N local processes of one command: started and ended together, each line prefixed with its process number."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,10 +22,21 @@ def place(coordinator: str, processes: int, index: int) -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port that was free a moment ago, of those that the kernel gives to no outgoing connection meanwhile.
+
+    Args:
+        host: the address that somebody will listen on; "" for all.
+    """
+    dice = random.SystemRandom()
+    # Linux hands out 32768 and up; Ray's workers listen below 20000, and Kubernetes' nodes from 30000 on.
+    for port in (*(dice.randrange(20_000, 30_000) for _ in range(200)), 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise LaunchError(f"{host or 'this machine'} has no free port")
 
 
 class Processes:

@@ -39,7 +39,7 @@ class Here:
     def release(self, members) -> None:
         for member in members:
             member.stop()
-            member._process.wait(timeout=30)
+            member._process.wait(timeout=200)
 
     def sleep(self, seconds: float) -> None:
         """What the gang waits with: the time in which something happens."""
@@ -48,7 +48,7 @@ class Here:
 
 
 def run(code: str, cluster: Here, **keywords):
-    words = GangRun(command=("python", "-c", code), **{"settle": 3.0, "grace": 0.3, **keywords})
+    words = GangRun(command=("python", "-c", code), **{"settle": 100.0, "grace": 0.3, **keywords})
     return run_gang(words, cluster, Console(["hf_s3cr3t"]), sleep=cluster.sleep)
 
 
@@ -78,7 +78,9 @@ def test_an_error_of_one_is_shown_and_ends_the_rest(capsys, tmp_path):
 def assert_ended(folder: Path) -> None:
     """The processes whose numbers are in the files of a folder are no more, or wait to be collected."""
     deadline = time.monotonic() + 100
-    left = {file.name: Path("/proc") / file.read_text() / "stat" for file in folder.iterdir()}
+    # Who was ended in the middle of writing its number has ended.
+    written = {file.name: text for file in folder.iterdir() if (text := file.read_text())}
+    left = {name: Path("/proc") / number / "stat" for name, number in written.items()}
     while left and time.monotonic() < deadline:
         left = {name: path for name, path in left.items() if _runs(path)}
         time.sleep(0.05)
@@ -93,14 +95,18 @@ def _runs(stat: Path) -> bool:
 
 
 def killing(folder: Path, *, times: int):
-    """Kills process 1 as soon as it runs, in the first `times` attempts."""
+    """Kills process 1 as soon as all of them run, in the first `times` attempts."""
     killed = set()
 
     def then(cluster: Here) -> None:
-        pid = folder / f"{cluster.acquired}-1"
-        if cluster.acquired <= times and pid not in killed and pid.exists() and pid.read_text():
-            killed.add(pid)
-            os.kill(int(pid.read_text()), signal.SIGKILL)
+        pids = [folder / f"{cluster.acquired}-{index}" for index in range(len(cluster.members))]
+        if (
+            cluster.acquired <= times
+            and pids[1] not in killed
+            and all(pid.exists() and pid.read_text() for pid in pids)
+        ):
+            killed.add(pids[1])
+            os.kill(int(pids[1].read_text()), signal.SIGKILL)
 
     return then
 
@@ -137,13 +143,14 @@ def test_beyond_the_bound_it_ends_with_a_verdict(capsys, tmp_path):
     assert "attempt 2: lost: process 1 on host 1: killed by SIGKILL; giving up, 1 restarts" in capsys.readouterr().err
 
 
-def test_a_host_that_is_gone_restarts_all(capsys):
+def test_a_host_that_is_gone_restarts_all(capsys, tmp_path):
     def take(cluster: Here) -> None:
         if cluster.acquired == 1:
             cluster.members[1].gone = True
+            (tmp_path / "gone").touch()
 
     cluster = Here(2, then=take)
-    code = f"{ME}time.sleep(1)\nif os.environ['LEVANTER_PROCESS_ID'] == '9': pass"
+    code = f"{ME}while not pathlib.Path({str(tmp_path / 'gone')!r}).exists(): time.sleep(0.01)"
     assert run(code, cluster).kind == "done"
     assert cluster.acquired == 2 and "process 1 on host 1: the host is gone" in capsys.readouterr().err
 
@@ -153,7 +160,7 @@ def test_whoever_lets_go_of_a_process_ends_all_it_started(tmp_path):
     host = HostHere(0, 0)
     child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(100)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    host.start(["python", "-c", parent], {}, grace=5.0)
+    host.start(["python", "-c", parent], {}, grace=100.0)
     deadline = time.monotonic() + 100
     while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -53,8 +53,12 @@ class Client:
         return "".join(self.pieces)
 
 
-async def _until(holds, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
+PATIENCE = 200.0
+"""Seconds after which a test is taken to hang."""
+
+
+async def _until(holds) -> None:
+    async with asyncio.timeout(PATIENCE):
         while not await holds():
             await asyncio.sleep(0.05)
 
@@ -68,7 +72,7 @@ async def _with_server(test, port=None) -> None:
     try:
         signals.put_nowait({"type": "lifespan.startup"})
         assert (await said.get())["type"] == "lifespan.startup.complete"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await server.ready()
         await test(app, server)
     finally:
@@ -87,8 +91,18 @@ def test_answers_are_passed_on_as_they_come():
             app
         )
         assert (asked.status, asked.text) == (200, "Bearer k")
-        streamed = await Client("/v1", {"n": 4, "text": "a \U0001f600"}).ask(app)
-        assert streamed.pieces == [f"data: {n} a \U0001f600\n\n" for n in range(4)]
+        streamed = Client("/v1", {"n": 4, "text": "a \U0001f600", "when": "asked"})
+        answer = asyncio.create_task(streamed.ask(app))
+        for n in range(4):
+            there = "".join(f"data: {number} a \U0001f600\n\n" for number in range(n + 1))
+
+            async def arrived(there=there) -> bool:
+                return streamed.text == there
+
+            await _until(arrived)
+            await Client("/next").ask(app)
+        await answer
+        assert streamed.text == there
         assert streamed.headers[b"content-type"] == b"text/event-stream"
         assert b"transfer-encoding" not in streamed.headers
 
@@ -125,7 +139,7 @@ def test_a_server_that_ends_before_it_is_ready_says_why():
     async def start() -> None:
         command = [sys.executable, "-c", "import os, sys; print('no such', os.environ['MY_KEY']); sys.exit(3)"]
         server = ServerOnHost(command, {"MY_KEY": "very-secret"}, Console(["very-secret"]), grace=1.0)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await server.ready()
 
     with pytest.raises(LaunchError, match=r"exit code 3\nno such \*\*\*") as found:

@@ -182,7 +182,8 @@ def test_pages_of_other_sites_do_not_reach_a_server_without_a_key(headers, statu
     assert ask(SameOrigin(reply, names=LOCAL_NAMES), headers=headers).status == status
 
 
-def test_doors_stand_in_their_order():
+def test_doors_stand_in_their_order(monkeypatch):
+    monkeypatch.setitem(RequestRate.__init__.__kwdefaults__, "now", Clock())
     seen: list[Rejected] = []
     key = {"Authorization": "Bearer long-enough"}
     limits = LimitsConfig(max_body_mib=1, requests_per_minute=4)

@@ -69,6 +69,13 @@ def checkpoint(folder: Path, family: str) -> dict[str, np.ndarray]:
     return made
 
 
+@pytest.fixture
+def unhurried(monkeypatch):
+    """Nothing is slow or silent: nothing is asked for twice because this machine stood still for a moment."""
+    monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: float("inf"))
+    monkeypatch.setattr(fetcher.Durations, "silent_seconds", float("inf"))
+
+
 def assembled_qkv(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """q, k and v of GPT-NeoX by hand: `[layers, heads, 3, size, embed]`, taken apart."""
     fused = np.stack([tensors[f"gpt_neox.layers.{n}.attention.query_key_value.weight"] for n in range(3)])
@@ -85,10 +92,8 @@ def columns_qkv(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_plan_says_is_what_the_server_sends(family, mapping, tmp_path, devices, monkeypatch):
+def test_what_the_plan_says_is_what_the_server_sends(family, mapping, tmp_path, devices, unhurried):
     """Through failures and all: bytes that were wanted once are counted once, and are the plan's."""
-    # Nothing is asked for twice because this machine stood still for a moment.
-    monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: float("inf"))
     tensors = checkpoint(tmp_path, family)
     broken = Fault(status=503)
     with ObjectStore(
@@ -118,10 +123,8 @@ def test_what_the_plan_says_is_what_the_server_sends(family, mapping, tmp_path, 
 
 
 @pytest.mark.parametrize(("mapping", "runs"), [({}, 1), ({"kv_head": "model"}, 2), ({"kv_head": "data"}, 4)])
-def test_interleaved_heads_are_asked_for_once_for_all_three(mapping, runs, tmp_path, devices, monkeypatch):
+def test_interleaved_heads_are_asked_for_once_for_all_three(mapping, runs, tmp_path, devices, unhurried):
     """By the server's own log: a run of a fused tensor for each part of its heads, not for each head of each leaf."""
-    # Nothing is asked for twice because this machine stood still for a moment.
-    monkeypatch.setattr(fetcher.Durations, "slow_seconds", lambda durations, nbytes: float("inf"))
     tensors = checkpoint(tmp_path, "gpt_neox")
     with ObjectStore({"m/model.safetensors": tmp_path / "model.safetensors"}) as store:
         source = open_weights(RemoteFolder(f"{store.url}/m"), allow_pickle=False)
