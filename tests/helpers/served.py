@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from helpers.hf_folder import tensors, write_folder
+from starlette.applications import Starlette
 
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.running import Running, running
@@ -103,6 +104,7 @@ class Listening:
     """A server that answers."""
 
     url: str
+    application: Starlette
     service: Service
     server: HttpServer
     thread: threading.Thread
@@ -124,7 +126,7 @@ def listening(
     thread.start()
     try:
         assert opened.wait(200), "the server does not open its port"
-        yield Listening(url=url, service=service, server=server, thread=thread)
+        yield Listening(url=url, application=application, service=service, server=server, thread=thread)
     finally:
         if thread.is_alive():
             server.stop()

@@ -20,7 +20,7 @@ class InferenceConfig(Ranged):
 
     Attributes:
         max_rows: rows that run at once, over all devices; a multiple of the batch's shards. `auto` takes as many as the
-            plan finds room for, 256 at most.
+            plan finds room for, 256 at most, and on CPUs 32.
         max_seq_len: positions that a row may have, prompt and text together; null for the model's.
         prefill_chunk: tokens of a prompt that a call takes at most.
         steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for

@@ -207,7 +207,13 @@ class Engine:
             made += 1
             is_end = id_ in request.stop_ids
             if of in self._conforming and not is_end:
-                self._conforming[of].accept(id_)
+                try:
+                    self._conforming[of].accept(id_)
+                except ConstraintError as error:
+                    # What follows the text has a limit of its own; only this row ends by it.
+                    self._lost[of] = str(error)
+                    yield from self._lose(of)
+                    return
             if is_end or made >= row.limit:
                 # Before anybody hears of it, so that who gives up the choice now does no more than that.
                 self.give_up(of)

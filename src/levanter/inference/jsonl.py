@@ -19,15 +19,15 @@ none), `line` and `error`; it concerns no other line.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from levanter.bounds import MIB, OutOfBoundsError, parse_json, shown_bytes
+from levanter.bounds import MIB, shown_bytes
 from levanter.inference import formats
 from levanter.inference.params import ParamsError, SamplingParams, lone_surrogate, params_of, stop_ids_of
 from levanter.inference.requests import ConstraintSpec, Request
+from levanter.inference.strict_json import NotAnObjectError, object_in
 
 LINE_BYTES = 32 * MIB
 """Of a request."""
@@ -107,30 +107,12 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | str]]:
 
 
 def _read(number: int, line: bytes, defaults: Mapping[str, object]) -> AskedLine | BrokenLine:
-    twice: list[str] = []
-
-    def pairs(given: list[tuple[str, object]]) -> dict[str, object]:
-        made = dict(given)
-        if len(made) < len(given):
-            names = [name for name, _ in given]
-            twice.extend(sorted({name for name in names if names.count(name) > 1}))
-        return made
-
+    problems: list[str] = []
     try:
-        value = parse_json(line.decode().strip(), object_pairs_hook=pairs)
-    except UnicodeDecodeError as error:
-        return BrokenLine(line=number, id=None, error=f"not UTF-8 at byte {error.start}")
-    except json.JSONDecodeError as error:
-        return BrokenLine(line=number, id=None, error=f"not JSON: {error.msg} at character {error.pos + 1}")
-    except OutOfBoundsError as error:
+        value = object_in(line.strip(), problems)
+    except NotAnObjectError as error:
         return BrokenLine(line=number, id=None, error=str(error))
-    if not isinstance(value, dict):
-        kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
-        return BrokenLine(line=number, id=None, error=f"expected an object, got {kind}")
-    problems = [f"{name}: written twice" for name in twice]
     id = _id(value.get("id"), number, problems)
-    if (where := _surrogate(value, "")) is not None:
-        problems.append(f"{where[1:]}: half of a surrogate pair, which no text has")
     prompt, messages = _prompt(value, problems)
     constraint = formats.constraint_of(value, problems)
     params = None
@@ -186,23 +168,6 @@ def _messages(given: object, problems: list[str]) -> tuple[Mapping[str, object],
     wrong = [n for n, one in enumerate(given) if not isinstance(one.get("role"), str)]
     problems += [f"messages[{n}]: expected a string as its `role`" for n in wrong[:3]]
     return tuple(given)
-
-
-def _surrogate(value: object, where: str) -> str | None:
-    """Where in a JSON value a string has half of a surrogate pair."""
-    if isinstance(value, str):
-        return where if lone_surrogate(value) is not None else None
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if lone_surrogate(key) is not None:
-                return f"{where}.{key.encode('ascii', 'backslashreplace').decode()}"
-            if (found := _surrogate(one, f"{where}.{key}")) is not None:
-                return found
-    if isinstance(value, list):
-        for n, one in enumerate(value):
-            if (found := _surrogate(one, f"{where}[{n}]")) is not None:
-                return found
-    return None
 
 
 def request_of(

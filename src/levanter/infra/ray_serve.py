@@ -81,6 +81,18 @@ def application(serve: ModuleType, asked: Namespace, command: Sequence[str], env
     )
 
 
+def server_command(asked: Namespace, command: Sequence[str]) -> list[str]:
+    """The command of each server, with what the launcher's own flags say of who is answered.
+
+    Args:
+        asked: the command line.
+        command: what stands behind `--`.
+    """
+    words = [*command, *(("--api_key", asked.api_key) if asked.api_key else ())]
+    # A server of its machine alone answers to that machine's names; requests that are passed on have others.
+    return [*words, "--insecure", "true"] if asked.insecure else words
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what a command line asks for; returns its exit code."""
     return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
@@ -118,9 +130,7 @@ def _deploy(
     serve: ModuleType, asked: Namespace, command: Sequence[str], environment: Environment, console: Console
 ) -> int:
     """Starts or replaces the replicas, and returns once all are ready."""
-    words = [*command, *(("--api_key", asked.api_key) if asked.api_key else ())]
-    # A server of its machine alone answers to that machine's names; requests that are passed on have others.
-    words += ["--insecure", "true"] if asked.insecure else []
+    words = server_command(asked, command)
     serve.start(http_options={"host": asked.host, "port": asked.port}, logging_config={"enable_access_log": False})
     console.say(f"{asked.replicas} replicas of {asked.name}; waiting until they are ready")
     try:

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from levanter.inference.params import SamplingParams
@@ -15,7 +16,7 @@ from levanter.inference.prompt_scores import PromptScores
 from levanter.inference.requests import ChoiceId
 from levanter.io.values import Json
 from levanter.serving.deliveries import Piece, Scored
-from levanter.serving.errors import failed
+from levanter.serving.errors import failed, json_bytes
 from levanter.serving.inbox import Submitted
 from levanter.serving.service import Service, Ticket
 from levanter.serving.sse import event
@@ -165,8 +166,16 @@ class Builder(ABC):
         return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
 
     def _chunk(self, choice: Mapping[str, Json]) -> bytes:
-        chunk: dict[str, Json] = {**self._head(self.chunk_object), "choices": [dict(choice)]}
-        return event({**chunk, "usage": None} if self.call.usage else chunk)
+        before, after = self._around
+        return before + json_bytes(choice) + after
+
+    @cached_property
+    def _around(self) -> tuple[bytes, bytes]:
+        """What stands before and behind the one choice of a chunk: the same in all of them."""
+        usage = {"usage": None} if self.call.usage else {}
+        before, mark, after = event({**self._head(self.chunk_object), "choices": [0], **usage}).rpartition(b"[0]")
+        assert mark, "a chunk has choices"
+        return before + b"[", b"]" + after
 
 
 def is_shown(piece: Piece) -> bool:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from levanter.inference.jsonl import AskedLine
 from levanter.inference.params import MOST_TOP_LOGPROBS, SamplingParams, fields_of
 from levanter.io.values import Json
-from levanter.serving.answering import Streamed, Whole
+from levanter.serving.asking import answered
 from levanter.serving.bodies import ChatBody
 from levanter.serving.building import AskedCall, Builder, ChoiceSoFar, is_shown
 from levanter.serving.conversation import messages_of, template_fields
@@ -23,12 +23,10 @@ from levanter.serving.reading import (
     fresh_id,
     fresh_seed,
     of_this_model,
-    read_body,
     submitted,
     wants_usage,
 )
 from levanter.serving.service import Service
-from levanter.serving.token_texts import TokenTexts
 from levanter.serving.tools import ToolCall, ToolRules, rules_of
 
 PATH = "/v1/chat/completions"
@@ -193,12 +191,4 @@ def _shown_call(n: int, call: ToolCall, id: str) -> dict[str, Json]:
 
 async def chat_completions(request: Request) -> Response:
     """Answers `POST /v1/chat/completions`."""
-    service: Service = request.app.state.service
-    texts: TokenTexts = request.app.state.texts
-    raw = await read_body(request)
-    call = await service.off_loop(lambda: read_chat(raw, service))
-    ticket = service.ask(call.submitted, route=PATH, streamed=call.stream)
-    answer = Chat(call, ticket, service, texts)
-    if call.stream:
-        return Streamed(ticket, answer.events(), id=call.id)
-    return Whole(ticket, answer.whole, id=call.id)
+    return await answered(request, path=PATH, read=read_chat, build=Chat)

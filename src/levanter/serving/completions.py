@@ -9,7 +9,7 @@ from starlette.responses import Response
 from levanter.inference.jsonl import AskedLine
 from levanter.inference.params import fields_of
 from levanter.io.values import Json
-from levanter.serving.answering import Streamed, Whole
+from levanter.serving.asking import answered
 from levanter.serving.bodies import CompletionBody
 from levanter.serving.building import AskedCall, Builder, ChoiceSoFar, is_shown
 from levanter.serving.deliveries import Piece
@@ -20,12 +20,10 @@ from levanter.serving.reading import (
     fresh_id,
     fresh_seed,
     of_this_model,
-    read_body,
     submitted,
     wants_usage,
 )
 from levanter.serving.service import Service
-from levanter.serving.token_texts import TokenTexts
 
 PATH = "/v1/completions"
 MOST_PROMPTS = 1024
@@ -137,12 +135,4 @@ class Completion(Builder):
 
 async def completions(request: Request) -> Response:
     """Answers `POST /v1/completions`."""
-    service: Service = request.app.state.service
-    texts: TokenTexts = request.app.state.texts
-    raw = await read_body(request)
-    call = await service.off_loop(lambda: read_completion(raw, service))
-    ticket = service.ask(call.submitted, route=PATH, streamed=call.stream)
-    answer = Completion(call, ticket, service, texts)
-    if call.stream:
-        return Streamed(ticket, answer.events(), id=call.id)
-    return Whole(ticket, answer.whole, id=call.id)
+    return await answered(request, path=PATH, read=read_completion, build=Completion)

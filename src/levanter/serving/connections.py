@@ -15,6 +15,7 @@ from dataclasses import replace
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from levanter.serving.errors import ApiError, JsonAnswer, json_bytes
 from levanter.serving.limits import LimitsConfig
 
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -95,6 +96,22 @@ class BoundedConnection(H11Protocol):
         self._stop_waiting()
         self._stop_write_timer()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Says of what is no HTTP that it is none, as everything else is said that is wrong."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # An answer is on its way; what comes behind the request that it is for is not understood.
+            self.transport.close()
+            return
+        body = json_bytes(ApiError(400, msg).body)
+        headers = {"content-type": JsonAnswer.media_type, "content-length": str(len(body)), "connection": "close"}
+        for event in (
+            h11.Response(status_code=400, headers=list(headers.items()), reason="Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """The client does not read: it has a while to begin again."""

@@ -15,6 +15,7 @@ from levanter.io.values import Json
 from levanter.serving.events import RejectReason
 
 INVALID = "invalid_request_error"
+_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 _PARAM = re.compile(r"([A-Za-z_][\w.\[\]]{0,100}): ")
 
 
@@ -66,7 +67,7 @@ def failed(message: str) -> ApiError:
 
 def json_bytes(value: Mapping[str, Json]) -> bytes:
     """An object as JSON, in ASCII: some clients take U+2028 in a stream for the end of a line."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 class JsonAnswer(Response):

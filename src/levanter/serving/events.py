@@ -105,6 +105,7 @@ class EngineLoad:
         running: rows that run.
         waiting: choices that wait for one, and prompts that wait to be scored.
         waiting_tokens: of their prompts.
+        drain_seconds: in which all of these and those that run are likely to be done.
         pages: of the cache, over all shards.
         pages_free: of these, how many nobody holds; pages that are kept for prompts that begin alike are free.
         computed_tokens: of prompts, computed so far; those of rows that gave way count each time.
@@ -115,6 +116,7 @@ class EngineLoad:
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    drain_seconds: float = 0.0
     pages: int = 0
     pages_free: int = 0
     computed_tokens: int = 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from levanter.inference.requests import ChoiceId, Request
+from levanter.inference.requests import Request
 from levanter.inference.schedule import QueueFullError
 
 
@@ -38,10 +38,6 @@ class GivenUp:
 
     request: str
     choice: int | None = None
-
-    def concerns(self, of: ChoiceId) -> bool:
-        """Whether a choice is given up."""
-        return of.request == self.request and self.choice in (None, of.choice)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,108 +1,27 @@
-"""`/openapi.json`: the interface as a document, made of the dataclasses that requests are decoded by.
+"""`/openapi.json`: the interface as a document, made of the classes that requests are decoded by and answers look like.
 
-Descriptions are the docstrings' own; bounds of sampling parameters are the ranges in their annotations.
+Every status that a path may answer with is in it. A path that the server does not have is answered by 404, and a method
+that a path does not have by 405, both with an `Error`.
 """
 
-import dataclasses
-import inspect
-import re
-import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-from levanter.config.ranges import Range
 from levanter.inference import formats
 from levanter.inference.params import MOST_BIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
 from levanter.io.values import Json
+from levanter.serving import answers, metrics, sse
 from levanter.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokensBody
+from levanter.serving.schemas import add_with_parts, described, object_of, properties_of, schema_of
 
-_ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*)$")
-_MAPPING = get_origin(Mapping[str, object])
-_SCALARS: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _MOST: Mapping[str, int] = {"stop": MOST_STOPS, "stop_token_ids": MOST_STOP_IDS, "logit_bias": MOST_BIASES}
 _NOT_OF_A_CONVERSATION = frozenset({"echo", "logprobs"})
 
 
-def described(cls: type) -> Mapping[str, str]:
-    """What the docstring of a dataclass says of its fields."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
-        if (match := _ENTRY.match(line)) is not None:
-            names = match[1].split(", ")
-            found |= dict.fromkeys(names, match[2])
-        elif names and line.startswith("        "):
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
-        else:
-            names = []
-    return found
-
-
-def schema_of(hint: object) -> dict[str, Json]:
-    """The JSON schema of a type; dataclasses by reference."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return {**schema_of(args[0]), **_bounds(args[1:])}
-    if origin in (Union, types.UnionType):
-        several: list[Json] = [{"type": "null"} if one is type(None) else schema_of(one) for one in args]
-        return {"anyOf": several}
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin is tuple:
-        return {"type": "array", "items": schema_of(args[0])}
-    if origin is _MAPPING:
-        return {"type": "object", "additionalProperties": schema_of(args[1])}
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return {"$ref": f"#/components/schemas/{hint.__name__}"}
-    return {"type": _SCALARS[hint]} if hint in _SCALARS else {}
-
-
-def _bounds(extras: tuple[object, ...]) -> dict[str, Json]:
-    for each in extras:
-        if isinstance(each, Range):
-            low = min((each.low, *each.also))
-            return {"exclusiveMinimum" if each.above else "minimum": low, "maximum": each.high}
-    return {}
-
-
-def _fields(cls: type, *, without: frozenset[str] = frozenset()) -> dict[str, Json]:
-    """The properties of a dataclass; what has a default may be null."""
-    hints, said = get_type_hints(cls, include_extras=True), described(cls)
-    found: dict[str, Json] = {}
-    for each in dataclasses.fields(cls):
-        if each.name in without:
-            continue
-        own = schema_of(hints[each.name])
-        if not _is_required(each) and {"type": "null"} not in _several(own):
-            own = {"anyOf": [own, {"type": "null"}]}
-        found[each.name] = {**own, "description": said.get(each.name, "")}
-    return found
-
-
-def _several(schema: dict[str, Json]) -> list[Json]:
-    several = schema.get("anyOf")
-    return several if isinstance(several, list) else []
-
-
-def _is_required(each: "dataclasses.Field[object]") -> bool:
-    return each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-
-
-def _object(cls: type, *, beside: Mapping[str, Json] | None = None) -> dict[str, Json]:
-    required: list[Json] = [each.name for each in dataclasses.fields(cls) if _is_required(each)]
-    return {
-        "type": "object",
-        "description": inspect.cleandoc(cls.__doc__ or "").split("\n", 1)[0],
-        "properties": {**(beside or {}), **_fields(cls)},
-        "required": required,
-        "additionalProperties": False,
-    }
-
-
 def _sampling(without: frozenset[str]) -> dict[str, Json]:
     """The fields of `SamplingParams`, as a JSON object has them."""
-    found = _fields(SamplingParams, without=without)
+    found = properties_of(SamplingParams, without=without)
     bias: Json = {"type": "number", "minimum": -100, "maximum": 100}
     written: dict[str, dict[str, Json]] = {
         "stop": {
@@ -140,63 +59,92 @@ def _formats() -> dict[str, Json]:
     return found
 
 
-def _referenced(cls: type, found: dict[str, Json]) -> None:
-    """Adds a dataclass, and those that its fields are made of."""
-
-    def visit(hint: object) -> None:
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint.__name__ not in found:
-            found[hint.__name__] = _object(hint)
-            _referenced(hint, found)
-        for one in get_args(hint):
-            visit(one)
-
-    for hint in get_type_hints(cls).values():
-        visit(hint)
-
-
 @cache
 def schemas() -> dict[str, Json]:
-    """The schemas of all bodies, by name."""
+    """The schemas of all bodies and answers, by name."""
     found: dict[str, Json] = {}
-    for cls in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TokensBody):
+    for asked in _ASKED:
         beside: dict[str, Json] = {}
-        if cls in (CompletionBody, ChatBody):
-            without = _NOT_OF_A_CONVERSATION if cls is ChatBody else frozenset[str]()
+        if asked.body in (CompletionBody, ChatBody):
+            without = _NOT_OF_A_CONVERSATION if asked.body is ChatBody else frozenset[str]()
             beside = _sampling(without) | _formats()
-        found[cls.__name__] = _object(cls, beside=beside)
-        _referenced(cls, found)
-    found["Error"] = {
-        "type": "object",
-        "properties": {
-            "error": {
-                "type": "object",
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-                "required": ["message", "type", "param", "code"],
-            }
-        },
-        "required": ["error"],
-    }
+        found[asked.body.__name__] = object_of(asked.body, beside=beside)
+        add_with_parts(asked.body, found)
+        add_with_parts(asked.answer, found)
+    for read in _READ:
+        if isinstance(read.answer, type):
+            add_with_parts(read.answer, found)
+    add_with_parts(answers.Error, found)
     return found
 
 
-_ASKED: Mapping[str, tuple[type, str]] = {
-    "/v1/completions": (CompletionBody, "Texts that are gone on with."),
-    "/v1/chat/completions": (ChatBody, "The next message of a conversation."),
-    "/v1/tokens": (TokensBody, "The tokens of conversations."),
-    "/tokenize": (TokenizeBody, "The tokens of a text or of a conversation."),
-    "/detokenize": (DetokenizeBody, "The text of tokens."),
-}
-_READ: Mapping[str, str] = {
-    "/v1/models": "The model that is served, by all its names.",
-    "/tokenizer_info": "What clients that make tokens themselves want to know.",
-    "/health": "Whether the engine runs.",
-    "/ready": "Whether requests are taken.",
-}
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A path that is sent an object."""
+
+    path: str
+    body: type
+    answer: type
+    summary: str
+    streams: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """A path that is only read. `answer` is an object's class, or the media type of what is none."""
+
+    path: str
+    answer: type | str
+    summary: str
+    unwell: bool = False
+    """Whether it answers 503 with an object of the same kind."""
+
+
+_ASKED = (
+    _Asked(
+        path="/v1/completions",
+        body=CompletionBody,
+        answer=answers.CompletionAnswer,
+        summary="Texts that are gone on with.",
+        streams=True,
+    ),
+    _Asked(
+        path="/v1/chat/completions",
+        body=ChatBody,
+        answer=answers.ChatAnswer,
+        summary="The next message of a conversation.",
+        streams=True,
+    ),
+    _Asked(path="/v1/tokens", body=TokensBody, answer=answers.Conversations, summary="The tokens of conversations."),
+    _Asked(
+        path="/tokenize",
+        body=TokenizeBody,
+        answer=answers.Tokenized,
+        summary="The tokens of a text or of a conversation.",
+    ),
+    _Asked(path="/detokenize", body=DetokenizeBody, answer=answers.Detokenized, summary="The text of tokens."),
+)
+_READ = (
+    _Read(path="/", answer="text/html; charset=utf-8", summary="A page to talk to the model with."),
+    _Read(path="/v1/models", answer=answers.ModelCards, summary="The model that is served, by all its names."),
+    _Read(path="/v1/models/{name}", answer=answers.ModelCard, summary="The model, by one of its names."),
+    _Read(
+        path="/tokenizer_info",
+        answer=answers.TokenizerInfo,
+        summary="What clients that make tokens themselves want to know.",
+    ),
+    _Read(path="/health", answer=answers.Health, summary="Whether the engine runs.", unwell=True),
+    _Read(path="/ready", answer=answers.Readiness, summary="Whether requests are taken.", unwell=True),
+    _Read(path="/status", answer=answers.ServerStatus, summary="What the server is doing."),
+    _Read(path="/plan", answer=answers.PlanShown, summary="The plan that the server follows."),
+    _Read(path="/metrics", answer=metrics.CONTENT_TYPE, summary="What was counted, for Prometheus."),
+    _Read(path="/openapi.json", answer="application/json", summary="This document."),
+)
+_AT_THE_DOOR = ("400", "401", "403", "408", "413", "429", "503")
+"""What any request may be answered with: it is no HTTP, carries no key, comes from a page of another site, does not
+arrive, is too large, comes too often, or there is no room."""
+_OF_THE_MODEL = (*_AT_THE_DOOR, "404", "500")
+"""What else a request to the model may be: for another model, or one whose answer could not be finished."""
 
 
 def document(version: str) -> dict[str, Json]:
@@ -205,30 +153,72 @@ def document(version: str) -> dict[str, Json]:
     Args:
         version: of the program.
     """
-    error: Json = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     paths: dict[str, Json] = {}
-
-    def answers(*codes: str) -> dict[str, Json]:
-        said = {"description": "what is wrong, and with which field"}
-        fine: dict[str, Json] = {"description": "the answer", "content": {"application/json": {"schema": {}}}}
-        bad: Json = {**said, **error} if isinstance(error, dict) else said
-        return {"200": fine, **dict.fromkeys(codes, bad)}
-
-    for path, (cls, summary) in _ASKED.items():
-        body: Json = {"schema": {"$ref": f"#/components/schemas/{cls.__name__}"}}
-        codes = ("400", "401", "404", "413", "429", "503")
-        paths[path] = {
+    for asked in _ASKED:
+        fine: dict[str, Json] = {"application/json": {"schema": schema_of(asked.answer)}}
+        if asked.streams:
+            said = "with `stream: true`: events, each a chunk of the answer as JSON, and `[DONE]` at the end"
+            fine[sse.MEDIA_TYPE] = {"schema": {"type": "string", "description": said}}
+        paths[asked.path] = {
             "post": {
-                "summary": summary,
-                "requestBody": {"required": True, "content": {"application/json": body}},
-                "responses": answers(*codes),
+                "summary": asked.summary,
+                "requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(asked.body)}}},
+                "responses": {"200": {"description": "the answer", "content": fine}, **_refusals(_OF_THE_MODEL)},
             }
         }
-    for path, summary in _READ.items():
-        paths[path] = {"get": {"summary": summary, "responses": answers("401", "503")}}
+    for read in _READ:
+        paths[read.path] = {"get": _reading(read)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Levanter", "version": version},
         "paths": paths,
         "components": {"schemas": schemas()},
     }
+
+
+def _reading(read: _Read) -> dict[str, Json]:
+    """What is said of a path that is only read."""
+    content: Json = {}
+    if isinstance(read.answer, type):
+        content = {"application/json": {"schema": schema_of(read.answer)}}
+    elif isinstance(read.answer, str):
+        kind = "object" if read.answer == "application/json" else "string"
+        content = {read.answer: {"schema": {"type": kind}}}
+    responses = {"200": {"description": "the answer", "content": content}, **_refusals(_AT_THE_DOOR)}
+    found: dict[str, Json] = {"summary": read.summary, "responses": responses}
+    if read.unwell and isinstance(read.answer, type):
+        several: Json = {"anyOf": [schema_of(read.answer), schema_of(answers.Error)]}
+        responses["503"] = {"description": "not now", "content": {"application/json": {"schema": several}}}
+    if "{name}" in read.path:
+        named: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        found["parameters"] = [named]
+        responses |= _refusals(("404",))
+    return found
+
+
+def _refusals(codes: Sequence[str]) -> dict[str, Json]:
+    """What is answered where something is wrong."""
+    found: dict[str, Json] = {}
+    for code in codes:
+        said: dict[str, Json] = {
+            "description": _WRONG[code],
+            "content": {"application/json": {"schema": schema_of(answers.Error)}},
+        }
+        if code == "429":
+            about = "Seconds after which to ask again."
+            said["headers"] = {"Retry-After": {"description": about, "schema": {"type": "string"}, "required": True}}
+        found[code] = said
+    return found
+
+
+_WRONG: Mapping[str, str] = {
+    "400": "the request cannot be used; the message says all that is wrong with it",
+    "401": "no key, or a wrong one",
+    "403": "from a page of another site",
+    "404": "another model",
+    "408": "the request did not arrive in time",
+    "413": "the request is too large",
+    "429": "too much waits, or too many requests from one address",
+    "500": "the answer could not be finished",
+    "503": "the server is ending, or has no room to read the request",
+}

@@ -6,15 +6,14 @@ Annotations are made of `str`, `int`, `float`, `bool`, `None`, `object` (any val
 """
 
 import dataclasses
-import json
 import types
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from levanter.bounds import HINTS, OutOfBoundsError, parse_json
+from levanter.bounds import HINTS
 from levanter.config.errors import did_you_mean
-from levanter.inference.params import lone_surrogate
+from levanter.inference.strict_json import NotAnObjectError, kind_of, object_in
 
 D = TypeVar("D")
 MOST_SAID = 20
@@ -37,49 +36,14 @@ def parse_object(body: bytes) -> dict[str, object]:
     Raises:
         ProtocolError: it is none: not UTF-8, not JSON, another value, nested too deep, a field twice, half a surrogate.
     """
-    twice: list[str] = []
-
-    def pairs(given: list[tuple[str, object]]) -> dict[str, object]:
-        made = dict(given)
-        if len(made) < len(given):
-            names = [name for name, _ in given]
-            twice.extend(sorted({name for name in names if names.count(name) > 1}))
-        return made
-
+    problems: list[str] = []
     try:
-        value = parse_json(body.decode(), object_pairs_hook=pairs)
-    except UnicodeDecodeError as error:
-        raise ProtocolError([f"the body is not UTF-8 at byte {error.start}"]) from None
-    except json.JSONDecodeError as error:
-        raise ProtocolError([f"the body is not JSON: {error.msg} at character {error.pos + 1}"]) from None
-    except OutOfBoundsError as error:
+        value = object_in(body, problems)
+    except NotAnObjectError as error:
         raise ProtocolError([f"the body: {error}"]) from None
-    if not isinstance(value, dict):
-        raise ProtocolError([f"the body: expected an object, got {_kind(value)}"])
-    problems = [f"{name}: written twice" for name in twice]
-    if (where := surrogate_in(value)) is not None:
-        problems.append(f"{where}: half of a surrogate pair, which no text has")
     if problems:
-        raise ProtocolError([line.encode("utf-8", "backslashreplace").decode() for line in problems])
+        raise ProtocolError(problems)
     return value
-
-
-def surrogate_in(value: object, where: str = "") -> str | None:
-    """Where in a JSON value a string has half of a surrogate pair."""
-    if isinstance(value, str):
-        return where if lone_surrogate(value) is not None else None
-    if isinstance(value, dict):
-        for key, one in value.items():
-            inner = f"{where}.{key}" if where else str(key)
-            if lone_surrogate(key) is not None:
-                return inner
-            if (found := surrogate_in(one, inner)) is not None:
-                return found
-    if isinstance(value, list):
-        for n, one in enumerate(value):
-            if (found := surrogate_in(one, f"{where}[{n}]")) is not None:
-                return found
-    return None
 
 
 def names_of(cls: type) -> frozenset[str]:
@@ -213,14 +177,9 @@ def _said(hint: object) -> str:
     return words[hint]
 
 
-def _kind(value: object) -> str:
-    kinds = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
 def _shown(value: object) -> str:
     """A value in a message; of what is large, only its kind."""
     if isinstance(value, (list, dict)):
-        return _kind(value)
+        return kind_of(value)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -143,8 +143,6 @@ class Service:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._on_end: list[Callable[[], None]] = []
-        self._choice_seconds = 0.0
-        """What a choice took from its request to its end, of late."""
 
     @property
     def context(self) -> int:
@@ -210,7 +208,7 @@ class Service:
         except InboxClosedError:
             raise _ending() from None
         except QueueFullError as error:
-            wait = {"Retry-After": str(self._retry_after())}
+            wait = {"Retry-After": str(self._retry_after(sum(each.tokens for each in submitted)))}
             raise ApiError(
                 429, str(error), reason="queue_full", kind="rate_limit_error", code="queue_full", headers=wait
             ) from None
@@ -231,10 +229,11 @@ class Service:
             self._quiet.clear()
         return ticket
 
-    def _retry_after(self) -> int:
-        """Seconds after which the queue is likely to have room: choices leave as fast as they did so far."""
-        load = self.load
-        return min(MOST_RETRY, max(1, math.ceil(self._choice_seconds * max(1, load.waiting) / load.rows)))
+    def _retry_after(self, new: int) -> int:
+        """Seconds after which the queue is likely to have room for so many tokens, by the pace of the engine."""
+        queued = self._inbox.queued_tokens
+        share = min(1.0, (queued + new - self.max_queued_tokens) / queued) if queued else 1.0
+        return min(MOST_RETRY, max(1, math.ceil(share * self.load.drain_seconds)))
 
     def _give_up(self, request: str) -> None:
         ticket = self._tickets.get(request)
@@ -321,9 +320,6 @@ class Service:
             self._end(ticket, of, piece.reason, piece.at)
 
     def _end(self, ticket: Ticket, of: ChoiceId, reason: EndReason, at: float) -> None:
-        if reason in ("stop", "length"):
-            took = at - ticket.began
-            self._choice_seconds = took if not self._choice_seconds else 0.9 * self._choice_seconds + 0.1 * took
         self.observe(
             ChoiceEnded(
                 request=of.request,

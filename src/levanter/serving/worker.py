@@ -7,42 +7,19 @@ sleeps there.
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from levanter.data.tokenizer import TextStream
 from levanter.inference.engine import NOT_FINITE, Engine
 from levanter.inference.prompt_scores import ScoresPrompts
 from levanter.inference.requests import ChoiceId, Event, Failed, Request, Token
 from levanter.inference.text import ChoiceText
+from levanter.serving.backlog import Backlog
 from levanter.serving.deliveries import Delivery, Piece, Scored
 from levanter.serving.events import EngineLoad
 from levanter.serving.inbox import EndAll, GivenUp, Inbox, Submitted
-
-
-@dataclass(kw_only=True, eq=False)
-class _Waiting:
-    """What has not come to the engine yet."""
-
-    backlog: "deque[Submitted]" = field(default_factory=deque)
-    to_score: "deque[Submitted]" = field(default_factory=deque)
-
-    @property
-    def tokens(self) -> int:
-        return sum(each.tokens for each in (*self.backlog, *self.to_score))
-
-    @property
-    def choices(self) -> int:
-        return sum(each.request.params.n for each in (*self.backlog, *self.to_score))
-
-    def without(self, given_up: GivenUp) -> None:
-        """Drops a request of which nobody wants anything; a single choice is dropped when it comes to the engine."""
-        if given_up.choice is None:
-            for queue in (self.backlog, self.to_score):
-                kept = [each for each in queue if each.request.id != given_up.request]
-                queue.clear()
-                queue.extend(kept)
+from levanter.serving.pace import EnginePace
 
 
 class EngineWorker:
@@ -69,10 +46,12 @@ class EngineWorker:
     ):
         self._engine, self._inbox, self._score = engine, inbox, score
         self._stream, self._deliver, self._ended = stream, deliver, ended
-        self._waiting = _Waiting()
-        self._texts: dict[ChoiceId, ChoiceText] = {}
-        self._made: list[Delivery] = []
         schedule = engine.schedule
+        self._backlog, self._to_score = Backlog(schedule.context), Backlog(schedule.context)
+        self._texts: dict[str, dict[int, ChoiceText]] = {}
+        """Of each request its choices that go on."""
+        self._made: list[Delivery] = []
+        self._pace = EnginePace()
         pages = schedule.pages * schedule.shards
         self.load = EngineLoad(rows=schedule.rows, pages=pages, pages_free=pages)
         self.error: BaseException | None = None
@@ -98,8 +77,7 @@ class EngineWorker:
                     self._take(letter)
                 self._score_one()
                 self._offer()
-                for event in self._engine.step():
-                    self._hear(event)
+                self._step()
                 self._report()
         except BaseException as error:  # noqa: BLE001 - whoever waits for this thread raises it
             self.error = error
@@ -108,63 +86,84 @@ class EngineWorker:
 
     @property
     def _idle(self) -> bool:
-        return self._engine.idle and not (self._waiting.backlog or self._waiting.to_score)
+        return self._engine.idle and not (self._backlog or self._to_score)
+
+    def _step(self) -> None:
+        """Has the engine do its next calls, and hears what came of those before."""
+        began, computed = time.monotonic(), self._engine.computed_tokens
+        for event in self._engine.step():
+            self._hear(event)
+        rows = sum(row is not None and not row.prefilling for row in self._engine.standing.rows)
+        new = self._engine.computed_tokens - computed
+        self._pace = self._pace.after(time.monotonic() - began, rows=rows, prompt_tokens=new)
 
     def _take(self, letter: Submitted | GivenUp | EndAll) -> None:
         if isinstance(letter, Submitted):
-            (self._waiting.to_score if letter.score else self._waiting.backlog).append(letter)
-            for n in range(letter.request.params.n if letter.request.params.max_tokens != 0 else 0):
-                self._texts[ChoiceId(letter.request.id, n)] = self._text(letter.request)
+            (self._to_score if letter.score else self._backlog).append(letter)
+            request = letter.request
+            if request.params.max_tokens != 0:
+                self._texts[request.id] = {n: self._text(request) for n in range(request.params.n)}
         elif isinstance(letter, GivenUp):
-            self._waiting.without(letter)
-            for of in [of for of in self._texts if letter.concerns(of)]:
-                self._end(of, Piece(of=of, reason=self._texts[of].cancel().reason, at=time.monotonic()))
+            if letter.choice is None:
+                # A single choice is dropped when its request comes to the engine.
+                self._backlog.discard(letter.request)
+                self._to_score.discard(letter.request)
+            for n, text in list(self._texts.get(letter.request, {}).items()):
+                if letter.choice in (None, n):
+                    of = ChoiceId(letter.request, n)
+                    self._end(of, Piece(of=of, reason=text.cancel().reason, at=time.monotonic()))
         else:
-            for of in list(self._texts):
-                piece = self._texts[of].cancel()
+            for of, text in self._open():
+                piece = text.cancel()
                 self._end(of, Piece(of=of, text=piece.text, reason="length", at=time.monotonic()))
-            for each in self._waiting.to_score:
+            for request in self._to_score.clear():
                 said = "the server ended before the prompt was scored"
-                self._made.append(Scored(request=each.request.id, error=said, at=time.monotonic()))
-            self._waiting = _Waiting()
+                self._made.append(Scored(request=request.id, error=said, at=time.monotonic()))
+            self._backlog.clear()
+
+    def _open(self) -> list[tuple[ChoiceId, ChoiceText]]:
+        """All choices that go on."""
+        return [(ChoiceId(id, n), text) for id, texts in self._texts.items() for n, text in texts.items()]
 
     def _text(self, request: Request) -> ChoiceText:
         return ChoiceText.of(request, self._stream(), limit=request.new_tokens(self._engine.schedule.context))
 
     def _end(self, of: ChoiceId, piece: Piece) -> None:
         self._engine.give_up(of)
-        self._texts.pop(of, None)
+        texts = self._texts.get(of.request, {})
+        texts.pop(of.choice, None)
+        if not texts:
+            self._texts.pop(of.request, None)
         self._made.append(piece)
 
     def _score_one(self) -> None:
         """Scores one prompt: who is being answered waits no longer than for that."""
-        if not self._waiting.to_score:
+        if not self._to_score:
             return
         assert self._score is not None, "a prompt is to be scored, and the plan has no Program for that"
-        asked = self._waiting.to_score.popleft()
+        asked = self._to_score.pop()
         request = asked.request
         scores = self._score(request.tokens, request.params.logprobs or 0)
         if not all(map(math.isfinite, scores.logprobs)):
             self._made.append(Scored(request=request.id, error=NOT_FINITE, at=time.monotonic()))
-            for n in range(request.params.n):
-                self._texts.pop(ChoiceId(request.id, n), None)
+            self._texts.pop(request.id, None)
             return
         self._made.append(Scored(request=request.id, scores=scores, at=time.monotonic()))
         if request.params.max_tokens != 0:
-            self._waiting.backlog.append(replace(asked, score=False))
+            self._backlog.append(replace(asked, score=False))
 
     def _offer(self) -> None:
         """Gives the engine as many requests as it has rows to plan for."""
-        waiting, engine = self._waiting.backlog, self._engine
-        while waiting and len(engine.standing.queue) < engine.schedule.rows:
-            asked = waiting.popleft()
-            engine.offer(asked.request)
-            for n in range(asked.request.params.n):
-                if (of := ChoiceId(asked.request.id, n)) not in self._texts:
-                    engine.give_up(of)
+        engine = self._engine
+        while self._backlog and len(engine.standing.queue) < engine.schedule.rows:
+            request = self._backlog.pop().request
+            engine.offer(request)
+            for n in range(request.params.n):
+                if n not in self._texts.get(request.id, {}):
+                    engine.give_up(ChoiceId(request.id, n))
 
     def _hear(self, event: Event) -> None:
-        text = self._texts.get(event.of)
+        text = self._texts.get(event.of.request, {}).get(event.of.choice)
         if text is None:
             return
         if isinstance(event, Failed):
@@ -187,15 +186,21 @@ class EngineWorker:
     def _report(self) -> None:
         """Tells the inbox what waits, and hands over what was made."""
         standing, schedule = self._engine.standing, self._engine.schedule
-        running = sum(row is not None for row in standing.rows)
-        free = sum(pool.available for pool in standing.pools)
-        waiting = self._waiting.tokens + standing.queued_tokens
+        rows = [row for row in standing.rows if row is not None]
+        free, running = sum(pool.available for pool in standing.pools), len(rows)
+        unread = (self._backlog, self._to_score)
+        waiting = sum(each.tokens for each in unread) + standing.queued_tokens
         self._inbox.report(waiting)
         self.load = replace(
             self.load,
             running=running,
-            waiting=len(standing.queue) + self._waiting.choices,
+            waiting=len(standing.queue) + sum(each.choices for each in unread),
             waiting_tokens=waiting,
+            drain_seconds=self._pace.drained_in(
+                rows=schedule.rows,
+                left=sum(row.left for row in (*rows, *standing.queue)) + sum(each.new_tokens for each in unread),
+                prompt_tokens=waiting,
+            ),
             pages_free=free - running * (schedule.pages // schedule.places) if schedule.fixed else free,
             computed_tokens=self._engine.computed_tokens,
             shared_tokens=self._engine.shared_tokens,
@@ -211,10 +216,10 @@ class EngineWorker:
         for letter in self._inbox.leave():
             if isinstance(letter, Submitted):
                 self._take(letter)
-        self._made += [Piece(of=of, error=said, at=now) for of in self._texts]
-        self._made += [Scored(request=each.request.id, error=said, at=now) for each in self._waiting.to_score]
+        self._made += [Piece(of=of, error=said, at=now) for of, _ in self._open()]
+        self._made += [Scored(request=request.id, error=said, at=now) for request in self._to_score.clear()]
         self._texts.clear()
-        self._waiting = _Waiting()
+        self._backlog.clear()
         self._deliver(self._made)
         self._ended()
 

@@ -171,9 +171,12 @@ class EveryThird:
 class Following:
     """Stands for `Constraints`."""
 
+    def __init__(self, follows: type[EveryThird] = EveryThird):
+        self.follows = follows
+
     def start(self, spec: ConstraintSpec) -> EveryThird:
         assert spec.text == "a"
-        return EveryThird()
+        return self.follows()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -189,6 +192,27 @@ def test_a_constrained_row_keeps_to_its_masks_and_no_other_row_notices(engine, d
         assert [id % 3 for id in found.pop(ChoiceId(f"c{n}", 0))] == [k % 3 for k in range(count)]
     assert [event for event in events if isinstance(event, Failed)] == [
         Failed(of=ChoiceId("c1", 0), error="nothing conforms")
+    ]
+    assert found == alone(tuple(devices))
+
+
+class GivesUp(EveryThird):
+    """The same, whose limit is reached while it follows the third token."""
+
+    def accept(self, id: int) -> None:
+        if self.count == 2:
+            raise ConstraintError("too much to follow")
+        super().accept(id)
+
+
+def test_a_row_that_cannot_be_followed_any_more_ends_alone(engine, devices):
+    engine.constraints = Following(GivesUp)
+    asked = replace(request("c", *prompt(30, 12), new=9), constraint=ConstraintSpec(kind="regex", text="a"))
+    events = list(engine.run([GOOD[0], asked, *GOOD[1:]]))
+    found = texts(events)
+    assert len(found.pop(ChoiceId("c", 0))) == 2
+    assert [event for event in events if isinstance(event, Failed)] == [
+        Failed(of=ChoiceId("c", 0), error="too much to follow")
     ]
     assert found == alone(tuple(devices))
 

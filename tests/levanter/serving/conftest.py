@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+from helpers.compilations import compilations
 from helpers.compile_once import compile_once
 from helpers.served import listening, loaded, model_folder
 
@@ -23,3 +24,15 @@ def server(model):
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_that_is_ready(request):
+    """Whatever is asked of the server in a test: it was compiled before."""
+    if "server" not in request.fixturenames:
+        yield
+        return
+    request.getfixturevalue("server")
+    with compilations() as found:
+        yield
+    assert found == []

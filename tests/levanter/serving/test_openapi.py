@@ -1,5 +1,6 @@
 """The document of the interface: valid JSON schemas, which accept what is decoded and refuse what is not."""
 
+import httpx
 import jsonschema
 import pytest
 
@@ -20,9 +21,8 @@ def validator(name: str):
 @pytest.mark.parametrize("name", DOCUMENT["components"]["schemas"])
 def test_every_field_is_described(name):
     validator(name)
-    if name != "Error":
-        properties = DOCUMENT["components"]["schemas"][name]["properties"]
-        assert properties and all(each["description"] for each in properties.values())
+    properties = DOCUMENT["components"]["schemas"][name]["properties"]
+    assert properties and all(each["description"] for each in properties.values())
 
 
 BODIES = [
@@ -53,9 +53,51 @@ def test_it_says_what_is_accepted(body, good):
     assert accepted == good == validator("CompletionBody").is_valid(body)
 
 
-def test_paths_are_the_applications():
-    from levanter.serving.app import ROUTES
-
-    listed = {path for path in DOCUMENT["paths"]}
-    assert listed == {route.path for route in ROUTES} - {"/openapi.json", "/v1/models/{name:path}"}
+def test_paths_are_the_applications(server):
+    methods = {
+        (route.path.replace("{name:path}", "{name}"), method.lower())
+        for route in server.application.routes
+        for method in route.methods - {"HEAD"}
+    }
+    listed = {(path, method) for path, said in DOCUMENT["paths"].items() for method in said}
+    assert listed == methods
     assert names_of(ChatBody) <= DOCUMENT["components"]["schemas"]["ChatBody"]["properties"].keys()
+
+
+MESSAGES = [{"role": "user", "content": "the cat sat"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"const": {}}}}
+ASKED = [
+    ("/v1/completions", {"prompt": "the cat", "max_tokens": 4}, 200),
+    ("/v1/completions", {"prompt": ["the", "a"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 4}, 200),
+    ("/v1/completions", {"prompt": [5, 6, 7], "logprobs": 0, "echo": True, "max_tokens": 0}, 200),
+    ("/v1/completions", {"prompt": "a", "stop": "e", "max_tokens": 30, "seed": 5}, 200),
+    ("/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 3}, 200),
+    ("/v1/completions", {"prompt": "a", "promt": 3}, 400),
+    ("/v1/completions", {"prompt": "a", "model": "another"}, 404),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3}, 200),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 3, "n": 2}, 200),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3, "stream": True}, 200),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "max_tokens": 90}, 200),
+    ("/v1/chat/completions", {"messages": []}, 400),
+    ("/v1/tokens", {"message_list": [MESSAGES, MESSAGES]}, 200),
+    ("/tokenize", {"prompt": "the cat", "return_token_strs": True}, 200),
+    ("/tokenize", {"messages": MESSAGES}, 200),
+    ("/detokenize", {"tokens": [5, 6]}, 200),
+    ("/detokenize", {"tokens": [5_000]}, 400),
+    ("/v1/models/tiny", None, 200),
+    ("/v1/models/another", None, 404),
+    *((path, None, 200) for path, said in DOCUMENT["paths"].items() if "get" in said and "{" not in path),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), ASKED, ids=range(len(ASKED)))
+def test_answers_are_what_it_says(server, path, body, status):
+    with httpx.Client(base_url=server.url) as http:
+        answer = http.get(path) if body is None else http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    listed = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    said = DOCUMENT["paths"][listed]["get" if body is None else "post"]["responses"][str(status)]["content"]
+    schema = said[answer.headers["content-type"]]["schema"]
+    value = answer.json() if answer.headers["content-type"] == "application/json" else answer.text
+    whole = {**schema, "components": DOCUMENT["components"]}
+    jsonschema.Draft202012Validator(whole).validate(value)

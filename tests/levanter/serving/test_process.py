@@ -1,60 +1,22 @@
 """`python -m levanter.main.serve` as a process: ready when its port opens, and how it ends."""
 
-import json
-import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 
 import httpx
 import pytest
-from helpers.processes import QUICK, TESTS
-from helpers.served import TRAINER, model_folder
+from helpers.server_process import server_process
 
 # A real process on a machine that has other things to do.
 pytestmark = pytest.mark.timeout(900)
 
 
-PATHS = [str(TESTS.parent / "src"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-ENVIRONMENT = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {QUICK}",
-    "PYTHONPATH": os.pathsep.join(PATHS),
-}
-
-
 @pytest.fixture
 def process(tmp_path):
     """A server, and its address; its output is kept."""
-    config = {
-        "hf_checkpoint": str(model_folder(tmp_path / "tiny")),
-        "trainer": TRAINER,
-        "inference": {"max_rows": 2, "max_seq_len": 16_384, "prefill_chunk": 8},
-        "port": 0,
-        "drain_seconds": 300,
-    }
-    (tmp_path / "serve.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "levanter.main.serve", "--config_path", str(tmp_path / "serve.yaml")]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
-    ) as found:
-        try:
-            lines = []
-            for line in found.stdout or ():
-                lines.append(line)
-                if (match := re.match(r"ready: (http://\S+)", line)) is not None:
-                    break
-            else:
-                pytest.fail("".join(lines))
-            # Whatever it says from here on is read, so that it can go on saying it.
-            threading.Thread(target=lambda: lines.extend(found.stdout or ()), daemon=True).start()
-            yield found, match[1], lines
-        finally:
-            found.kill()
+    rows = {"max_rows": 2, "max_seq_len": 16_384}
+    with server_process(tmp_path, inference=rows, drain_seconds=300) as found:
+        yield found.process, found.url, found.lines
 
 
 def begun(url: str, **more: object):

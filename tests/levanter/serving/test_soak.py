@@ -1,14 +1,18 @@
-"""Clients that leave, send rubbish or ask for too much, beside those who want their answer, in one process."""
+"""Clients that leave, send rubbish or ask for too much, beside those who want their answer."""
 
 import asyncio
 import importlib.util
+import json
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from helpers.served import listening
+from helpers.server_process import server_process
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "serving_soak.py"
 
@@ -36,3 +40,26 @@ def test_everybody_who_waits_is_answered(model, requests):
         while server.service._tickets and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.service.healthy and not server.service._tickets
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_process_holds_no_more_memory_at_the_end_and_drains(tmp_path):
+    soak = loaded_benchmark().soak
+    with server_process(tmp_path, max_queued_tokens=64, drain_seconds=120.0) as server:
+        pid = server.process.pid
+        seen, account = asyncio.run(soak(server.url, requests=3000, clients=24, pid=pid))
+        assert seen.wrong == [] and seen.statuses[429] > 100
+        assert account["load"]["pages_free"] == account["load"]["pages"]
+        # What a process needs at all, it has needed after a fifth of the requests.
+        later = seen.resident[len(seen.resident) // 5 :]
+        assert max(later) <= 1.02 * later[0], [round(each / 2**20, 1) for each in seen.resident]
+        body = {"prompt": [5, 6], "max_tokens": 150, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=None, trust_env=False) as answer:
+            events = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+            next(events)
+            server.process.send_signal(signal.SIGTERM)
+            *rest, end = events
+        assert end == "[DONE]"
+        assert json.loads(rest[-1])["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(300) == 0, "".join(server.lines[-50:])

@@ -10,7 +10,7 @@ from haliax_ext.errors import gib
 from levanter.commands.model.pretrained import PretrainedModel
 from levanter.inference.cache import CachePlan
 from levanter.inference.config import InferenceConfig
-from levanter.inference.served import MOST_ROWS, ROOM, Served, served
+from levanter.inference.served import MOST_ROWS, MOST_ROWS_ON_CPUS, ROOM, Served, served
 from levanter.models.decoder.config import DecoderConfig
 from levanter.run import Target
 
@@ -56,11 +56,14 @@ def planned_cache(
     most = value.fitting(limit // (HOST_SHARE if shared else 1), of_cache(least, inference), room=room)
     if inference.pages is not None:
         most = min(most, inference.pages // shards // least.pages_of_row * shards)
-    rows = max(shards, min(most, MOST_ROWS // shards * shards))
+    taken = MOST_ROWS_ON_CPUS if target.platform == "cpu" else MOST_ROWS
+    rows = max(shards, min(most, taken // shards * shards))
     why = f"{most:,} of {least.max_seq_len:,} positions fit {gib(limit)} a device"
     why += ", of which the machine keeps half" if shared else ""
     why += f", with {gib(room)} left for what Programs make"
-    why += f"; {MOST_ROWS} are taken at most" if most > rows else ""
+    if most > rows:
+        why += f"; {taken} are taken at most"
+        why += ", since more of them make no more tokens a second on CPUs" if target.platform == "cpu" else ""
     return make(rows), f"inference.max_rows: auto is {rows}: {why}"
 
 
