@@ -64,11 +64,17 @@ def _response_format(wanted: object, problems: list[str]) -> ConstraintSpec | No
         return None
     for name in sorted(set(inner) - _OF_SCHEMA):
         problems.append(f"response_format.json_schema.{name}: not known{did_you_mean(name, sorted(_OF_SCHEMA))}")
+    for name, kind in _BESIDE_SCHEMA.items():
+        if not isinstance(inner.get(name), kind | None):
+            said = "a string" if kind is str else "true or false"
+            problems.append(f"response_format.json_schema.{name}: expected {said}")
     return _schema(inner.get("schema"), "response_format.json_schema.schema", problems)
 
 
-_OF_SCHEMA = frozenset({"name", "description", "schema", "strict"})
-"""Fields of OpenAI's `json_schema`. Every schema is followed to the letter, so `strict` says nothing new."""
+_BESIDE_SCHEMA: Mapping[str, type] = {"name": str, "description": str, "strict": bool}
+"""What OpenAI's `json_schema` has beside the schema. Every schema is followed to the letter, so `strict` says nothing
+new."""
+_OF_SCHEMA = frozenset({"schema", *_BESIDE_SCHEMA})
 
 
 def _schema(wanted: object, where: str, problems: list[str]) -> ConstraintSpec | None:

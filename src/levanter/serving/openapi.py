@@ -56,7 +56,32 @@ def _formats() -> dict[str, Json]:
     for name in formats.FIELDS:
         kind = "boolean" if name == "json_object" else "string" if name in ("regex", "grammar") else "object"
         found[name] = {"anyOf": [{"type": kind}, {"type": "null"}], "description": "What the text conforms to."}
+    found[formats.RESPONSE_FORMAT] = {
+        "anyOf": [
+            _strict({"type": {"enum": ["text", "json_object"]}}, "type"),
+            _strict({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA}, "type", "json_schema"),
+            {"type": "null"},
+        ],
+        "description": "What the text conforms to, as OpenAI's clients say it.",
+    }
     return found
+
+
+def _strict(properties: Mapping[str, Json], *required: str) -> dict[str, Json]:
+    """The schema of an object that has these fields and no others."""
+    names: list[Json] = [*required]
+    return {"type": "object", "properties": dict(properties), "required": names, "additionalProperties": False}
+
+
+_NAMED_SCHEMA = _strict(
+    {
+        "name": {"type": ["string", "null"]},
+        "description": {"type": ["string", "null"]},
+        "schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "schema",
+)
 
 
 @cache

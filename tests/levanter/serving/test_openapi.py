@@ -4,9 +4,10 @@ import httpx
 import jsonschema
 import pytest
 
+from levanter.inference.formats import constraint_of
 from levanter.inference.params import ParamsError, params_of
 from levanter.serving import openapi
-from levanter.serving.bodies import ChatBody, CompletionBody
+from levanter.serving.bodies import FORMATS, ChatBody, CompletionBody
 from levanter.serving.protocol import ProtocolError, decode, names_of
 
 DOCUMENT = openapi.document("1.0")
@@ -38,16 +39,23 @@ BODIES = [
     ({"prompt": "a", "stop": [""]}, False),
     ({"prompt": "a", "logprobs": 21}, False),
     ({"prompt": "a", "stream_options": {"usage": True}}, False),
+    ({"prompt": "a", "response_format": {"type": "text"}}, True),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}}, True),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, False),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}}}, False),
+    ({"prompt": "a", "response_format": {"type": "json"}}, False),
+    ({"prompt": "a", "regex": 5}, False),
 ]
 
 
 @pytest.mark.parametrize(("body", "good"), BODIES, ids=range(len(BODIES)))
 def test_it_says_what_is_accepted(body, good):
-    own = names_of(CompletionBody)
+    own, problems = names_of(CompletionBody), list[str]()
+    constraint_of(body, problems)
     try:
         decode(CompletionBody, {name: value for name, value in body.items() if name in own})
-        params_of({name: value for name, value in body.items() if name not in own})
-        accepted = True
+        params_of({name: value for name, value in body.items() if name not in own | FORMATS})
+        accepted = not problems
     except (ProtocolError, ParamsError):
         accepted = False
     assert accepted == good == validator("CompletionBody").is_valid(body)

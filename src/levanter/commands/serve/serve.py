@@ -7,6 +7,7 @@ The model, its cache and its Programs are those of `generate`; a server adds an 
 described is planned, loaded and compiled; then the port is opened, and nothing compiles any more.
 """
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,6 +159,9 @@ def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None
         if ready.engine is not None:
             assert listening is not None
             warm(ready, schedule)
+            # What is there now stays: whoever looks for garbage later need not go through all that JAX has made.
+            gc.collect()
+            gc.freeze()
             host, port = listening.getsockname()[:2]
             address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             answer(plan, ready, listening, address, show=show)
