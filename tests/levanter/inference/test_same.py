@@ -30,11 +30,15 @@ COMMON = np.random.default_rng(99).integers(0, VOCAB, 44).tolist()
 
 
 @functools.cache
-def requests() -> tuple[Request, ...]:
-    """16 requests: greedy ones, and one of each kind that is sampled; some begin alike."""
+def requests(draw: int = 0) -> tuple[Request, ...]:
+    """16 requests: greedy ones, and one of each kind that is sampled; some begin alike.
+
+    Args:
+        draw: of the prompts.
+    """
     found = []
     for n, length in enumerate(LENGTHS):
-        own = np.random.default_rng(n).integers(0, VOCAB, length).tolist()
+        own = np.random.default_rng(n + 100 * draw).integers(0, VOCAB, length).tolist()
         tokens = tuple([*COMMON, *own][:length] if n % 3 == 1 else own)
         how = {"temperature": 0.0, "logprobs": 2} if n % 4 else {**SAMPLED[n // 4], "logprobs": 0}
         params = SamplingParams(**{"max_tokens": NEW, **how})
@@ -175,8 +179,11 @@ def test_texts_are_the_same_in_any_parts_rows_and_steps(changes, devices):
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("pages", [24, 30, 60])
 def test_texts_are_the_same_after_giving_way(pages, steps, share_prefixes, devices):
+    """Four prompts at a time: one by one, a row of eight tokens a call would end before so many are there that 60 pages
+    are too few."""
     del devices
-    found = check(TinyEngine(allocation="paged", pages=pages, steps=steps, share_prefixes=share_prefixes))
+    asked = TinyEngine(allocation="paged", pages=pages, steps=steps, share_prefixes=share_prefixes, prefill=((4, 16),))
+    found = check(asked)
     assert found.comebacks > 0
     assert not share_prefixes or found.hits > 0
 
@@ -193,6 +200,8 @@ REPEATED = [
     dict(axes=axes(data=1, model=1, group=8), heads=("group",), kv_heads=1),
 ]
 """Keys and values that are on several devices."""
+DRAW = 5
+"""Of prompts that leave a gap at every place, with one head of keys and with two: 0.0033 and 0.0027 at least."""
 
 
 @pytest.mark.slow
@@ -208,17 +217,14 @@ def test_texts_are_the_same_on_every_mesh(mesh, allocation, steps, devices):
 @pytest.mark.parametrize("mesh", REPEATED, ids=str)
 def test_texts_are_the_same_where_keys_are_on_several_devices(mesh, devices):
     del devices
-    one = observed(TinyEngine(kv_heads=mesh["kv_heads"]).engine(), requests())
+    one = observed(TinyEngine(kv_heads=mesh["kv_heads"]).engine(), requests(DRAW))
+    least = min(min(gaps) for gaps in one.gaps.values())
+    assert least > GAP, f"two tokens are {least} apart: another draw is needed"
     assert TinyEngine(**mesh).cache().repeated > 1
-    found = observed(TinyEngine(**mesh, allocation="paged").engine(), requests())
-    assert found.texts.keys() == one.texts.keys()
-    compared = 0
-    for of, gaps in one.gaps.items():
-        # Up to where the last bits of two logits decide, if they do.
-        clear = next((n for n, gap in enumerate(gaps) if gap <= GAP), NEW)
-        assert found.texts[of][:clear] == one.texts[of][:clear]
-        compared += clear
-    assert compared >= 0.9 * NEW * len(one.gaps)
+    found = observed(TinyEngine(**mesh, allocation="paged").engine(), requests(DRAW))
+    assert found.texts == one.texts and not found.failed
+    for of, logprobs in found.logprobs.items():
+        np.testing.assert_allclose(logprobs, one.logprobs[of], atol=2e-4, rtol=0)
 
 
 @pytest.mark.slow
