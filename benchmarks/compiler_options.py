@@ -289,7 +289,7 @@ def compiled(case: Case, name: str, *, keep_text: Path | None = None) -> Answer:
     collectives = outcome.figures.collectives
     return Answer(
         cycles=time.cycles,
-        kernels=time.kernels_expected,
+        kernels=time.kernels_expected + time.copies,
         exposed=time.exposed,
         busy=max((link.busy for link in time.links), default=0.0),
         collective_gib=sum(each.total_bytes for each in collectives) / GIB,

@@ -43,6 +43,8 @@ ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "tests" / "golden" / "published_decode.json"
 PREFILL = 2048
 """Tokens of a prompt that a call takes at most."""
+NEAR = 0.25
+"""How far a modelled time may be from a published one that did not calibrate it."""
 SCALES = tuple(hundredths / 100 for hundredths in range(30, 201))
 """What is tried as a scale of the compiler's cycles."""
 
@@ -197,13 +199,14 @@ class Sums:
 
     Attributes:
         cycles: the compiler's, over the clock.
-        kernels: of hand-written kernels.
+        kernels: of hand-written kernels, and of copies that have no cycles.
         memory: HBM traffic over bandwidth.
         busy: of the busiest links.
         exposed: of communication that nothing hides.
         peak: the model's FLOPs at peak.
         temporaries: bytes that it makes beside its inputs.
         unknown: what has no estimate.
+        options: what it was compiled with; None where they were not kept.
     """
 
     cycles: float
@@ -214,6 +217,7 @@ class Sums:
     peak: float
     temporaries: int
     unknown: tuple[str, ...] = ()
+    options: Mapping[str, str] | None = None
 
     def seconds(self, scale: float) -> float:
         """With a scale of the compiler's cycles; never less than a lower bound."""
@@ -290,13 +294,14 @@ def _compiled(case: Case, *, prompts: bool) -> tuple[Sums | None, Served, float]
     return (
         Sums(
             cycles=calls * time.cycles,
-            kernels=calls * time.kernels_expected,
+            kernels=calls * (time.kernels_expected + time.copies),
             memory=calls * time.memory,
             busy=calls * max((link.busy for link in time.links), default=0.0),
             exposed=calls * time.exposed,
             peak=calls * time.peak,
             temporaries=made,
             unknown=time.unknown,
+            options=dict(plan.program(name).compiler_options),
         ),
         served,
         (held + made) / (1 << 30),
@@ -393,6 +398,17 @@ def row(case: Case, figures: Figures, scales: Mapping[str, float]) -> str:
     )
 
 
+def tested(kept: Mapping[str, Figures], scales: Mapping[str, float]) -> str:
+    """One line: how many rows of the test half are near what was published, and which are not."""
+    half = [case for case in CASES if case.half == "t" and case.name in kept]
+    off = {case.name: deviation(case, kept[case.name], scales.get(generation(case), 1.0)) for case in half}
+    missed = [f"{name} ({100 * each:+.0f} %)" for name, each in off.items() if abs(each) > NEAR]
+    absent = [case.name for case in CASES if case.half == "t" and case.name not in kept]
+    said = f"test half: {len(half) - len(missed)} of {len(half)} rows within {NEAR:.0%}"
+    said += f"; missed: {', '.join(missed)}" if missed else ""
+    return said + (f"; not compiled: {', '.join(absent)}" if absent else "")
+
+
 def _kept() -> dict[str, Figures]:
     return read() if FIGURES.exists() else {}
 
@@ -438,6 +454,7 @@ def main() -> int:
         print("\nno anchors:")
         for what, why in EXCLUDED.items():
             print(f"- {what}: {why}")
+        print(f"\n{tested(kept, CYCLE_SCALE)}")
     if asked.fit:
         print(f"best fit of the calibrating cases: cycles of each generation × {fitted(kept)}")
     return 0

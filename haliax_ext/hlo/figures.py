@@ -34,6 +34,8 @@ _FREE = frozenset(
      "dynamic-slice-start", "dynamic-update-slice-start")
 )  # fmt: skip
 _KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+LARGE_COPY = 16 << 20
+"""Bytes moved at once from which an instruction without an estimate counts as a copy of them, and not as nothing."""
 _OWN_KERNELS = frozenset(("ragged-dot", "sort"))
 """Instructions that the compiler makes kernels of its own of, without an estimate: their shapes are kept."""
 
@@ -98,6 +100,8 @@ class CompiledFigures:
         collectives: in schedule order.
         kernels: hand-written kernels, grouped products and sorts, without cycles.
         unestimated: opcodes that do work but carry no estimate → executions.
+        copied_bytes: of `hbm_bytes`, those that instructions without an estimate move, where one of them moves
+            `LARGE_COPY` or more: an array laid out anew by a `reshape`, say, which takes as long as its bytes do.
         unknown: sentences about what could not be told.
     """
 
@@ -108,6 +112,7 @@ class CompiledFigures:
     kernels: tuple[Kernel, ...]
     unestimated: dict[str, int]
     unknown: tuple[str, ...]
+    copied_bytes: int = 0
 
     @property
     def total_cycles(self) -> int:
@@ -170,6 +175,7 @@ class _Reader:
     cycles: Counter[Scope] = field(default_factory=Counter[Scope])
     estimates: int = 0
     hbm_bytes: int = 0
+    copied_bytes: int = 0
     collectives: list[Collective] = field(default_factory=list[Collective])
     kernels: Counter[_Call] = field(default_factory=Counter[_Call])
     unestimated: Counter[str] = field(default_factory=Counter[str])
@@ -184,6 +190,7 @@ class _Reader:
             kernels=tuple(Kernel(n, times, o, r, s) for (n, o, r, s), times in self.kernels.items()),
             unestimated=dict(self.unestimated),
             unknown=tuple(self.unknown),
+            copied_bytes=self.copied_bytes,
         )
 
     def visit(self, computation: Computation, times: int) -> int:
@@ -208,7 +215,8 @@ class _Reader:
                 self._kernel(computation, instruction, times)
             elif instruction.estimated_cycles is None:
                 return 0
-        self.hbm_bytes += times * hbm_traffic(self.module, computation, instruction)
+        moved = hbm_traffic(self.module, computation, instruction)
+        self.hbm_bytes += times * moved
         estimate = instruction.estimated_cycles
         if estimate is None and opcode in _OWN_KERNELS:
             self._kernel(computation, instruction, times)
@@ -222,6 +230,7 @@ class _Reader:
                 and not self._carries(instruction)
             ):
                 self.unestimated[opcode] += times
+                self.copied_bytes += times * moved if moved >= LARGE_COPY else 0
             return 0
         self.estimates += 1
         self.cycles[self._scope(instruction)] += estimate * times

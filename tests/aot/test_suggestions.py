@@ -83,8 +83,8 @@ def test_what_would_fit_fits(name):
     refused = verdict_of(case, compiled=asks)
     assert refused.exit_code == 3, refused.headline
     lines = [program.why_not[-1] for program in refused.programs if program.why_not]
-    assert lines and all("not compiled" in line or "no " in line for line in lines)
     ways_out = [words for line in lines if (words := words_of(line)) is not None]
+    assert len(ways_out) == len(lines) > 0, lines
     for words in ways_out:
         verdict = verdict_of(replace(case, overrides=(*case.overrides, *words)), compiled=True)
         logger.info("%s: %s: %s", name, " ".join(words), verdict.headline)

@@ -146,6 +146,27 @@ def test_what_stands_behind_a_computation_of_another_core_is_read():
     assert figures.total_cycles == 430
 
 
+LAID_OUT_ANEW = """\
+HloModule jit_f, is_scheduled=true, num_partitions=1
+
+ENTRY %main (x: bf16[160,40,8192], y: bf16[8,8192]) -> (bf16[80,2,40,8192], bf16[2,4,8192]) {
+  %x = bf16[160,40,8192]{2,0,1:T(8,128)(2,1)} parameter(0)
+  %y = bf16[8,8192]{1,0:T(8,128)(2,1)} parameter(1)
+  %large = bf16[80,2,40,8192]{3,1,0,2:T(2,128)(2,1)} reshape(%x)
+  %small = bf16[2,4,8192]{2,0,1:T(2,128)(2,1)} reshape(%y)
+  %copy = bf16[160,40,8192]{2,1,0:T(8,128)(2,1)} copy(%x), backend_config={"estimated_cycles":"9"}
+  ROOT %both = (bf16[80,2,40,8192]{3,1,0,2:T(2,128)(2,1)}, bf16[2,4,8192]{2,0,1:T(2,128)(2,1)}) tuple(%large, %small)
+}
+"""
+
+
+def test_a_large_copy_without_an_estimate_is_found_by_its_bytes():
+    """What has an estimate is in the cycles, and a small one costs next to nothing."""
+    figures = read_figures(LAID_OUT_ANEW, MeshSpec.of(data=1))
+    assert figures.copied_bytes == 2 * 160 * 40 * 8192 * 2
+    assert figures.unestimated == {"reshape": 2} and figures.total_cycles == 9
+
+
 def test_unknown_loops_are_said():
     figures = read_figures((GOLDEN / "unknown_loop.txt").read_text(), MeshSpec.of(data=1))
     assert figures.total_cycles == 7

@@ -99,6 +99,7 @@ class StepTime:
         kernels_at_peak: hand-written kernels, grouped products and sorts at peak.
         kernels_expected: the same at `KERNEL_EFFICIENCY`, or at that of their shapes (`shaped`).
         memory: HBM traffic over HBM bandwidth.
+        copies: what moves many bytes and has no estimate, over HBM bandwidth.
         transfers: activations sent to host memory, over the bandwidth of one direction of the link to the host.
         links: by mesh axes.
         peak: the model's FLOPs at peak, where they were given.
@@ -113,14 +114,15 @@ class StepTime:
     links: tuple[LinkUse, ...]
     cycle_scale: float = 1.0
     peak: float = 0.0
+    copies: float = 0.0
     transfers: float = 0.0
     unknown: tuple[str, ...] = ()
     calibration: TimeCalibration = TimeCalibration()
 
     @property
     def compute(self) -> float:
-        """Seconds of computation: the compiler's estimate and hand-written kernels."""
-        return self.cycles + self.kernels_expected
+        """Seconds of computation: the compiler's estimate, hand-written kernels, and copies that have no estimate."""
+        return self.cycles + self.kernels_expected + self.copies
 
     @property
     def exposed(self) -> float:
@@ -141,7 +143,7 @@ class StepTime:
     @property
     def _scheduled(self) -> float:
         """The schedule as compiled, its cycles calibrated."""
-        return self.cycle_scale * self.cycles + self.kernels_expected + self.exposed
+        return self.cycle_scale * self.cycles + self.kernels_expected + self.copies + self.exposed
 
     @property
     def high(self) -> float:
@@ -226,6 +228,7 @@ def step_time(
         memory=figures.hbm_bytes / pod.hbm_bandwidth,
         links=links,
         peak=model_flops / (pod.devices * pod.peak_flops()),
+        copies=figures.copied_bytes / pod.hbm_bandwidth,
         unknown=tuple(unknown + silent),
         calibration=calibration(pod.generation.name, parameters),
     )

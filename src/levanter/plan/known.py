@@ -22,7 +22,16 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.placement import LeafPlan
 from levanter.models.activations import EMBEDDED, RESIDUAL
 from levanter.models.stack import checkpoint_policy
-from levanter.plan.layouts import Figures, Layout, Subject, activations_of, figures_of, kept_names, model_of
+from levanter.plan.layouts import (
+    Figures,
+    Layout,
+    Subject,
+    activations_of,
+    figures_of,
+    keeps_everything,
+    kept_names,
+    model_of,
+)
 from levanter.run import RunPlan
 
 UNNAMED = "gathered weights, kernels' and collectives' buffers and the compiler's padding"
@@ -99,7 +108,7 @@ def known_under(subject: Subject, layout: Layout, figures: Figures) -> Known:
         return Known(inputs=figures.arguments, gradients=0, kept=0, at_work=0)
     scale = layout.rows * subject.ways(layout) / subject.ways(subject.now)
     activations = activations_of(subject, layout, scale).leaves
-    kept = sum(activation.bytes_per_device * times for activation, times in _kept(subject, activations))
+    kept = sum(activation.bytes_per_device * times for activation, times in _kept(subject, layout, activations))
     largest = max((a.bytes_per_device for a in activations if a.leaf.path not in (RESIDUAL, EMBEDDED)), default=0)
     # A block's input is there while anything in the block is: it is added to what comes of it.
     residual = sum(a.bytes_per_device for a in activations if a.leaf.path == RESIDUAL)
@@ -109,7 +118,7 @@ def known_under(subject: Subject, layout: Layout, figures: Figures) -> Known:
         kept=kept,
         at_work=largest if kept else residual + largest,
         block=_block(subject, activations) + _gathered(subject, layout, scale, residual),
-        recomputed=not (subject.training and _keeps_everything(subject)),
+        recomputed=not keeps_everything(subject, layout),
     )
 
 
@@ -119,13 +128,13 @@ def _takes_batch(subject: Subject) -> bool:
     return any(subject.batch_axis in leaf.names for leaf in given)
 
 
-def _kept(subject: Subject, activations: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, int]]:
+def _kept(subject: Subject, layout: Layout, activations: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, int]]:
     """What a backward pass is handed, and of how many layers."""
     model = model_of(subject)
     if not subject.training or model is None:
         return
-    policy = checkpoint_policy(getattr(model, "gradient_checkpointing", True))
-    everything = _keeps_everything(subject)
+    policy = checkpoint_policy(layout.recompute or getattr(model, "gradient_checkpointing", True))
+    everything = keeps_everything(subject, layout)
     carries = (everything or policy.save_carries is True) and not policy.nested
     for activation in activations:
         name = activation.leaf.path
@@ -155,9 +164,3 @@ def _gathered(subject: Subject, layout: Layout, scale: float, residual: int) -> 
     activations = activations_of(subject, inside, scale).leaves
     whole = sum(each.bytes_per_device for each in activations if each.leaf.path == RESIDUAL)
     return 2 * whole if whole > residual else 0
-
-
-def _keeps_everything(subject: Subject) -> bool:
-    """Whether no block is recomputed."""
-    policy = checkpoint_policy(getattr(model_of(subject), "gradient_checkpointing", True))
-    return policy.disable or policy.save_block_internals is True

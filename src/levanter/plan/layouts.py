@@ -23,8 +23,8 @@ from levanter.models.stack import checkpoint_policy
 from levanter.run import RunPlan
 from levanter.trainer.state import GRADIENT_BYTES, MODEL, TrainState, plan_state
 
-AXES, ROWS = "trainer.mesh.axes", "trainer"
-"""Sections of the YAML: mesh sizes, and the batch."""
+AXES, ROWS, BLOCKS = "trainer.mesh.axes", "trainer", "model"
+"""Sections of the YAML: mesh sizes, the batch, and what of the blocks is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,21 @@ class Layout:
         mesh: mesh axis names and sizes.
         mappings: of parameters and activations.
         rows: rows that a device takes at once, as a share of what they are.
+        recompute: whether blocks are recomputed of which the run keeps everything.
         changes: what was changed to come here.
     """
 
     mesh: MeshSpec
     mappings: Mappings
     rows: float = 1.0
+    recompute: bool = False
     changes: tuple[LayoutChange, ...] = ()
 
     @property
-    def distance(self) -> tuple[int, int]:
-        """How many mesh sizes, and how many batches, were changed."""
+    def distance(self) -> tuple[int, bool, int]:
+        """How many mesh sizes were changed, whether blocks are recomputed, and how many batches were changed."""
         sections = [change.section for change in self.changes]
-        return sections.count(AXES), sections.count(ROWS)
+        return sections.count(AXES), self.recompute, sections.count(ROWS)
 
     @property
     def yaml(self) -> str:
@@ -172,22 +174,32 @@ def figures_of(subject: Subject, layout: Layout) -> Figures:
     return Figures(
         arguments=sum(plan.bytes_per_device for plan in placed),
         gradients=gradients,
-        made=gradients + sum(a.bytes_per_device * kept_times(subject, a) for a in activations.leaves),
+        made=gradients + sum(a.bytes_per_device * kept_times(subject, a, layout) for a in activations.leaves),
         errors=tuple(errors),
         residents=tuple(placed),
         hopeless=hopeless or bool(activations.errors) or not _whole_rows(subject, scale),
     )
 
 
-def kept_times(subject: Subject, activation: LeafPlan) -> int:
+def keeps_everything(subject: Subject, layout: Layout) -> bool:
+    """Whether a backward pass has all that the blocks made, and recomputes none of them."""
+    if not subject.training or layout.recompute:
+        return False
+    policy = checkpoint_policy(getattr(model_of(subject), "gradient_checkpointing", True))
+    return policy.disable or policy.save_block_internals is True
+
+
+def kept_times(subject: Subject, activation: LeafPlan, layout: Layout) -> int:
     """How many of an activation are alive at a time.
 
     For a backward pass the residual stream is kept of each layer, and so is what the model's gradient checkpointing
-    keeps by name.
+    keeps by name; where it keeps everything, all that a layer names.
     """
     if not subject.training:
         return 1
     if activation.leaf.path != RESIDUAL:
+        if (model := model_of(subject)) is not None and keeps_everything(subject, layout):
+            return max(1, sum(activation.leaf.path in layer.activations for layer in model.layers))
         return max(1, sum(kept_names(subject, activation).values()))
     if (model := model_of(subject)) is not None:
         return len(model.layers)

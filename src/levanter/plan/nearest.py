@@ -6,14 +6,15 @@ top of those that saved most:
     parameters   an axis of a replicated array is sharded over mesh axes that do not shard it yet
     residual     the residual stream is sharded between blocks too
     rows         half the rows that a device takes at once
+    blocks       a train step that keeps all that its blocks make recomputes them
     mesh         a mesh axis takes a factor of another one
 
 The planner itself places every array under each of them, so only layouts that a run would accept are proposed. Bytes of
 inputs are exact. What a Program makes on the way is scaled from the compiler's figure by the named activations and the
 gradients, an estimate that says so, and never less than what is known (`known`). Where the compiler has said nothing,
-the known bytes are all there is: a layout is proposed as one that would fit if it leaves `ROOM` for what has no name,
-and for a train step that with all of one layer beside what is known; else as one that might. None is compiled before
-it is printed, and the line says what its sum lacks.
+or has kept everything and blocks are to be recomputed, the known bytes are all there is: a layout is proposed as one
+that would fit if it leaves `ROOM` for what has no name, and for a train step that with all of one layer beside what is
+known; else as one that might. None is compiled before it is printed, and the line says what its sum lacks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,18 @@ from haliax_ext.placement import LeafPlan, show_axes
 from levanter.mesh.heads import GROUP_AXIS, KV_HEAD, Q_PER_GROUP, declared_by_groups, distribute
 from levanter.models.activations import RESIDUAL
 from levanter.plan.known import Known, known_under
-from levanter.plan.layouts import AXES, ROWS, Figures, Layout, LayoutChange, Subject, activations_of, figures_of
+from levanter.plan.layouts import (
+    AXES,
+    BLOCKS,
+    ROWS,
+    Figures,
+    Layout,
+    LayoutChange,
+    Subject,
+    activations_of,
+    figures_of,
+    keeps_everything,
+)
 from levanter.run import Searchable
 
 MOST_CHANGES = 3
@@ -44,7 +56,7 @@ class Nearest:
     Attributes:
         yaml: what to write, as one line.
         known: bytes that are needed on a chip at the least.
-        total: with what is made on the way, estimated; `None` where the compiler has not said what that is now.
+        total: with what is made on the way, estimated; `None` where the compiler has said nothing to estimate it by.
         roomy: whether what has no name fits too, as far as experience goes.
     """
 
@@ -63,7 +75,8 @@ class Nearest:
 def nearest_that_fits(subject: Subject) -> Nearest | None:
     """The layout that a run would accept and that fits, by the fewest changes.
 
-    Among as many changes, new rules are nearer than a smaller batch, and that is nearer than other mesh sizes.
+    Among as many changes, new rules are nearer than a smaller batch, that is nearer than recomputed blocks, and those
+    are nearer than other mesh sizes.
     """
     base = figures_of(subject, subject.now)
     beam = [(subject.now, base)]
@@ -97,7 +110,8 @@ def _judged(subject: Subject, layout: Layout, figures: Figures, base: Figures) -
     if figures.errors:
         return None
     known = known_under(subject, layout, figures)
-    total = subject.total(figures, base)
+    # What the compiler asked for to keep everything says nothing about blocks that are recomputed.
+    total = None if layout.recompute else subject.total(figures, base)
     if total is not None:
         total = max(total, known.total)
     if (known.total if total is None else total) > subject.hbm_bytes:
@@ -112,6 +126,7 @@ def changed(subject: Subject, layout: Layout, figures: Figures) -> Iterator[Layo
     if subject.made is not None or subject.training:
         yield from _cut_residual(subject, layout)
         yield from _fewer_rows(subject, layout)
+        yield from _recomputed(subject, layout)
     for sizes in _other_sizes(layout):
         yield _with_rows(subject, layout, sizes) if subject.training else sizes
 
@@ -222,6 +237,13 @@ def _fewer_rows(subject: Subject, layout: Layout) -> Iterator[Layout]:
     if per_device == int(per_device) and per_device % 2 == 0:
         change = LayoutChange(section=ROWS, entries=((key, str(int(per_device) // 2)),))
         yield replace(layout, rows=layout.rows / 2, changes=(*layout.changes, change))
+
+
+def _recomputed(subject: Subject, layout: Layout) -> Iterator[Layout]:
+    """Recomputes the blocks of a train step that keeps all that they make."""
+    if keeps_everything(subject, layout):
+        change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", "true"),))
+        yield replace(layout, recompute=True, changes=(*layout.changes, change))
 
 
 def _with_rows(subject: Subject, before: Layout, layout: Layout) -> Layout:

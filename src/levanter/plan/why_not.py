@@ -142,7 +142,7 @@ def _named(activation: LeafPlan, plan: RunPlan) -> str:
 
 def _activations(subject: Subject) -> Iterator[str]:
     """The largest named activations; what a backward pass keeps of each layer counts once for each."""
-    times = {plan.leaf.path: kept_times(subject, plan) for plan in subject.plan.activations.leaves}
+    times = {plan.leaf.path: kept_times(subject, plan, subject.now) for plan in subject.plan.activations.leaves}
     found = sorted(subject.plan.activations.leaves, key=lambda a: -a.bytes_per_device * times[a.leaf.path])
     for activation in found[:SHOWN]:
         size, count = activation.bytes_per_device, times[activation.leaf.path]

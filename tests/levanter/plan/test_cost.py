@@ -195,6 +195,14 @@ def test_kernels_widen_the_range_and_unknown_ones_are_named():
     assert any("2 executions of fft" in sentence for sentence in step.unknown)
 
 
+def test_large_copies_without_an_estimate_take_as_long_as_their_bytes():
+    """A reshape of all scales of a cache, in each of 80 layers: the schedule has no cycles for it, the memory has."""
+    before, step = step_time(figures(), NETWORK), step_time(figures(copied_bytes=2 * POD.hbm_bandwidth), NETWORK)
+    assert before is not None and step is not None
+    assert step.copies == pytest.approx(2.0) and step.compute == pytest.approx(before.compute + 2.0)
+    assert step.expected == pytest.approx(before.expected + 2.0) and step.high == pytest.approx(before.high + 2.0)
+
+
 def test_grouped_products_and_sorts_are_in_the_time():
     rows, embed, mlp = 8192, 6144, 16384
     shapes = (Shape("bf16", (rows, embed)), Shape("bf16", (2, embed, mlp)), Shape("s32", (2,)))

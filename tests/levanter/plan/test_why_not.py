@@ -162,3 +162,17 @@ def test_what_arithmetic_proposes_is_legal_for_the_planner(tmp_path):
             assert budget_of(pasted_plan).arguments["train_step"] == pytest.approx(promised, rel=0.01)
         else:
             assert line.startswith("none of the changes tried fits")
+
+
+def test_a_step_that_keeps_everything_takes_fewer_rows_or_recomputes(tmp_path):
+    """Llama 2 7B, 16 rows of 1,024 a chip, needs 177 GiB (compiled). With its blocks recomputed that is 9."""
+    path = over(tmp_path, "train/llama2_7b_v4-32", model={"gradient_checkpointing": False})
+    plan = described(path, "v4-32")
+    lines = why_not(refusal(177.09, 30.75), plan, budget_of(plan), program="train_step")
+    assert any("kept of each of 32 layers" in line and "mlp" in line for line in lines if "largest activation" in line)
+    pasted_plan, _, fragment = pasted(tmp_path, path, lines[-1], "v4-32")
+    assert pasted_plan.exit_code == 0
+    assert fragment == {"model": {"gradient_checkpointing": True}}
+    # Where half of the rows is enough, all is kept of them.
+    lines = why_not(refusal(40.0, 30.75), plan, budget_of(plan), program="train_step")
+    assert pasted(tmp_path, path, lines[-1], "v4-32")[2] == {"trainer": {"per_device_parallelism": 8}}

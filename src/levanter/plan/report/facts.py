@@ -191,6 +191,8 @@ def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
     ]
     if time.kernels_expected:
         rows.append(ModuleTime(name="kernels", seconds=time.kernels_expected, during={}))
+    if time.copies:
+        rows.append(ModuleTime(name="copies of arrays", seconds=time.copies, during={}))
     return tuple(sorted(rows, key=lambda part: -part.seconds))
 
 
