@@ -249,7 +249,8 @@ def main() -> int:
     print(f"statuses: {dict(sorted(seen.statuses.items()))} (0: a connection that ended without an answer)")
     if len(seen.gaps) > 100:
         cuts = statistics.quantiles(seen.gaps, n=100)
-        print(f"between parts of an answer: median {1e3 * cuts[49]:.1f} ms, p99 {1e3 * cuts[98]:.1f} ms")
+        middle, high = 1e3 * cuts[49], 1e3 * cuts[98]
+        print(f"between parts of an answer: median {middle:.1f} ms, p99 {high:.1f} ms ({high / middle:.2f} × median)")
     if options.pid is not None and len(seen.resident) > 2:
         first, last = seen.resident[len(seen.resident) // 10 + 1], seen.resident[-1]
         print(f"memory: {first / 2**20:.0f} MiB after a tenth, {last / 2**20:.0f} MiB at the end")

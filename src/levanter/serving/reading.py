@@ -150,7 +150,9 @@ def submitted(asked: AskedLine, reader: PromptReader, *, where: str = "") -> Sub
     except ValueError as error:
         long = "context of" in str(error) or "pages of" in str(error)
         code = "context_length_exceeded" if long else None
-        raise invalid(f"{where}{error}", code=code, reason="too_long" if long else "invalid") from error
+        # Clients that shorten what they send, or ask another model, know the refusal by these words of OpenAI's.
+        said = f"; this model's maximum context length is {reader.schedule.context} tokens" if long else ""
+        raise invalid(f"{where}{error}{said}", code=code, reason="too_long" if long else "invalid") from error
     params = request.params
     return Submitted(request=request, score=params.echo and params.logprobs is not None)
 

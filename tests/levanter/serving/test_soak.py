@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -49,10 +50,16 @@ def test_a_process_holds_no_more_memory_at_the_end_and_drains(tmp_path):
     with server_process(tmp_path, max_queued_tokens=64, drain_seconds=120.0) as server:
         pid = server.process.pid
         seen, account = asyncio.run(soak(server.url, requests=3000, clients=24, pid=pid))
-        assert seen.wrong == [] and seen.statuses[429] > 100
+        assert seen.wrong == [] and seen.statuses[429] > 0
         assert account["load"]["pages_free"] == account["load"]["pages"]
         # What a process needs at all, it has needed after a fifth of the requests.
         later = seen.resident[len(seen.resident) // 5 :]
+        cuts = statistics.quantiles(seen.gaps, n=100)
+        sys.stdout.write(
+            f"{dict(seen.kinds)} {dict(seen.statuses)}\n"
+            f"gaps: median {1e3 * cuts[49]:.2f} ms, p99 {1e3 * cuts[98]:.2f} ms\n"
+            f"memory {later[0] / 2**20:.1f} MiB, at most {max(later) / 2**20:.1f} later\n"
+        )
         assert max(later) <= 1.02 * later[0], [round(each / 2**20, 1) for each in seen.resident]
         body = {"prompt": [5, 6], "max_tokens": 150, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=None, trust_env=False) as answer:
