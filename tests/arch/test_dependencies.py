@@ -72,7 +72,7 @@ CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
     [
         # What an extra brings is imported where it is used, and missing with a clear error.
         (("src", "haliax_ext"), CORE | declared("tensorboard", "trackio", "ray", "constraint", "serve") | {"libtpu"}),
-        (("tests",), CORE | declared("test", "tensorboard", "clients") | {"libtpu"}),
+        (("tests",), CORE | declared("test", "tensorboard", "clients", "judges") | {"libtpu"}),
         # llama.cpp runs in an environment of its own, which the benchmark is told.
         (("benchmarks",), CORE | declared("test") | {"xllamacpp"}),
     ],

@@ -76,6 +76,14 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "memorization of prepared prompts, row by row",
             ),
             ("train_lm", "train.train_lm", "train.config", "TrainLmConfig", "training"),
+            ("sft", "train.train_lm", "train.sft_config", "SftConfig", "training, by upstream's keys of sft too"),
+            (
+                "sft_mixture",
+                "train.train_lm",
+                "train.sft_config",
+                "SftMixtureConfig",
+                "training, by upstream's keys of sft_mixture too",
+            ),
             (
                 "export_lm_to_hf",
                 "export.export_lm_to_hf",

@@ -178,12 +178,17 @@ def _overrides(pairs: Collection[tuple[str, object]]) -> MapNode:
     return result
 
 
+def earlier_of(config_class: type) -> str:
+    """Whose documents a class reads besides its own: its `EARLIER`; "" for nobody's."""
+    return getattr(config_class, "EARLIER", "")
+
+
 def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> Loaded[C]:
     changes: tuple[Change, ...] = ()
     asked: tuple[NotCarried, ...] = ()
     takes = config_fields(config_class) if is_dataclass(config_class) else ()
     if isinstance(document, MapNode):
-        translation = translate(document, takes)
+        translation = translate(document, takes, earlier_of(config_class))
         document, changes = translation.document, translation.changes
         problems += translation.problems
         document, asked = take_out(document, takes)

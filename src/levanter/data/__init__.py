@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from haliax_ext.on_demand import export_on_demand
 
 if TYPE_CHECKING:
+    from levanter.data.component_formats import has_chats as has_chats
     from levanter.data.config import BlockShuffleConfig as BlockShuffleConfig
     from levanter.data.config import CacheOptions as CacheOptions
     from levanter.data.config import ConcatDatasetComponent as ConcatDatasetComponent
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from levanter.data.training import build_tokens as build_tokens
     from levanter.data.training import build_training as build_training
     from levanter.data.training import compare_stores as compare_stores
+    from levanter.data.training import template_lines as template_lines
     from levanter.data.training_data import TrainingData as TrainingData
     from levanter.data.training_sets import TrainingSet as TrainingSet
     from levanter.data.training_sets import TrainingSets as TrainingSets

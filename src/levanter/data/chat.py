@@ -15,12 +15,16 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from levanter.bounds import MIB, read_bounded
 from levanter.data.errors import DataError
 from levanter.data.sandbox import Sandbox, run
+from levanter.io.paths import open_read
 
 # Marks around generated text while a template runs: noncharacters, which no text has.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
+NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
+"""Characters that no text has: halves of pairs, and the noncharacters that are marks here."""
 
 
 class _Generation(Extension):
@@ -84,7 +88,7 @@ class ChatTemplate:
         try:
             template = self._template
             marked = run(lambda: template.render(**{**known, **more, "messages": messages}))
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             where = _line_of(error)
             raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
         pieces = _MARKS.split(marked)
@@ -98,6 +102,27 @@ class ChatTemplate:
                 spans.append((opened, place))
                 opened = None
         return "".join(pieces), spans
+
+
+def is_template(given: str) -> bool:
+    """Whether a text is a template itself: no path has a tag of Jinja, or several lines."""
+    return "{{" in given or "{%" in given or "\n" in given
+
+
+def template_text(given: str | None) -> str | None:
+    """A chat template, written down or in a file.
+
+    Raises:
+        ValueError: the file is not UTF-8, or is larger than any template.
+        MissingFileError: it is not there.
+    """
+    if given is None or is_template(given):
+        return given
+    with open_read(given) as file:
+        try:
+            return read_bounded(file, MIB, where=f"chat_template: {given}").decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"chat_template: {given}: not UTF-8 at byte {error.start}") from None
 
 
 def _line_of(error: BaseException) -> str:

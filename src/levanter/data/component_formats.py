@@ -6,7 +6,7 @@ Training and evaluation read the same formats and understand their keys in the s
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 
-from levanter.data.chat import ChatTemplate
+from levanter.data.chat import ChatTemplate, template_text
 from levanter.data.config import (
     CacheOptions,
     ConcatDatasetComponent,
@@ -25,7 +25,7 @@ from levanter.data.formats import (
     TextLmDatasetFormat,
 )
 from levanter.data.sources import PythonDocsSource
-from levanter.io.paths import join
+from levanter.io.paths import MissingFileError, join
 
 FORMATS: Formats = (
     TextLmDatasetFormat,
@@ -37,17 +37,49 @@ FORMATS: Formats = (
 
 
 def with_template(component: DatasetComponentBase, template: str | None) -> DatasetComponentBase:
-    """The component with `data.chat_template` where its chat format has none of its own."""
+    """The component with the text of its chat format's template; `data.chat_template` where it has none of its own.
+
+    Where there is neither, the tokenizer's is taken, once there is a tokenizer.
+
+    Raises:
+        MissingFileError: the file of a template is not there.
+        DataError: it is no text.
+    """
     if isinstance(component, ConcatDatasetComponent):
         children = {name: with_template(child, template) for name, child in component.children.items()}
         return replace(component, children=children)
     source = getattr(component, "source", None)
     for holder in (component, source):
         format = getattr(holder, "format", None)
-        if isinstance(format, ChatLmDatasetFormat) and format.chat_template is None:
-            changed = replace(holder, format=replace(format, chat_template=template))  # type: ignore[type-var]
+        if isinstance(format, ChatLmDatasetFormat):
+            text = _text_of(template if format.chat_template is None else format.chat_template)
+            changed = replace(holder, format=replace(format, chat_template=text))  # type: ignore[type-var]
             component = changed if holder is component else replace(component, source=changed)  # type: ignore
     return component
+
+
+def has_chats(config: LmDataConfig) -> bool:
+    """Whether some component holds conversations, whether its files are here or not."""
+    waiting = list(config.components.values())
+    while waiting:
+        component = waiting.pop()
+        if isinstance(component, ConcatDatasetComponent):
+            waiting += component.children.values()
+        formats = (getattr(component, "format", None), getattr(getattr(component, "source", None), "format", None))
+        if any(isinstance(format, ChatLmDatasetFormat) for format in formats):
+            return True
+    return False
+
+
+def _text_of(template: str | None) -> str | None:
+    try:
+        return template_text(template)
+    except MissingFileError as error:
+        raise MissingFileError(f"chat_template: no Jinja, and no file either: {error}") from error
+    except DataError:
+        raise
+    except (ValueError, OSError) as error:
+        raise DataError(str(error)) from error
 
 
 def format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
@@ -77,27 +109,18 @@ def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
     if isinstance(format, ChatLmDatasetFormat):
         if format.single_turn:
             yield "single_turn: true is for prepared prompts (eval_sliding_lm); whole conversations are read here"
-        if format.chat_template is None:
-            yield "chat_template: is missing (data.chat_template serves all components); a tokenizer's own is not read"
-        elif format.mask_user_turns and not _template(format).marks_generation:
-            yield (
-                "chat_template: does not mark what the assistant wrote; enclose it in {% generation %} … "
-                "{% endgeneration %}, or set mask_user_turns: false"
-            )
-        else:
+        if format.chat_template is not None:
             try:
-                _template(format).check()
+                ChatTemplate(text=format.chat_template, bos_token="", eos_token="").check()
             except DataError as error:
                 yield str(error)
+        if format.turns != "all" and not format.mask_user_turns:
+            yield f"turns: {format.turns} says which of the assistant's turns count; with mask_user_turns: false all do"
     if isinstance(format, PrebuiltLmDatasetFormat):
         if format.loss_weight_transform not in (None, "shift_left"):
             yield f"loss_weight_transform: `shift_left` or null, got {format.loss_weight_transform!r}"
         elif format.loss_weight_transform and format.loss_weights_key is None:
             yield "loss_weight_transform: needs loss_weights_key"
-
-
-def _template(format: ChatLmDatasetFormat) -> ChatTemplate:
-    return ChatTemplate(text=str(format.chat_template), bos_token="", eos_token="")
 
 
 def store_folder(config: LmDataConfig, name: str, component: DatasetComponentBase, split: str) -> str | None:

@@ -6,20 +6,19 @@ other formats are JSON values (or rows of Parquet) with the place they came from
 
 - `prebuilt`: ids as they are, with weights as they are where the record has them.
 - `supervised`: BOS, input, target, EOS. With `mask_inputs` only what predicts the target and EOS counts.
-- `chat`: what the chat template makes of the messages, special tokens included; nothing is put around it. With
-  `mask_user_turns` only what predicts a token that has a character of what is within `{% generation %}` counts.
+- `chat`: in `conversations`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from levanter.data.chat import ChatTemplate
 from levanter.data.errors import DataError
-from levanter.data.formats import ChatLmDatasetFormat, PrebuiltLmDatasetFormat, SupervisedLmDatasetFormat
+from levanter.data.formats import PrebuiltLmDatasetFormat, SupervisedLmDatasetFormat
 from levanter.data.readers import Document
+from levanter.data.record_values import record_value
 from levanter.data.store_write import Encoded
 from levanter.data.tokenizer import Tokenizer
 
@@ -88,7 +87,7 @@ class PrebuiltEncoder:
     def chars(self, record: Record) -> int:
         """The number of ids in the record, which stands for its characters."""
         value, origin = record
-        return len(_key(value, self.format.input_ids_key, list, origin))
+        return len(record_value(value, self.format.input_ids_key, list, origin))
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
         """The ids and weights of each record.
@@ -100,11 +99,11 @@ class PrebuiltEncoder:
 
     def _encoded(self, value: object, origin: str) -> Encoded:
         key, weights_key = self.format.input_ids_key, self.format.loss_weights_key
-        ids = _numbers(_key(value, key, list, origin), np.int64, key, origin)
+        ids = _numbers(record_value(value, key, list, origin), np.int64, key, origin)
         check_ids(ids, origin, None, self.vocab_size)
         weights = np.ones(len(ids), np.float32)
         if weights_key is not None:
-            weights = _numbers(_key(value, weights_key, list, origin), np.float32, weights_key, origin)
+            weights = _numbers(record_value(value, weights_key, list, origin), np.float32, weights_key, origin)
             if len(weights) != len(ids):
                 raise DataError(f"{origin}: {len(weights)} {weights_key} for {len(ids)} {key}")
             if self.format.loss_weight_transform == "shift_left":
@@ -143,8 +142,8 @@ class SupervisedEncoder:
 
     def _texts(self, value: object, origin: str) -> tuple[str, str]:
         between = self.format.separate_with if isinstance(self.format.separate_with, str) else ""
-        prompt = _key(value, self.format.input_key, str, origin)
-        return prompt + between, _key(value, self.format.target_key, str, origin)
+        prompt = record_value(value, self.format.input_key, str, origin)
+        return prompt + between, record_value(value, self.format.target_key, str, origin)
 
     def _encoded(self, prompt: np.ndarray, target: np.ndarray) -> Encoded:
         between = self.format.separate_with
@@ -157,68 +156,6 @@ class SupervisedEncoder:
             given = len(before) + len(prompt) + len(middle)
             weights[: max(given - 1, 0)] = 0.0
         return Encoded(ids, weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatEncoder:
-    """Conversations.
-
-    Attributes:
-        format: their keys.
-        template: messages to text.
-        tokenizer: text to ids, special tokens in the text included.
-    """
-
-    format: ChatLmDatasetFormat
-    template: ChatTemplate
-    tokenizer: Tokenizer
-
-    def chars(self, record: Record) -> int:
-        """The characters of all messages' contents."""
-        value, origin = record
-        messages = _key(value, self.format.messages_field, list, origin)
-        return sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
-
-    def encode(self, records: Sequence[Record]) -> list[Encoded]:
-        """The ids and weights of each conversation.
-
-        Raises:
-            DataError: messages that the template refuses.
-        """
-        return [self._encoded(*record) for record in records]
-
-    def _encoded(self, value: Mapping[str, Any], origin: str) -> Encoded:
-        messages = _key(value, self.format.messages_field, list, origin)
-        system, extra = self.format.system_prompt, self.format.chat_template_kwargs
-        if system is not None and value.get(system):
-            messages = [{"role": "system", "content": value[system]}, *messages]
-        more = value.get(extra) if extra is not None else None
-        text, spans = self.template.render(messages, more or {}, origin)
-        ids, offsets = self.tokenizer.encode_with_offsets(text)
-        weights = np.ones(len(ids), np.float32)
-        if self.format.mask_user_turns:
-            target = np.zeros(len(ids), bool)
-            for start, stop in spans:
-                # As in transformers, a token that begins before the span and reaches into it counts.
-                target |= (offsets[:, 1] > start) & (offsets[:, 0] < stop)
-            weights[:-1] = target[1:]
-            weights[-1:] = 0.0
-        return Encoded(ids, weights)
-
-
-T = TypeVar("T")
-
-
-def _key(value: object, key: str, kind: type[T], origin: str) -> T:
-    """The value of a record's key, of the type it must have."""
-    if not isinstance(value, dict):
-        raise DataError(f"{origin}: expected an object with the key {key!r}, found {type(value).__name__}")
-    if key not in value:
-        raise DataError(f"{origin}: no key {key!r}; it has {', '.join(map(repr, value)) or 'none'}")
-    if not isinstance(value[key], kind):
-        names = {list: "a list", str: "a string"}
-        raise DataError(f"{origin}: {key!r} is {type(value[key]).__name__}, expected {names[kind]}")
-    return value[key]
 
 
 def _numbers(values: list, dtype: type[np.generic], key: str, origin: str) -> np.ndarray:

@@ -177,7 +177,10 @@ def _records(
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems([records], [tokens], limit)))
     rows = lay_rows(config, records, tokens, max_length)
-    if isinstance(rows, PackedRows) and rows.cut:
+    if isinstance(rows, PackedRows) and (rows.kept or rows.dropped):
+        if rows.cut or rows.dropped or rows.uncounted:
+            logger.warning("%s: %s", one.name, rows.describe())
+    elif isinstance(rows, PackedRows) and rows.cut:
         logger.warning(
             "%s: %d records are longer than %d tokens and are split; a later piece is predicted without the earlier "
             "one",

@@ -39,7 +39,23 @@ class TextLmDatasetFormat(LmDatasetFormatBase):
 @LmDatasetFormatBase.register_subclass("chat")
 @dataclass(frozen=True, kw_only=True)
 class ChatLmDatasetFormat(LmDatasetFormatBase):
-    """Conversations, turned into text by a chat template."""
+    """Conversations, turned into text by a chat template.
+
+    Attributes:
+        messages_field: the key of a record that holds its messages.
+        single_turn: for prepared prompts (`eval_sliding_lm`) alone.
+        chat_template: Jinja, or the path of a file with it; `data.chat_template` where absent, else the tokenizer's.
+        system_prompt: the key of a record that holds a system message.
+        chat_template_kwargs: the key of a record that holds what the template may know besides.
+        pack: how conversations are laid into rows; several to a row by default.
+        mask_user_turns: whether only the assistant's tokens count.
+        turns: which of the assistant's turns count: `all`, the `last`, or, with `split`, each in a conversation of its
+            own that ends with it.
+        roles: what a template calls the roles of messages that it does not know (`{gpt: assistant}`).
+        overlength: of a conversation that is longer than a row: keep its beginning (`left`) or its end (`right`), leave
+            it out (`drop`), or refuse it (`raise`).
+        allow_unstopped: whether what counts of an answer may end without a token that a model stops at.
+    """
 
     messages_field: str = "messages"
     single_turn: bool = False
@@ -48,6 +64,10 @@ class ChatLmDatasetFormat(LmDatasetFormatBase):
     chat_template_kwargs: str | None = "chat_template_kwargs"
     pack: bool | PositiveInt | Literal["pad"] | None = None
     mask_user_turns: bool = True
+    turns: Literal["all", "last", "split"] = "all"
+    roles: dict[str, str] | None = None
+    overlength: Literal["left", "right", "drop", "raise"] = "left"
+    allow_unstopped: bool = False
 
 
 @LmDatasetFormatBase.register_subclass("supervised")
@@ -84,7 +104,7 @@ class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
     chat_template_kwargs: str | None = "chat_template_kwargs"
     pack: bool = False
     mask_user_turns: bool = True
-    slice_strategy: Literal["left", "right", "raise", "drop"] = "left"
+    slice_strategy: Literal["left", "right", "raise", "drop"] = "raise"
 
 
 def format_name(format: LmDatasetFormatBase) -> str:

@@ -5,7 +5,8 @@ Two ways to lay documents into rows of `positions` tokens:
 - *concatenated*: documents lie end to end and are cut every `positions` tokens. Nothing is padded; what is left behind
   the last complete row is not used. (A set smaller than one row is one padded row.)
 - *packed*: whole documents, several to a row, planned by `packing`; the rest of the row is padding. A document longer
-  than a row is cut into pieces, the last of them as long as it happens to be.
+  than a row is cut into pieces, the last of them as long as it happens to be; one of which a later piece means nothing
+  without the earlier one (a conversation) keeps its beginning or its end, or is left out.
 
 *Segment ids* number a row's documents from 0; padding has −1. Loss weights are 0 where nothing of the sequence follows:
 at a row's last place, before padding, and at a document's last token, unless documents may see each other.
@@ -14,10 +15,11 @@ at a row's last place, before padding, and at a document's last token, unless do
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
+from levanter.data.errors import DataError
 from levanter.data.packing import Packing, pack
 from levanter.data.store import Tokens, span_places
 
@@ -142,6 +144,9 @@ class PackedRows:
         begins, lengths: int64 `[pieces]`: the documents, those that are longer than a row truncated.
         packing: which pieces each row holds.
         cut: documents that were cut.
+        kept: what is kept of these, in a word; "" where all of it is, in pieces.
+        dropped: documents that were left out, since they are longer than a row.
+        uncounted: documents that were left out, since nothing counts in what a row has of them.
     """
 
     tokens: Tokens
@@ -151,6 +156,9 @@ class PackedRows:
     lengths: np.ndarray
     packing: Packing
     cut: int
+    kept: str = ""
+    dropped: int = 0
+    uncounted: int = 0
 
     def __len__(self) -> int:
         return len(self.packing)
@@ -185,12 +193,22 @@ class PackedRows:
     def describe(self) -> str:
         """How many documents share a row, how full rows are, and how many documents are cut."""
         cut = f", {self.cut:,} longer than a row truncated" if self.cut else ""
+        cut += f" (their {self.kept} is kept)" if self.cut and self.kept else ""
+        cut += f", {self.dropped:,} longer than a row left out" if self.dropped else ""
+        if self.uncounted:
+            cut += f", {self.uncounted:,} longer than a row left out: nothing counts in their {self.kept}"
         most = int(np.diff(self.packing.row_starts).max())
         several = f"up to {most} to a row" if most > 1 else "one to a row"
         return f"whole documents, {several}, {self.filled:.1%} of positions filled{cut}"
 
 
-def packed_rows(tokens: Tokens, *, positions: int, separate: bool, most: int | None) -> PackedRows:
+Overlength = Literal["cut", "left", "right", "drop", "raise"]
+"""Of a document longer than a row: all of it in pieces, its beginning, its end, nothing; or an error."""
+
+
+def packed_rows(
+    tokens: Tokens, *, positions: int, separate: bool, most: int | None, overlength: Overlength = "cut"
+) -> PackedRows:
     """Plans packed rows.
 
     Args:
@@ -198,7 +216,13 @@ def packed_rows(tokens: Tokens, *, positions: int, separate: bool, most: int | N
         positions: tokens in a row.
         separate: whether a token sees only its own document.
         most: documents in a row at most; None for as many as fit.
+        overlength: what becomes of documents longer than a row.
+
+    Raises:
+        DataError: there are some, and that is refused; nothing is left.
     """
+    if overlength != "cut":
+        return _whole_rows(tokens, positions, separate, most, overlength)
     lengths = np.diff(tokens.starts)
     pieces = -(-lengths // positions)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -213,6 +237,50 @@ def packed_rows(tokens: Tokens, *, positions: int, separate: bool, most: int | N
         packing=pack(remaining, positions=positions, most=most),
         cut=int(np.count_nonzero(pieces > 1)),
     )
+
+
+def _whole_rows(tokens: Tokens, positions: int, separate: bool, most: int | None, overlength: Overlength) -> PackedRows:
+    """Rows of documents that are never cut into several pieces."""
+    begins, lengths = tokens.starts[:-1], np.diff(tokens.starts)
+    long = np.flatnonzero(lengths > positions)
+    if overlength == "raise" and len(long):
+        raise DataError(
+            f"{len(long):,} of {len(lengths):,} are longer than a row of {positions:,} tokens (the longest has "
+            f"{int(lengths.max()):,}), and overlength: raise refuses them; left, right or drop say what to do with them"
+        )
+    cut = np.minimum(lengths, positions)
+    if overlength == "right":
+        begins = begins + (lengths - cut)
+    leave = np.zeros(len(lengths), bool)
+    if overlength == "drop":
+        leave[long] = True
+    elif tokens.weighted:
+        leave[long] = [not _counts(tokens, int(begins[i]), positions) for i in long]
+    if leave.all():
+        raise DataError(
+            f"all {len(lengths):,} are longer than a row of {positions:,} tokens, and nothing is left of them "
+            f"(overlength: {overlength})"
+        )
+    kept = ~leave
+    return PackedRows(
+        tokens=tokens,
+        positions=positions,
+        separate=separate,
+        begins=begins[kept],
+        lengths=cut[kept],
+        packing=pack(cut[kept], positions=positions, most=most),
+        cut=0 if overlength == "drop" else len(long) - int(leave.sum()),
+        kept={"left": "beginning", "right": "end"}.get(overlength, ""),
+        dropped=len(long) if overlength == "drop" else 0,
+        uncounted=0 if overlength == "drop" else int(leave.sum()),
+    )
+
+
+def _counts(tokens: Tokens, begin: int, count: int) -> bool:
+    """Whether anything counts in the loss of a row's worth of a document."""
+    _, weights = tokens.read(np.array([begin]), np.array([count]))
+    assert weights is not None
+    return bool((weights[:-1] > 0).any())
 
 
 def take_mixed(sources: Sequence[Rows], which: np.ndarray, numbers: np.ndarray) -> TrainRows:

@@ -61,6 +61,11 @@ class Tokens(Protocol):
         """The largest id; −1 where there is none."""
         ...
 
+    @property
+    def skipped(self) -> int:
+        """Empty documents that were left out."""
+        ...
+
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The int32 ids of some spans, end to end, and their float32 loss weights where there are any."""
         ...
@@ -73,6 +78,7 @@ class MemoryTokens:
     ids: np.ndarray
     starts: np.ndarray
     weights: np.ndarray | None = None
+    skipped: int = 0
 
     @property
     def weighted(self) -> bool:
@@ -116,6 +122,11 @@ class StoredTokens:
     def largest_id(self) -> int:
         """The largest id, as the manifest states it."""
         return self.manifest.largest_id
+
+    @property
+    def skipped(self) -> int:
+        """Empty documents that were left out, as the manifest states it."""
+        return sum(shard.skipped for shard in self.manifest.shards or ())
 
     def read(self, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The ids of some spans, end to end, and their loss weights, read by chunks of the store."""

@@ -193,10 +193,12 @@ def tokenize_in_memory(
     ids: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     ends: list[int] = [0]
-    sums = ShardTotals()
+    sums, skipped = ShardTotals(), 0
     for batch in _encoded(identity, sources, encoder, shards):
         assert batch.encoded is not None
-        for one in filter(lambda one: len(one.ids), batch.encoded.result()):
+        encoded = batch.encoded.result()
+        sums.skipped += batch.skipped + sum(not len(one.ids) for one in encoded)
+        for one in filter(lambda one: len(one.ids), encoded):
             ids.append(one.ids)
             ends.append(ends[-1] + len(one.ids))
             if one.weights is not None:
@@ -206,11 +208,13 @@ def tokenize_in_memory(
         meter.update(batch.shard, sums)
         if batch.last:
             meter.finished(batch.shard, sums)
+            skipped += sums.skipped
             sums = ShardTotals(tokens=ends[-1])
     return MemoryTokens(
         ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         starts=np.array(ends, np.int64),
         weights=np.concatenate([np.zeros(0, np.float32), *weights]) if identity.weighted else None,
+        skipped=skipped,
     )
 
 

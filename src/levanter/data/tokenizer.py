@@ -78,3 +78,18 @@ class Tokenizer(Protocol):
     def hash(self) -> str:
         """Hex SHA-256 of the tokenizer's definition."""
         ...
+
+
+@runtime_checkable
+class TemplateTokenizer(Tokenizer, Protocol):
+    """A tokenizer whose files say how conversations are written."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """What makes a text of a conversation: Jinja; None where the files have none."""
+        ...
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids that were added to the vocabulary, most of which no text is made of."""
+        ...

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from levanter.data.chat import ChatTemplate
 from levanter.data.config import BlockShuffleConfig, LmDataConfig
-from levanter.data.encoders import ChatEncoder, PrebuiltEncoder, SupervisedEncoder, TextEncoder
+from levanter.data.conversations import ChatEncoder, chat_template, described
+from levanter.data.encoders import PrebuiltEncoder, SupervisedEncoder, TextEncoder
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.formats import (
     ChatLmDatasetFormat,
@@ -21,7 +21,8 @@ from levanter.data.formats import (
 from levanter.data.freshness import refuse_stale
 from levanter.data.manifest import StoreError, StoreIdentity, compare
 from levanter.data.mixture import plan_mixture
-from levanter.data.rows import ConcatenatedRows, Rows, TrainRows, packed_rows
+from levanter.data.rows import ConcatenatedRows, Overlength, Rows, TrainRows, packed_rows
+from levanter.data.samples import marked_sample
 from levanter.data.shuffle import Identity, Permutation, permutation, subkey
 from levanter.data.store import Tokens, open_store
 from levanter.data.store_build import BuildProgress, Encoder, build_store, tokenize_in_memory
@@ -62,15 +63,17 @@ def build_training(
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems(resolved.sets, tokens, limit)))
     schedule = BatchSchedule.of(batch_sizes)
-    sets, described, problems = [], [], []
+    sets, lines_of_sets, problems, samples = [], [], [], []
     for one, its in zip(resolved.sets, tokens, strict=True):
-        rows = lay_rows(config, one, its, positions)
         try:
+            rows = lay_rows(config, one, its, positions)
             sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed))
         except DataError as error:
             problems.append(str(error))
             continue
-        described.append(_described(one, its, sets[-1]))
+        lines_of_sets.append(_described(one, its, sets[-1], tokenizer))
+        if isinstance(one.format, ChatLmDatasetFormat):
+            samples.append(marked_sample(one.name, its, tokenizer))
     raise_problems(problems)
     mixture = plan_mixture(
         [(schedule.first_draw(step), weights) for step, weights in resolved.stages],
@@ -79,7 +82,11 @@ def build_training(
         seed=seed,
     )
     mixed = [line for line in resolved.describe() if line.startswith("mixture")]
-    lines = (*described, *mixed, f"order: {_shuffle_line(config)}, seed {seed}; stop_strategy {config.stop_strategy}")
+    lines = (
+        *lines_of_sets,
+        *mixed,
+        f"order: {_shuffle_line(config)}, seed {seed}; stop_strategy {config.stop_strategy}",
+    )
     ignored = config.ignore_token_id
     return TrainingData(
         positions=positions,
@@ -90,6 +97,7 @@ def build_training(
         draws=mixture.end([one.used for one in sets], config.stop_strategy),
         described=lines,
         notes=resolved.notes,
+        samples=tuple(samples),
     )
 
 
@@ -161,13 +169,29 @@ def compare_stores(
     return problems
 
 
+def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[str]:
+    """For each set of conversations its template, and how what counts is found.
+
+    Raises:
+        DataError: a set has no template.
+    """
+    chats = [(one.name, one.format) for one in sets if isinstance(one.format, ChatLmDatasetFormat)]
+    return [f"{name}: {described(format, tokenizer)}" for name, format in chats]
+
+
 def _identities(
     config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer
 ) -> tuple[list[StoreIdentity], list[str]]:
     """What each set's token store is to be made from, and which stores were made from something else."""
     identities, problems = [], []
     for one in sets:
-        identity = store_identity(config, one, tokenizer)
+        try:
+            identity = store_identity(config, one, tokenizer)
+        except StoreError:
+            raise
+        except DataError as error:
+            problems.append(f"data set {one.name!r}: {error}")
+            continue
         identities.append(identity)
         if one.built is not None and one.folder is not None:
             try:
@@ -188,7 +212,7 @@ def store_identity(config: LmDataConfig, one: TrainingSet, tokenizer: Tokenizer)
         vocab_size=tokenizer.vocab_size,
         bos=tokenizer.bos_id if around and config.enforce_bos else None,
         eos=tokenizer.eos_id if around and config.enforce_eos else None,
-        format=one.format_json(),
+        format=one.format_json(tokenizer),
         weighted=not isinstance(one.format, TextLmDatasetFormat),
         sources=tuple(source.describe() for source in one.sources()),
         groups=config.cache_options.num_shard_groups or 128,
@@ -202,9 +226,7 @@ def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) ->
     if isinstance(format, SupervisedLmDatasetFormat):
         return SupervisedEncoder(format=format, tokenizer=tokenizer, bos=identity.bos, eos=identity.eos)
     if isinstance(format, ChatLmDatasetFormat):
-        bos, eos = ("" if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id))
-        template = ChatTemplate(text=str(format.chat_template), bos_token=bos, eos_token=eos)
-        return ChatEncoder(format=format, template=template, tokenizer=tokenizer)
+        return ChatEncoder(format=format, template=chat_template(format, tokenizer), tokenizer=tokenizer)
     return TextEncoder(tokenizer=tokenizer, bos=identity.bos, eos=identity.eos, vocab_size=tokenizer.vocab_size)
 
 
@@ -214,6 +236,8 @@ def token_problems(sets: Sequence[TrainingSet], tokens: Sequence[Tokens], vocab_
         where = one.folder if one.parts is None else "; ".join(map(str, one.parts))
         if its.starts[-1] - (len(its.starts) - 1) < 1:
             what = "no text" if its.starts[-1] == 0 else "no document with at least two tokens"
+            if isinstance(one.format, ChatLmDatasetFormat):
+                what = "no conversation in which the assistant says something"
             yield f"data set {one.name!r} is empty: {what} in {where}"
         elif its.largest_id >= vocab_size:
             yield foreign_ids(one, its.largest_id, vocab_size)
@@ -263,12 +287,18 @@ def lay_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: 
     """How a set's documents lie in rows: `pack` of the component, or what its format says."""
     separate = config.block_cross_document_attention
     pack = one.pack
+    overlength: Overlength = "cut"
+    if isinstance(one.format, ChatLmDatasetFormat):
+        overlength = one.format.overlength
     if pack is None or pack is False:
         if isinstance(one.format, TextLmDatasetFormat):
             return ConcatenatedRows(tokens=tokens, positions=positions, separate=separate)
         pack = True if pack is None else "pad"
     most = None if pack is True else 1 if pack == "pad" else int(pack)
-    return packed_rows(tokens, positions=positions, separate=separate, most=most)
+    try:
+        return packed_rows(tokens, positions=positions, separate=separate, most=most, overlength=overlength)
+    except DataError as error:
+        raise DataError(f"data set {one.name!r}: {error}") from error
 
 
 def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, seed: int) -> SetRows:
@@ -308,7 +338,7 @@ def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, 
     )
 
 
-def _described(one: TrainingSet, tokens: Tokens, rows: SetRows) -> str:
+def _described(one: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Tokenizer) -> str:
     documents = len(tokens.starts) - 1
     counted = ""
     if tokens.weighted:
@@ -318,6 +348,10 @@ def _described(one: TrainingSet, tokens: Tokens, rows: SetRows) -> str:
         f"{one.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
         f"{len(rows.rows):,} rows of {rows.rows.positions} ({rows.rows.describe()})",
     ]
+    if isinstance(one.format, ChatLmDatasetFormat):
+        parts.append(described(one.format, tokenizer))
+        if tokens.skipped:
+            parts.append(f"{tokens.skipped:,} conversations in which the assistant says nothing left out")
     if rows.held_out:
         parts.append(f"{rows.held_out:,} rows held out")
     if rows.used + rows.held_out < len(rows.rows):
@@ -340,4 +374,5 @@ __all__ = [
     "compare_stores",
     "resolve_training",
     "store_identity",
+    "template_lines",
 ]

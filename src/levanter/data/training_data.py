@@ -137,6 +137,7 @@ class TrainingData:
         draws: rows there are before the data ends, by the stop strategy; None where it does not.
         described: lines about the sets, as they were found.
         notes: what the user should know about the configuration.
+        samples: a conversation of each set that has them, with what counts marked.
     """
 
     positions: int
@@ -147,6 +148,7 @@ class TrainingData:
     draws: int | None
     described: tuple[str, ...]
     notes: tuple[str, ...]
+    samples: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int | None:

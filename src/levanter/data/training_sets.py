@@ -17,17 +17,18 @@ from levanter.data.config import (
     DatasetComponentBase,
     LmDataConfig,
 )
+from levanter.data.conversations import format_identity
 from levanter.data.documents import Documents, FileDocuments, component_parts
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
 from levanter.data.evaluation import tags_of
 from levanter.data.formats import ChatLmDatasetFormat, LmDatasetFormatBase, TextLmDatasetFormat, format_name
 from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
 from levanter.data.readers import read_documents, read_records
+from levanter.data.tokenizer import Tokenizer
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
 from levanter.io.versions import version_of
 
 UPSTREAMS_LEDGER = "shard_ledger.json"
-_COUNTED = "tokens that reach into a generation span"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,19 @@ class TrainingSet:
                 found.append(TextSource(documents=part))
         return found
 
-    def format_json(self) -> dict[str, Any]:
-        """The format as recorded in a manifest."""
-        # What counts of a conversation is a rule of its own: a store of another one has other weights.
-        rule = {"counted": _COUNTED} if isinstance(self.format, ChatLmDatasetFormat) else {}
-        return {"type": format_name(self.format), **asdict(self.format), **rule}
+    def format_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The format as recorded in a manifest.
+
+        Args:
+            tokenizer: whose template conversations have where nothing else is said.
+
+        Raises:
+            DataError: conversations without a template.
+        """
+        if isinstance(self.format, ChatLmDatasetFormat):
+            # What counts of a conversation is a rule of its own: a store of another one has other weights.
+            return {"type": format_name(self.format), **format_identity(self.format, tokenizer)}
+        return {"type": format_name(self.format), **asdict(self.format)}
 
     def __str__(self) -> str:
         where = "token store only" if self.parts is None else "; ".join(map(str, self.parts))

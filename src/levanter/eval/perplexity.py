@@ -4,6 +4,8 @@ With n scored tokens that represent b UTF-8 bytes, and N = −Σ log p in nats o
 
     loss = N / n        perplexity = exp(loss)        bits per byte = N / (b · ln 2)
 
+The *accuracy*, where it is asked for, is the share of the scored tokens that were the likeliest.
+
 A *micro* average treats several sets as one (N, n and b are added); a *macro* average is the mean of the sets' own
 values. *Tags* group sets; a tag `a/b` also belongs to `a`. Log-probabilities arrive as float32 in any pieces, from any
 process; sums are float64, first per row and then over rows in order, so that neither the batch size nor the number of
@@ -29,14 +31,22 @@ class Score:
         nats: −Σ log p.
         tokens: scored tokens.
         bytes: the UTF-8 bytes that these represent.
+        likeliest: of the tokens, how many were the likeliest; None where that was not asked for.
     """
 
     nats: float
     tokens: int
     bytes: int
+    likeliest: int | None = None
 
     def __add__(self, other: "Score") -> "Score":
-        return Score(nats=self.nats + other.nats, tokens=self.tokens + other.tokens, bytes=self.bytes + other.bytes)
+        known = self.likeliest is not None and other.likeliest is not None
+        return Score(
+            nats=self.nats + other.nats,
+            tokens=self.tokens + other.tokens,
+            bytes=self.bytes + other.bytes,
+            likeliest=(self.likeliest or 0) + (other.likeliest or 0) if known else None,
+        )
 
     @property
     def loss(self) -> float:
@@ -53,12 +63,19 @@ class Score:
         """Bits per byte; NaN if no scored token represents a byte."""
         return self.nats / (self.bytes * math.log(2)) if self.bytes else math.nan
 
+    @property
+    def accuracy(self) -> float | None:
+        """The share of the tokens that were the likeliest; None where that was not asked for."""
+        return None if self.likeliest is None or not self.tokens else self.likeliest / self.tokens
+
     def to_json(self) -> dict[str, Any]:
         """The figures as a JSON object."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
+            **accuracy,
             "tokens": self.tokens,
             "bytes": self.bytes,
         }
@@ -145,9 +162,13 @@ class EvalResult:
             f"{start}macro_bpb": overall.macro_bits_per_byte,
             f"{start}tokens": overall.micro.tokens,
         }
+        if overall.micro.accuracy is not None:
+            metrics[f"{start}accuracy"] = overall.micro.accuracy
         for one in self.sets:
             metrics[f"{start}{one.name}/loss"] = one.score.loss
             metrics[f"{start}{one.name}/bpb"] = one.score.bits_per_byte
+            if one.score.accuracy is not None:
+                metrics[f"{start}{one.name}/accuracy"] = one.score.accuracy
         explicit = {tag for one in self.sets for tag in one.tags}
         for tag, average in self.tags.items():
             metrics[f"{start}{tag}/{'loss' if tag in explicit else 'micro_loss'}"] = average.micro.loss
@@ -186,9 +207,17 @@ class RowScores:
     def __init__(self, row_count: int):
         self.nats = np.zeros(row_count, np.float64)
         self.tokens = np.zeros(row_count, np.int64)
+        self.likeliest: np.ndarray | None = None
         self._bad: dict[int, tuple[int, float]] = {}
 
-    def add(self, batch: EvalRows, logprobs: np.ndarray, *, index: tuple[slice, slice] | None = None) -> None:
+    def add(
+        self,
+        batch: EvalRows,
+        logprobs: np.ndarray,
+        *,
+        index: tuple[slice, slice] | None = None,
+        likeliest: np.ndarray | None = None,
+    ) -> None:
         """Adds the log-probabilities of a batch or of a block of it.
 
         Args:
@@ -196,12 +225,17 @@ class RowScores:
             logprobs: float `[batch, position]`: entry t is log p(token t+1 | tokens 0 … t). Values at positions that
                 are not scored do not matter.
             index: which block of the batch `logprobs` is; by default the full batch.
+            likeliest: bool, of the shape of `logprobs`: whether token t+1 was the likeliest; None where that is not
+                asked for, which is then so for every batch.
         """
         block = (slice(None), slice(None)) if index is None else index
         mask, rows = batch.loss_mask[block], batch.rows[block[0]]
         assert logprobs.shape == mask.shape, f"log-probabilities {logprobs.shape} for a block of {mask.shape}"
         real = rows >= 0
         mask, rows, logprobs = mask[real], rows[real], logprobs[real]
+        if likeliest is not None:
+            self.likeliest = np.zeros(len(self.tokens), np.int64) if self.likeliest is None else self.likeliest
+            self.likeliest[rows] += (likeliest[real] & mask).sum(axis=1)
         added = np.where(mask, logprobs, 0).sum(axis=1, dtype=np.float64)
         self.nats[rows] -= added
         self.tokens[rows] += mask.sum(axis=1)
@@ -244,7 +278,8 @@ def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: 
             )
             tokens += int(taken.scored_tokens.sum())
             num_bytes += int(taken.scored_bytes.sum())
-        score = Score(nats=float(scores.nats[rows].sum()), tokens=tokens, bytes=num_bytes)
+        likeliest = None if scores.likeliest is None else int(scores.likeliest[rows].sum())
+        score = Score(nats=float(scores.nats[rows].sum()), tokens=tokens, bytes=num_bytes, likeliest=likeliest)
         sets.append(SetScore(name=span.name, tags=span.tags, score=score, rows=count, documents=span.documents))
     return EvalResult(sets=tuple(sets))
 
@@ -265,7 +300,7 @@ def _average(sets: Sequence[SetScore]) -> Average:
     with_bytes = [score.bits_per_byte for score in scored if score.bytes]
     return Average(
         sets=tuple(one.name for one in sets),
-        micro=sum(scored, start=Score(nats=0.0, tokens=0, bytes=0)),
+        micro=sum(scored[1:], start=scored[0]) if scored else Score(nats=0.0, tokens=0, bytes=0),
         macro_loss=_mean([score.loss for score in scored]),
         macro_bits_per_byte=_mean(with_bytes),
     )

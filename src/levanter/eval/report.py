@@ -19,19 +19,22 @@ def result_table(result: EvalResult) -> Table:
     """A table with a row per set, and averages over each tag of several sets and over all sets."""
     table = Table()
     table.add_column("set", overflow="fold")
-    for name in ("tokens", "bytes", "loss", "perplexity", "bits/byte"):
+    told = any(one.score.accuracy is not None for one in result.sets)
+    for name in ("tokens", "bytes", "loss", "perplexity", "bits/byte", *(["accuracy"] if told else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for one in result.sets:
-        table.add_row(Text(one.name), *_cells(one.score))
+        table.add_row(Text(one.name), *_cells(one.score), *_accuracy(one.score))
     tags = {tag: average for tag, average in result.tags.items() if len(average.sets) > 1}
     if tags:
         table.add_section()
     for tag, average in tags.items():
-        table.add_row(Text(f"tag {tag}, micro of {len(average.sets)}"), *_cells(average.micro))
+        table.add_row(
+            Text(f"tag {tag}, micro of {len(average.sets)}"), *_cells(average.micro), *_accuracy(average.micro)
+        )
         table.add_row(Text(f"tag {tag}, macro"), *_macro_cells(average))
     if len(result.sets) > 1:
         table.add_section()
-        table.add_row("all, micro", *_cells(result.overall.micro))
+        table.add_row("all, micro", *_cells(result.overall.micro), *_accuracy(result.overall.micro))
         table.add_row("all, macro", *_macro_cells(result.overall))
     return table
 
@@ -77,6 +80,10 @@ def _cells(score: Score) -> list[str]:
         _number(score.perplexity, 3),
         _number(score.bits_per_byte, 4),
     ]
+
+
+def _accuracy(score: Score) -> list[str]:
+    return [] if score.accuracy is None else [f"{score.accuracy:.2%}"]
 
 
 def _macro_cells(average: Average) -> list[str]:

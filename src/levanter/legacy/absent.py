@@ -34,11 +34,6 @@ class AbsentEntryPoint:
         return getattr(import_module("levanter.legacy.absent_configs"), self.config_name)
 
 
-_SFT_INSTEAD = (
-    "`train_lm` trains on conversations: list each set under data.components.<name> with format: {type: chat}, "
-    "and the checkpoint as initialize_from_hf"
-)
-
 ABSENT: Mapping[str, AbsentEntryPoint] = {
     "lora_lm": AbsentEntryPoint(
         config_name="LoraLmConfig",
@@ -49,12 +44,6 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         config_name="ExportHfToLmConfig",
         what="converting a Hugging Face checkpoint to our format",
         instead="not needed: every entry point reads Hugging Face files directly",
-    ),
-    "sft": AbsentEntryPoint(
-        config_name="SftConfig", what="supervised fine-tuning by its own keys", instead=_SFT_INSTEAD
-    ),
-    "sft_mixture": AbsentEntryPoint(
-        config_name="SftMixtureConfig", what="supervised fine-tuning by its own keys", instead=_SFT_INSTEAD
     ),
     "train_dpo": AbsentEntryPoint(
         config_name="TrainDpoConfig",

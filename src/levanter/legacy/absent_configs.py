@@ -67,42 +67,6 @@ class ExportHfToLmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
-    """Supervised fine-tuning on conversations."""
-
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: LmConfig = field(default_factory=LlamaConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
-    supervised_data: dict[str, Any] | None = None
-    initialize_from_hf: bool | str = False
-    hf_save_path: str | None = None
-    hf_upload: bool | str | None = None
-    hf_save_steps: int = 0
-    max_seq_len: int = 2048
-    model_name_or_path: str = "NousResearch/Llama-2-7b-hf"
-    tokenizer: str = "NousResearch/Llama-2-7b-hf"
-    dataset_type: str = "chat_jsonl"
-    chat_train_urls: list[str] | None = None
-    messages_field: str = "messages"
-    input_role: str = "user"
-    output_role: str = "assistant"
-    data_seed: int | None = None
-    epoch: int = 0
-    reinit_tokens: list[str] | bool = False
-    reinit_lm_head: bool = True
-    reinit_embeddings: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftMixtureConfig(SftConfig):
-    """Supervised fine-tuning on a mixture of sets of conversations."""
-
-    mixture_weights: dict[str, float] | None = None
-    mixture_block_size: int = 2048
-    stop_strategy: str = "restart"
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainDpoConfig:
     """Direct preference optimization."""
 

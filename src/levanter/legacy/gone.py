@@ -292,8 +292,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.main.perplexity_gap": {
         "main score_main ModelPerplexityConfig": "`eval_lm` once for each model: bits per byte compare",
     },
-    "levanter.main.sft": {"main train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
-    "levanter.main.sft_mixture": {"main train": "`train_lm` trains on conversations"},
+    "levanter.main.sft": {"train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
+    "levanter.main.sft_mixture": {"train": "`train_lm` trains on conversations"},
     "levanter.main.train_asr": {"main": _SPEECH},
     "levanter.main.train_dpo": {
         "main AdapterBaseReferenceConfig AdapterBaseReferenceModelProvider DpoReferenceConfig "

@@ -35,6 +35,8 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.layers.outputs": ("Outputs",),
     "levanter.layers.rotary": (),
     "levanter.main.inference_repl": (),
+    "levanter.main.sft": (),
+    "levanter.main.sft_mixture": (),
     "levanter.mesh": (),
     "levanter.mesh.config": ("MeshConfig",),
     "levanter.models.base": ("LmHeadModel",),

@@ -26,6 +26,7 @@ from levanter.config.files import read_documents
 from levanter.config.legacy import Change, translate
 from levanter.config.legacy.changes import PlainDumper
 from levanter.config.legacy.model import MODEL, ROW_LENGTH
+from levanter.config.loader import earlier_of
 from levanter.config.nodes import to_plain
 from levanter.config.schema import config_fields
 from levanter.io import atomic_write, exists, setup_logging
@@ -76,7 +77,9 @@ def migrate(path: str, entry_point: str | None = None) -> Migrated:
     """
     problems: list[Problem] = []
     document = read_documents([path], problems)
-    translation = translate(document, () if entry_point is None else config_fields(config_class(entry_point)))
+    reader = None if entry_point is None else config_class(entry_point)
+    takes, earlier = ((), "") if reader is None else (config_fields(reader), earlier_of(reader))
+    translation = translate(document, takes, earlier)
     problems += translation.problems
     if problems:
         raise ConfigError(problems)

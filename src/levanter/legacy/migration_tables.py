@@ -10,6 +10,7 @@ from levanter.commands.model.defaults import UPSTREAM, shown
 from levanter.config import plain
 from levanter.config.legacy import TABLE
 from levanter.config.legacy.not_carried import NOT_CARRIED
+from levanter.config.legacy.sft import SFT_KEYS
 from levanter.legacy.absent import ABSENT
 from levanter.legacy.gone import GONE_IN, GONE_MODULES
 from levanter.legacy.names import NAMES
@@ -29,7 +30,8 @@ def keys() -> str:
     for row in TABLE:
         new = row.new or "dropped, with a note"
         default = f" (absent: {row.default})" if row.default else ""
-        rows.append((f"`{row.path}`{default}", new, row.why))
+        of = " of `sft`, `sft_mixture`" if row in SFT_KEYS else ""
+        rows.append((f"`{row.path}`{of}{default}", new, row.why))
     return _table(("old key", "new", "why"), rows)
 
 

@@ -22,6 +22,7 @@ _HF = "levanter.legacy.facades.hugging_face"
 _PRECISION = "levanter.legacy.facades.precision"
 _HELPERS = "levanter.legacy.facades.helpers"
 _ABSENT = "levanter.legacy.absent_configs"
+_SFT = "levanter.commands.train.sft_config"
 _ROTARY = "levanter.layers.rotary"
 _DECODER = "levanter.models.decoder:DecoderLmHeadModel"
 
@@ -260,8 +261,8 @@ _OWN: Mapping[str, Mapping[str, str]] = {
         "GapFinderConfig": f"{_ABSENT}:PerplexityGapConfig",
         "GapFinderModelConfig": f"{_ABSENT}:GapModelConfig",
     },
-    "levanter.main.sft": {"SFTConfig": f"{_ABSENT}:SftConfig"},
-    "levanter.main.sft_mixture": {"SFTMixtureConfig": f"{_ABSENT}:SftMixtureConfig"},
+    "levanter.main.sft": {"SFTConfig": f"{_SFT}:SftConfig"},
+    "levanter.main.sft_mixture": {"SFTMixtureConfig": f"{_SFT}:SftMixtureConfig"},
     "levanter.main.train_asr": {"TrainASRConfig": f"{_ABSENT}:TrainAsrConfig"},
     "levanter.main.train_dpo": {"TrainDpoConfig": f"{_ABSENT}:TrainDpoConfig"},
     "levanter.main.eval_careless_profiled": _CARELESS,

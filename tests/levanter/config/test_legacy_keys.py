@@ -11,6 +11,7 @@ from levanter.config.errors import Mark
 from levanter.config.legacy import TABLE, old_keys, translate
 from levanter.config.legacy.not_carried import rows_of
 from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS
+from levanter.config.legacy.sft import MIXTURE, SFT_KEYS
 from levanter.config.nodes import MapNode, from_plain
 from levanter.config.schema import choice_names, config_fields, union_members
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
@@ -139,7 +140,11 @@ def test_every_choice_and_its_keys_are_known(registry: Any, theirs: str):
 def test_no_row_of_the_table_is_silent():
     """Each old key leaves a change or a problem behind; `tests/levanter/config/test_legacy_trainer.py` has them all."""
     shapes = {
-        "": lambda row: {"txt_path": "a.txt", "train_urls": ["a"], row.name: {"chunk_size": 5}},
+        "": lambda row: (
+            {row.name: 5}
+            if row in SFT_KEYS
+            else {"txt_path": "a.txt", "train_urls": ["a"], row.name: {"chunk_size": 5}}
+        ),
         "model": lambda row: {"model": {row.name: 5}},
         "data": lambda row: {"data": {"configs": {"a": {}}} if row.name == "configs" else {"id": "a", row.name: "b"}},
         "data.components.*.format": lambda row: {"data": {"components": {"a": {"format": {row.name: "b"}}}}},
@@ -158,6 +163,6 @@ def test_no_row_of_the_table_is_silent():
         document = {"temperature": 0.5, "seed": 5}.get(row.name) if row in AT_THE_TOP else None
         node = from_plain(shapes[row.block](row) if document is None else {row.name: document}, Mark(source="here"))
         assert isinstance(node, MapNode)
-        translation = translate(node, serves)
+        translation = translate(node, serves, MIXTURE if row in SFT_KEYS else "")
         said = [change.key for change in translation.changes] + [problem.key for problem in translation.problems]
         assert any(row.name in key for key in said), row.path

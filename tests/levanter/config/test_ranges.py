@@ -56,6 +56,9 @@ ZERO = {
     "TrainLmConfig.epoch",
     "TrainLmConfig.z_loss_weight",
     "TrainLmConfig.hf_generation_eos_token_ids",
+    # Upstream's default, which is dropped.
+    "SftConfig.hf_save_steps",
+    "SftMixtureConfig.hf_save_steps",
     "VizLmConfig.data_seed",
     "ConvertLmConfig.generation_eos_token_ids",
     "EvalCarelessLmConfig.save_seconds",

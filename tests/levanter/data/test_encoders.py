@@ -1,6 +1,7 @@
 """Formats other than text: what counts in the loss, against the records themselves and against transformers."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +50,11 @@ def config_of(tmp_path, records, format, *, parquet=False, **more):
     component = DatasetComponent(source=UrlDatasetSource(train_urls=[str(path)]), format=format, pack=pack)
     given = {"cache_dir": str(tmp_path / "cache"), "shuffle": False, **more}
     return LmDataConfig(components={"x": component}, **given)
+
+
+def replace_format(config, **changed):
+    component = config.components["x"]
+    return replace(config, components={"x": replace(component, format=replace(component.format, **changed))})
 
 
 def rows_of(config, *, positions=64, count=None):
@@ -113,7 +119,7 @@ def test_chat_against_transformers(tmp_path, mask):
         {"messages": CONVERSATION[1:3], "system": "be kind"},
         {"messages": CONVERSATION[1:]},
     ]
-    format = ChatLmDatasetFormat(mask_user_turns=mask, system_prompt="system", pack=1)
+    format = ChatLmDatasetFormat(mask_user_turns=mask, system_prompt="system", pack=1, allow_unstopped=True)
     config = config_of(tmp_path, records, format, chat_template=TEMPLATE)
     found = pieces(rows_of(config, positions=200))
     expected = []
@@ -138,8 +144,7 @@ def test_chat_against_transformers(tmp_path, mask):
 def test_templates_that_cannot_be_used(tmp_path):
     records = [{"messages": CONVERSATION}]
     for format, expected in (
-        (ChatLmDatasetFormat(), "format.chat_template: is missing"),
-        (ChatLmDatasetFormat(chat_template="{{ messages }}"), "does not mark what the assistant wrote"),
+        (ChatLmDatasetFormat(turns="last", mask_user_turns=False), "turns: last says which of the assistant's turns"),
         (ChatLmDatasetFormat(chat_template="{% if %}", mask_user_turns=False), "not a Jinja template"),
         (ChatLmDatasetFormat(chat_template=TEMPLATE, single_turn=True), "single_turn: true is for prepared prompts"),
         (PrebuiltLmDatasetFormat(loss_weight_transform="double"), "`shift_left` or null, got 'double'"),
@@ -148,11 +153,13 @@ def test_templates_that_cannot_be_used(tmp_path):
         with pytest.raises(DataError, match=expected):
             resolve_training(config_of(tmp_path, records, format))
     bad = config_of(
-        tmp_path, [{"messages": [{"role": "robot", "content": "x"}]}], ChatLmDatasetFormat(chat_template=TEMPLATE)
+        tmp_path, [{"messages": [{"role": "tool", "content": "x"}] * 2}], ChatLmDatasetFormat(chat_template=TEMPLATE)
     )
-    said = r"x\.jsonl:1: the chat template refuses these messages at its line \d+ \(unknown role robot\)"
+    said = r"x\.jsonl:1: the chat template refuses these messages at its line \d+ \(unknown role tool\)"
     with pytest.raises(DataError, match=said):
-        rows_of(bad)
+        rows_of(replace_format(bad, mask_user_turns=False))
+    with pytest.raises(DataError, match="data set 'x': chat_template: is missing, and the tokenizer small has none"):
+        rows_of(config_of(tmp_path, records, ChatLmDatasetFormat()))
 
 
 def test_templates_run_in_a_sandbox():

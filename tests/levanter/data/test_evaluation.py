@@ -69,7 +69,10 @@ def test_everything_that_is_wrong_is_listed(folder):
                 components={
                     "x": {"source": {"validation_urls": ["a-3.txt", "*.parquet"]}},
                     "y": {"source": {"type": "hf", "id": "org/name", "revision": "v1"}},
-                    "z": {"source": {"validation_urls": ["b.jsonl"]}, "format": {"type": "chat"}},
+                    "z": {
+                        "source": {"validation_urls": ["b.jsonl"]},
+                        "format": {"type": "chat", "chat_template": "{% if"},
+                    },
                     "c": {"cache_dir": "cache/c"},
                     "n": {
                         "source": {"validation_urls": ["b.jsonl"], "format": {"text_key": "body"}},
@@ -84,7 +87,7 @@ def test_everything_that_is_wrong_is_listed(folder):
         "data.components.x.source.validation_urls: a-3.txt: no such file; did you mean a-2.txt or a-1.txt?",
         "data.components.x.source.validation_urls: *.parquet: matches no file",
         "validation_urls: [hf://datasets/org/name@v1/PATH/*.parquet]",
-        "data.components.z.format.chat_template: is missing",
+        "data.components.z.format.chat_template: not a Jinja template",
         "data.components.c: has no source",
         "data.components.n: format is",
         "data.num_validation_sequences: these sequences",

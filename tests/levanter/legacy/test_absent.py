@@ -24,7 +24,6 @@ from levanter.run import Target
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 DOCUMENTS = {
     "eval_harness": "harness/21_eval_llama3.yaml",
-    "sft_mixture": "22_sft_llama3_mixture.yaml",
     "train_dpo": "26_new_lora_dpo_tp4.yaml",
 }
 
@@ -53,11 +52,6 @@ AS_USERS_HAVE_THEM = {
         "max_train_length: 64\ntrainer: {wandb: {project: p}, model_axis_size: 4}\n"
     ),
     "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
-    "sft": (
-        "model: {type: llama, seq_len: 64}\nsupervised_data: {a: {train_urls: [a.jsonl]}}\nepoch: 2\n"
-        "reinit_tokens: ['<|user|>']\ntrainer: {fsdp_axis: embed, profiler: true}\n"
-    ),
-    "sft_mixture": "mixture_weights: {a: 0.5, b: 0.5}\nsupervised_data: {a: {id: x}, b: {id: y}}\n",
     "train_dpo": "data: {tokenizer: passthrough, vocab_size: 8}\nbeta: 0.2\nadapter: {type: lora, r: 8}\n",
     "lora_dpo": "initialize_from_hf: acme/llama\nlora: {r: 8}\ntrainer: {batch_axis: batch}\n",
     "perplexity_gap": (

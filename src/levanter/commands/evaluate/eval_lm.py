@@ -40,8 +40,10 @@ from levanter.data import (
     EvalSequences,
     EvaluationData,
     evaluation_rows,
+    has_chats,
     resolve_evaluation,
 )
+from levanter.eval.accuracy import fetched, likeliest
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, result_json
 from levanter.io import MissingFileError, Output, Progress, UnreadableFileError, join
@@ -153,7 +155,9 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
         sharding=pretrained.sharding,
         activations=pretrained.activations,
         load=pretrained.load_plan,
-        computing=(score_program(pretrained, rows=rows, positions=config.max_eval_length),),
+        computing=(
+            score_program(pretrained, rows=rows, positions=config.max_eval_length, accuracy=has_chats(config.data)),
+        ),
         workloads=(
             scoring_workload(pretrained, rows=rows, positions=config.max_eval_length, runs=batches, reason=how),
         ),
@@ -217,16 +221,27 @@ def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
     return per_device * ways, f"{per_device} per device ({why}) × {ways} batch shards"
 
 
-def score_program(pretrained: PretrainedModel, *, rows: int, positions: int) -> Program:
-    """The Program that scores one batch: model, tokens, targets, segments → log-probabilities, `[batch, position]`."""
+def score_program(pretrained: PretrainedModel, *, rows: int, positions: int, accuracy: bool = False) -> Program:
+    """The Program that scores one batch: model, tokens, targets, segments → log-probabilities, `[batch, position]`.
+
+    Args:
+        pretrained: the model.
+        rows: of a batch.
+        positions: tokens in a row.
+        accuracy: whether it also returns which tokens were the likeliest.
+    """
     Batch, Pos = hax.Axis(pretrained.resolved.batch_axis, rows), hax.Axis("position", positions)
     ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
     mappings = pretrained.resolved.mappings
 
     def score(
         model: Any, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
-    ) -> hax.NamedArray:
-        return token_logprobs(model, tokens, targets, segment_ids=segment_ids)
+    ) -> hax.NamedArray | tuple[hax.NamedArray, hax.NamedArray]:
+        if not accuracy:
+            return token_logprobs(model, tokens, targets, segment_ids=segment_ids)
+        activations = model(tokens, segment_ids=segment_ids).activations
+        logprobs = token_logprobs(model, tokens, targets, segment_ids=segment_ids, activations=activations)
+        return logprobs, likeliest(model, activations, targets)
 
     return Program(
         name="score",
@@ -261,8 +276,9 @@ def execute(plan: RunPlan[EvalWork], mesh: Mesh | None, session: Session | None 
     program = plan.program("score")
     with Progress("scoring", total=_scored_tokens(batches), unit="tokens", show=show) as progress:
         given = ((batch, batch.inputs) for batch in batches)
-        for batch, logprobs in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
-            scores.add(batch, logprobs.array)
+        for batch, found in results(program, mesh, model, given, behind=FETCH_BEHIND, jit=jit_together):
+            logprobs, hits = fetched(found)
+            scores.add(batch, logprobs, likeliest=hits)
             first = first or time.perf_counter() - began
             done += batch.scored_tokens.sum()
             progress.advance_to(done)

@@ -24,6 +24,7 @@ from levanter.commands.shell.perform import perform
 from levanter.commands.shell.sameness import require_same_text
 from levanter.config import Written
 from levanter.data import EvalSequences
+from levanter.eval.accuracy import fetched
 from levanter.eval.logprob_page import ScoredText, logprob_page
 from levanter.eval.perplexity import RowScores
 from levanter.io import Output, Progress
@@ -78,12 +79,13 @@ def execute(plan: RunPlan[VizWork], mesh: Mesh | None, session: Session | None =
     found: list[ScoredText] = []
     with Progress("scoring", total=len(chosen), unit="rows", show=show) as progress:
         scored = results(plan.program("score"), mesh, model, given, behind=eval_lm.FETCH_BEHIND, jit=jit_together)
-        for (part, batch), logprobs in scored:
+        for (part, batch), outputs in scored:
+            logprobs, _ = fetched(outputs)
             scores = RowScores(sequences.row_count)
-            scores.add(batch, logprobs.array)
+            scores.add(batch, logprobs)
             if (bad := scores.first_not_finite(sequences)) is not None:
                 raise NonFiniteResultError(f"log-probabilities are not finite: {bad}")
-            values = np.where(batch.loss_mask, logprobs.array, np.nan)
+            values = np.where(batch.loss_mask, logprobs, np.nan)
             for n, row in enumerate(part.tolist()):
                 found.append(_scored(sequences, row, batch.tokens[n], batch.segment_ids[n], values[n]))
             progress.advance(len(part))

@@ -1,26 +1,9 @@
 """How a run of `generate` reads its prompts: `levanter.inference.prompts` with what its config says."""
 
-from levanter.bounds import MIB, read_bounded
 from levanter.commands.generate.plan import GenerateWork
-from levanter.commands.generate.templates import is_template
+from levanter.data.chat import template_text
 from levanter.inference.prompts import PromptReader, PromptRules
 from levanter.inference.schedule import Schedule
-from levanter.io import open_read
-
-
-def template_text(given: str | None) -> str | None:
-    """A chat template, written down or in a file.
-
-    Raises:
-        ValueError: the file is not UTF-8, or is larger than any template.
-    """
-    if given is None or is_template(given):
-        return given
-    with open_read(given) as file:
-        try:
-            return read_bounded(file, MIB, where=f"chat_template: {given}").decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"chat_template: {given}: not UTF-8 at byte {error.start}") from None
 
 
 def prompt_reader(work: GenerateWork, schedule: Schedule) -> PromptReader:

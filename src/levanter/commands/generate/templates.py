@@ -2,13 +2,9 @@
 
 from collections.abc import Iterator
 
+from levanter.data.chat import is_template
 from levanter.io import exists
 from levanter.run import Check
-
-
-def is_template(given: str) -> bool:
-    """Whether a text is a template itself: no path has a tag of Jinja, or several lines."""
-    return "{{" in given or "{%" in given or "\n" in given
 
 
 def template_checks(given: str | None) -> Iterator[Check]:

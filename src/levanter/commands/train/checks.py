@@ -16,7 +16,15 @@ from levanter.commands.shell.outputs import output_checks
 from levanter.commands.train.changes import ChangedRunError, judge
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
-from levanter.data import AbsentTextError, DataError, LmDataConfig, Tokenizer, compare_stores, resolve_training
+from levanter.data import (
+    AbsentTextError,
+    DataError,
+    LmDataConfig,
+    Tokenizer,
+    compare_stores,
+    resolve_training,
+    template_lines,
+)
 from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.run import BAD_INPUT, Check, RunRefused
@@ -46,8 +54,9 @@ def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size
     except DataError as error:
         return [Check(name="data", status="error", message=str(error), error=error)]
     problems = [] if tokenizer is None else compare_stores(config, found.sets, tokenizer, vocab_size=vocab_size)
+    templates = [] if tokenizer is None or problems else template_lines(found.sets, tokenizer)
     return [
-        *(Check(name="data", status="ok", message=line) for line in found.describe()),
+        *(Check(name="data", status="ok", message=line) for line in (*found.describe(), *templates)),
         *(Check(name="data", status="error", message=problem, error=DataError(problem)) for problem in problems),
     ]
 

@@ -32,6 +32,7 @@ from levanter.data import (
     joined,
     resolve_evaluation,
 )
+from levanter.eval.accuracy import fetched, likeliest
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
@@ -85,6 +86,7 @@ def evaluate_program(
     precision: Precision,
     resolved: ResolvedMesh,
     compiler_options: Mapping[str, str],
+    accuracy: bool = False,
 ) -> Program:
     """The Program that scores one batch with the parameters of a training run.
 
@@ -97,15 +99,23 @@ def evaluate_program(
         precision: the run's.
         resolved: its mesh and mappings.
         compiler_options: see `Program`.
+        accuracy: whether it also returns which tokens were the likeliest.
     """
     Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
     ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
 
     def evaluate(
         model: LmHeadModel, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
-    ) -> hax.NamedArray:
+    ) -> hax.NamedArray | tuple[hax.NamedArray, hax.NamedArray]:
         usable = in_compute_dtype(model, precision.compute, plan.parameters)
-        return objective.logprobs(usable, LmBatch(tokens=tokens, targets=targets, segment_ids=segment_ids))
+        batch = LmBatch(tokens=tokens, targets=targets, segment_ids=segment_ids)
+        if not accuracy:
+            return objective.logprobs(usable, batch)
+        activations = usable(tokens, segment_ids=segment_ids).activations
+        hits = likeliest(usable, activations, targets, chunk=objective.chunk)
+        # Log-probabilities of a script's own need not be of these activations.
+        own = type(objective).logprobs is not LmObjective.logprobs
+        return objective.logprobs(usable, batch, **({} if own else {"activations": activations})), hits
 
     return Program(
         name=PROGRAM,
@@ -182,14 +192,16 @@ class Evaluate:
         scores = RowScores(self.sequences.row_count)
         given = ((batch, batch.inputs) for batch in batches)
         with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
-            for batch, logprobs in results(
+            for batch, found in results(
                 self.program, self.mesh, bind(state.judged, self.frozen), given, behind=FETCH_BEHIND, jit=jit_together
             ):
-                scores.add(batch, logprobs.array)
+                logprobs, hits = fetched(found)
+                scores.add(batch, logprobs, likeliest=hits)
                 progress.advance(1)
         self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)
         self.tracker.log(self.result.metrics(), step=taken - 1)
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
         told = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"
+        told += "" if overall.accuracy is None else f", {overall.accuracy:.1%} of the tokens were the likeliest"
         logger.info("step %d: validation loss %.4f nats per token%s", taken, overall.loss, told)

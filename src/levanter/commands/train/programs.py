@@ -170,12 +170,13 @@ def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str =
     )
 
 
-def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
+def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = False) -> Program:
     """The Program that scores the validation sets between two steps.
 
     Args:
         run: what is trained.
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
+        accuracy: whether it also tells which tokens were the likeliest.
     """
     per_device = run.config.trainer.per_device_eval_parallelism
     rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
@@ -188,4 +189,5 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan) -> Program:
         precision=run.precision,
         resolved=run.resolved,
         compiler_options=run.compiler.working["score"],
+        accuracy=accuracy,
     )

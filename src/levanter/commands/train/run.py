@@ -158,6 +158,8 @@ def _prepare(plan: TrainPlan, session: Session, places: Places) -> Prepared:
     stop = last_step(config, data)
     for line in (*data.describe(stop), *data.notes):
         logger.info("data: %s", line)
+    for sample in data.samples:
+        logger.info("data: %s", sample)
     if resumed is not None:
         logger.info("resuming from the %s", resumed)
         for line in judge(resumed, config, work.model):

@@ -43,7 +43,7 @@ from levanter.commands.train.run import execute
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.config import Written
-from levanter.data import EvaluationData, Tokenizer
+from levanter.data import EvaluationData, Tokenizer, has_chats
 from levanter.hardware.compiler import Work
 from levanter.mesh import ResolvedMesh, resolve
 from levanter.models.axes import model_axes
@@ -101,7 +101,7 @@ def describe(
         checks += found
     programs = [*first_programs(run), *step_programs(run, batches)]
     if settled.validation is not None:
-        programs.append(evaluation_program(run, largest))
+        programs.append(evaluation_program(run, largest, accuracy=has_chats(config.data)))
     checks += place_checks(config, model, state_plan, part)
     saving = _saving(config, model, Vocab, state_plan, target)
     return RunPlan(

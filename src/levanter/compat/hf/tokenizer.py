@@ -146,14 +146,15 @@ class FastTokenizer:
         token = self.token(i)
         if token is None:
             return b""
-        return token.encode() if i in self._added_ids else self._byte_reader(token)
+        return token.encode() if i in self.added_ids else self._byte_reader(token)
 
     @cached_property
     def _byte_reader(self) -> Callable[[str], bytes]:
         return byte_reader(self.definition)
 
     @cached_property
-    def _added_ids(self) -> frozenset[int]:
+    def added_ids(self) -> frozenset[int]:
+        """The ids of tokens that were added to the vocabulary, special or not."""
         return frozenset(token["id"] for token in self.definition.get("added_tokens") or ())
 
     @property

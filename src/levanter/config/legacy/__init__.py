@@ -24,6 +24,7 @@ from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entr
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.legacy.model import MODEL_KEYS, translate_model, translate_row_length
 from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS, translate_server
+from levanter.config.legacy.sft import SFT_KEYS, translate_sft
 from levanter.config.legacy.supervised import SUPERVISED, translate_supervised
 from levanter.config.legacy.trainer import TRAINER_KEYS, translate_trainer
 from levanter.config.nodes import MapNode, from_plain, to_plain
@@ -38,6 +39,7 @@ TABLE: tuple[OldKey, ...] = (
     *ENTRY_POINT_KEYS,
     *SERVER_KEYS,
     SUPERVISED,
+    *SFT_KEYS,
 )
 """Every old key that is accepted, for the documentation and for hints about misspelt ones."""
 
@@ -51,14 +53,17 @@ class Translation:
     problems: tuple[Problem, ...] = ()
 
 
-def translate(document: MapNode, takes: Collection[str] = ()) -> Translation:
+def translate(document: MapNode, takes: Collection[str] = (), earlier: str = "") -> Translation:
     """Translates every old key of a document.
 
     Args:
         document: as it was written.
         takes: the keys that the entry point takes at the top, where it is known.
+        earlier: whose keys it may have besides, for an entry point that stands for another one (`EARLIER` of its
+            class).
     """
     draft = Draft(document)
+    translate_sft(draft, earlier)
     translate_memorization(draft)
     translate_trainer(draft)
     translate_row_length(draft, takes)
@@ -82,7 +87,8 @@ def translate_plain(document: dict[str, Any], source: str = "document") -> tuple
 
 def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
     """The old keys that are accepted in the mapping at `path`."""
-    return tuple(row.name for row in TABLE if row not in AT_THE_TOP and _matches(row.block, path))
+    elsewhere = (*AT_THE_TOP, *SFT_KEYS)
+    return tuple(row.name for row in TABLE if row not in elsewhere and _matches(row.block, path))
 
 
 def _matches(block: str, path: tuple[str, ...]) -> bool:

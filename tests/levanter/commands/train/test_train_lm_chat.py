@@ -6,6 +6,7 @@ The expected loss is torch's, over the tokens that transformers' own rendering s
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ import torch
 from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder, write_json
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from levanter.commands.evaluate import eval_lm, viz_logprobs
+from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.train.evaluation import validation_rows
 from levanter.commands.train.run import execute
+from levanter.commands.train.sft_config import SftConfig, SftMixtureConfig
 from levanter.commands.train.train_lm import TrainLmConfig, describe
 from levanter.config import load
 from levanter.data import DataError, build_training
@@ -27,6 +31,7 @@ TEMPLATE = (
     "{% else %}U: {{ message['content'] }}\n{% endif %}{% endfor %}"
 )
 POSITIONS = 64
+ROOT = Path(__file__).parents[4]
 LOCAL = Target(name="local", platform="cpu", kind="cpu", devices=8)
 
 
@@ -122,6 +127,32 @@ def folder(tmp_path_factory):
     return where
 
 
+OLD_SFT = """
+supervised_data: {cache_dir: FOLDER/tokens}
+dataset_type: chat_jsonl
+chat_train_urls: [FOLDER/talk-train.jsonl]
+input_role: user
+output_role: assistant
+tokenizer: FOLDER/model
+initialize_from_hf: true
+model_name_or_path: FOLDER/model
+max_seq_len: 64
+hf_save_steps: 0
+"""
+
+OLD_SFT_MIXTURE = """
+supervised_data:
+  talk: {cache_dir: FOLDER/tokens/talk, train_urls: [FOLDER/talk-train.jsonl]}
+  more: {cache_dir: FOLDER/tokens/more, train_urls: [FOLDER/talk-validation.jsonl]}
+mixture_weights: {talk: 3, more: 1}
+mixture_block_size: 16
+reinit_tokens: false
+tokenizer: FOLDER/model
+initialize_from_hf: FOLDER/model
+max_seq_len: 64
+"""
+
+
 def config_of(folder, block, *overrides, name, steps=1):
     text = (block.rstrip() + REST).replace("TEMPLATE", json.dumps(TEMPLATE)).replace("FOLDER/tokens", f"FOLDER/{name}")
     text = text.replace("FOLDER", str(folder)).replace("STEPS", str(steps))
@@ -145,6 +176,15 @@ class Recorder(NoopTracker):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def sft_config_of(cls, folder, block, *, name):
+    """As an old document of `sft` or `sft_mixture`, with what a run on 8 devices needs besides."""
+    rest = REST[REST.index("optimizer:") :].replace("STEPS", "1")
+    text = (block + rest).replace("FOLDER/tokens", f"FOLDER/{name}").replace("FOLDER", str(folder))
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return load(cls, ["--config_path", str(path)])
+
+
 def run(plan, devices, *, run_id, kill_behind=None):
     tracker = Recorder(kill_behind)
     return execute(plan, plan.mesh.build(devices), Session(run_id=run_id, tracker=tracker)), tracker
@@ -156,12 +196,14 @@ class Oracle:
     def __init__(self, weights, tokenizer):
         self.model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.likeliest = 0
 
     def of(self, ids, counted):
         labels = torch.tensor([[i if c else -100 for i, c in zip(ids, counted, strict=True)]])
         with torch.no_grad():
             logits = self.model(torch.tensor([ids])).logits[:, :-1]
         nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="sum")
+        self.likeliest += int((logits.argmax(-1) == labels[:, 1:]).sum())
         return float(nats), sum(counted[1:])
 
     def rendered(self, record):
@@ -185,6 +227,16 @@ class Oracle:
         target = [*ids(record["response"]), self.tokenizer.eos_token_id]
         return self.of(prompt + target, [0] * len(prompt) + [1] * len(target))
 
+    def first_pair(self, record):
+        """What upstream's `sft` made of a conversation: the first question and the first answer, and the end."""
+        found = {message["role"]: message["content"] for message in reversed(record["messages"])}
+        whole = self.tokenizer(
+            found["user"] + found["assistant"], add_special_tokens=False, return_offsets_mapping=True
+        )
+        counted = [int(stop > len(found["user"])) for _, stop in whole["offset_mapping"]]
+        ids = [self.tokenizer.bos_token_id, *whole["input_ids"], self.tokenizer.eos_token_id]
+        return ids, [0, *counted, 1]
+
     def loss(self, of, records):
         sums = np.array([of(record) for record in records])
         return sums[:, 0].sum() / sums[:, 1].sum(), int(sums[:, 1].sum())
@@ -200,6 +252,8 @@ def test_a_step_and_an_evaluation_on_conversations(folder, devices):
     assert tracker.losses[0] == pytest.approx(before.loss(before.talk, TALKS["train"])[0], rel=2e-5)
     expected, counted = after.loss(after.talk, TALKS["validation"])
     (only,) = done.evaluation.sets
+    assert only.score.likeliest == after.likeliest > 0
+    assert tracker.evaluations[0]["eval/talk/accuracy"] == after.likeliest / counted
     assert (only.name, only.tags, only.documents, only.score.tokens) == ("talk", ("talks", "talk"), 5, counted)
     assert only.score.loss == pytest.approx(expected, rel=2e-5)
     assert tracker.evaluations[0]["eval/talk/loss"] == only.score.loss
@@ -250,11 +304,90 @@ def test_a_mixture_of_text_and_chats_resumes_exactly(folder, devices):
     assert whole.evaluations[3]["eval/loss"] == straight.evaluation.overall.micro.loss
 
 
-def test_a_set_that_teaches_nothing_is_refused(folder):
+@pytest.mark.parametrize(
+    ("role", "template", "expected"),
+    [
+        ("gpt", TEMPLATE, r"strange\.jsonl:1: message 2: unknown role 'gpt'"),
+        ("tool", TEMPLATE, r"'talk' is empty: no conversation in which the assistant says something"),
+        ("assistant", TEMPLATE.replace("'assistant'", "'model'"), r"strange\.jsonl:1: nothing counts in the loss"),
+    ],
+)
+def test_a_set_that_teaches_nothing_is_refused(folder, role, template, expected):
     """Roles that the template does not take for the assistant's: a run would learn nothing, and say nothing."""
-    strange = json.loads(json.dumps(TALKS["train"]).replace('"assistant"', '"gpt"'))
+    strange = json.loads(json.dumps(TALKS["train"]).replace('"assistant"', f'"{role}"'))
     (folder / "strange.jsonl").write_text("".join(json.dumps(record) + "\n" for record in strange))
-    block = NEW.replace("talk-train.jsonl", "strange.jsonl")
-    plan = describe(config_of(folder, block, name="strange"), LOCAL).check()
-    with pytest.raises(DataError, match=r"'talk': none of its .* tokens counts in the loss; nothing that the template"):
+    block = NEW.replace("talk-train.jsonl", "strange.jsonl").replace("TEMPLATE", json.dumps(template))
+    plan = describe(config_of(folder, block, name=f"strange-{role}"), LOCAL).check()
+    with pytest.raises(DataError, match=expected):
         rows_of(plan)
+
+
+def test_upstreams_documents_of_sft(folder):
+    """2025's YAML of `sft`: pairs of a question and an answer, token for token as it made them."""
+    config = sft_config_of(SftConfig, folder, OLD_SFT, name="sft")
+    assert config.train_seq_len == 64 and config.use_hf_model_config and config.data.shuffle is True
+    plan = describe(config, LOCAL).check()
+    (one,) = rows_of(plan).sets
+    assert one.name == "chat"
+    taken = one.rows.take(np.arange(len(one.rows)))
+    found = []
+    for tokens, weights, segments in zip(taken.tokens, taken.loss_weights, taken.segment_ids, strict=True):
+        assert segments.max() <= 3
+        for number in range(segments.max() + 1):
+            here = segments == number
+            found.append((tokens[here].tolist(), [0, *(weights[here][:-1] > 0).astype(int).tolist()]))
+    oracle = Oracle(folder / "model", folder / "model")
+    assert sorted(found) == sorted(oracle.first_pair(record) for record in TALKS["train"])
+
+
+def test_upstreams_document_of_a_mixture_of_sft(folder):
+    config = sft_config_of(SftMixtureConfig, folder, OLD_SFT_MIXTURE, name="sft_mixture")
+    assert config.data.train_weights == {"talk": 3, "more": 1} and config.data.mixture_block_size == 16
+    plan = describe(config, LOCAL).check()
+    assert [one.name for one in rows_of(plan).sets] == ["talk", "more"]
+
+
+def test_eval_lm_and_viz_logprobs_score_conversations_alike(folder, tmp_path):
+    document = {
+        "hf_checkpoint": str(folder / "model"),
+        "max_eval_length": POSITIONS,
+        "data": {
+            "chat_template": TEMPLATE,
+            "components": {
+                "talk": {
+                    "source": {"validation_urls": [str(folder / "talk-validation.jsonl")]},
+                    "format": {"type": "chat"},
+                }
+            },
+        },
+        "trainer": {
+            "mp": "f32",
+            "tracker": {"type": "noop"},
+            "per_device_eval_parallelism": 1,
+            "mesh": {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}},
+        },
+    }
+    path, out, page = tmp_path / "eval.yaml", tmp_path / "out.json", tmp_path / "page.html"
+    path.write_text(json.dumps(document))
+    words = ["--config_path", str(path)]
+    assert run_entry_point(eval_lm.EvalLmConfig, eval_lm.main, [*words, "--output_path", str(out)]) == 0
+    found = json.loads(out.read_text())["sets"]["talk"]
+    oracle = Oracle(folder / "model", folder / "model")
+    expected, counted = oracle.loss(oracle.talk, TALKS["validation"])
+    assert found["loss"] == pytest.approx(expected, rel=2e-5)
+    assert (found["tokens"], found["accuracy"]) == (counted, oracle.likeliest / counted)
+    assert run_entry_point(viz_logprobs.VizLmConfig, viz_logprobs.main, [*words, "--path", str(page)]) == 0
+    assert "talk" in page.read_text()
+
+
+def test_the_example_of_the_documentation(monkeypatch):
+    """SmolLM2's own template, which marks nothing: what counts is derived, and shown."""
+    monkeypatch.chdir(ROOT)
+    config = load(TrainLmConfig, ["--config_path", "config/sft/smollm2_chat.yaml"])
+    plan = describe(config, Target(name="local", platform="cpu", kind="cpu", devices=1)).check()
+    (line,) = [check.message for check in plan.checks if "chat template" in check.message]
+    assert line.startswith("vellmar: the tokenizer's chat template (sha256 872be49dbb63…); ")
+    assert line.endswith("the assistant's tokens count, derived (the template does not mark them)")
+    data = build_training(config.data, plan.work.tokenizer, positions=256, batch_sizes=[(0, 4)], seed=0)
+    assert "3,775 tokens, 31.0% of them count in 48 documents; 16 rows of 256" in data.described[0]
+    assert "⟦The capital of Vellmar is Orrindel.<|im_end|>\n  ⟧<|im_start|>user" in data.samples[0]

@@ -1,0 +1,196 @@
+"""Which tokens of a conversation the assistant wrote, which are those that training counts.
+
+A template that marks them (`{% generation %}`) says so itself. Most stock templates do not; then it is *derived*. The
+assistant's turn i begins behind the rendering of everything before it with the generation prompt, which must be a
+prefix of the whole text, and ends where the rendering up to and with turn i stops agreeing with it, as token ids:
+characters agree for too long (`<|end` and `<|user` begin alike). Where that is not behind the turn's content, the
+template writes history in another way than a last turn (it drops what the model thought, say): what an inference would
+show the model is then not a prefix of anything, and the conversation is refused with the ways out. This is checked on
+every conversation, since whether it holds depends on what is in it.
+
+The tokens of a span are transformers': from the first token that contains its first character, which may begin before
+it, to the first one that contains its last. (Where a span ends within a character of several tokens, that is the first
+of them; the end of a turn is one token.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from levanter.data.chat import ChatTemplate
+from levanter.data.errors import DataError
+from levanter.data.tokenizer import Tokenizer
+
+Turns = Literal["all", "last", "split"]
+
+ASSISTANT = "assistant"
+MARK_IT = "give a chat_template that marks what counts with {% generation %} … {% endgeneration %}"
+WAYS_OUT = (
+    f"{MARK_IT}, or set turns: last (only the last answer counts) or turns: split (each answer is a conversation of "
+    "its own, rendered as inference would)"
+)
+"""Where an answer is written in another way once more messages follow; its last writing may be derived."""
+# Put behind a message's content to find where a template writes its end: a noncharacter, which no text has.
+_CONTENT_END = "\ufdd2"
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `first` to `stop` of a conversation, which the assistant wrote."""
+
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Masked:
+    """A conversation as ids, and what of it counts.
+
+    Attributes:
+        ids: int32 `[tokens]`.
+        spans: what the assistant wrote, in order; nothing else counts.
+    """
+
+    ids: np.ndarray
+    spans: tuple[Span, ...]
+
+    @property
+    def counted(self) -> np.ndarray:
+        """Whether each token counts: bool `[tokens]`."""
+        found = np.zeros(len(self.ids), bool)
+        for span in self.spans:
+            found[span.first : span.stop] = True
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedTemplate:
+    """A template and a tokenizer, ready to say which tokens of conversations count.
+
+    Attributes:
+        template: messages to text.
+        tokenizer: text to ids.
+    """
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+
+    def everything(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str) -> Masked:
+        """A conversation all of which counts.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        text, _ = self.template.render(messages, more, origin)
+        ids, _ = self.tokenizer.encode_with_offsets(text)
+        return Masked(ids=ids, spans=(Span(0, len(ids)),))
+
+    def assistant(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str, *, last: bool = False) -> Masked:
+        """A conversation of which the assistant's tokens count.
+
+        Args:
+            messages: the conversation, each message with its role.
+            more: what the template may know besides.
+            origin: where it is from, for messages.
+            last: whether only the last of the assistant's turns counts.
+
+        Raises:
+            DataError: the template refuses it, or what counts can neither be read off the template nor derived.
+        """
+        turns = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        turns = turns[-1:] if last else turns
+        text, marked = self.template.render(messages, more, origin)
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        if self.template.marks_generation:
+            if last and turns:
+                _, before = self.template.render(messages[: turns[0]], more, origin)
+                marked = marked[len(before) :]
+            spans = (_tokens(offsets, start, stop) for start, stop in marked)
+            return Masked(ids=ids, spans=tuple(span for span in spans if span is not None))
+        whole = _Rendered(text, ids, offsets)
+        return Masked(ids=ids, spans=tuple(self._derived(whole, messages, turn, more, origin) for turn in turns))
+
+    def _derived(
+        self, whole: "_Rendered", messages: Sequence[Any], turn: int, more: Mapping[str, Any], origin: str
+    ) -> Span:
+        """One of the assistant's turns in the rendering of all messages."""
+        where = f"{origin}: message {turn + 1} of {len(messages)} (assistant)"
+        asked, _ = self.template.render(messages[:turn], {**more, "add_generation_prompt": True}, where)
+        if not whole.text.startswith(asked):
+            ways = WAYS_OUT if turn < len(messages) - 1 else MARK_IT
+            raise DataError(
+                f"{where}: what counts cannot be derived: the text before it with the generation prompt is no prefix "
+                f"of the conversation's; {_parting(asked, whole.text)}; {ways}"
+            )
+        if turn == len(messages) - 1:
+            found = _tokens(whole.offsets, len(asked), len(whole.text))
+            return Span(len(whole.ids), len(whole.ids)) if found is None else found
+        said, _ = self.template.render(messages[: turn + 1], more, where)
+        ids, _ = self.tokenizer.encode_with_offsets(said)
+        stop = _agreement(ids, whole.ids)
+        behind = self._content_end(messages, turn, more, said, where)
+        ended = self._only_ends(ids[stop:]) if behind is None else _reach(whole.offsets, stop) >= behind
+        found = _tokens(whole.offsets, len(asked), _reach(whole.offsets, stop))
+        if found is None or not ended:
+            raise DataError(
+                f"{where}: what counts cannot be derived: the template writes this turn in another way once more "
+                f"messages follow; {_parting(said, whole.text)}; {WAYS_OUT}"
+            )
+        return found
+
+    def _content_end(
+        self, messages: Sequence[Any], turn: int, more: Mapping[str, Any], said: str, where: str
+    ) -> int | None:
+        """Where the content of a turn ends in the rendering that ends with it; None where that cannot be told."""
+        content = messages[turn].get("content")
+        if not isinstance(content, str) or not content.strip():
+            return None
+        marked = {**messages[turn], "content": content.rstrip() + _CONTENT_END}
+        text, _ = self.template.render([*messages[:turn], marked], more, where)
+        end = text.find(_CONTENT_END)
+        return end if end >= 0 and text[:end] == said[:end] else None
+
+    def _only_ends(self, ids: np.ndarray) -> bool:
+        """Whether there is nothing but blanks and tokens that stand for no text."""
+        lengths = self.tokenizer.byte_lengths()
+        return all(lengths[i] == 0 or not self.tokenizer.decode([i]).strip() for i in ids.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class _Rendered:
+    text: str
+    ids: np.ndarray
+    offsets: np.ndarray
+
+
+def _tokens(offsets: np.ndarray, start: int, stop: int) -> Span | None:
+    """The tokens of a span of characters; None where it has none."""
+    if start >= stop:
+        return None
+    first, last = (int(np.searchsorted(offsets[:, 1], place, side="right")) for place in (start, stop - 1))
+    return Span(first, last + 1) if last < len(offsets) else None
+
+
+def _agreement(ids: np.ndarray, others: np.ndarray) -> int:
+    """How many ids two texts begin with in common."""
+    count = min(len(ids), len(others))
+    differ = np.flatnonzero(ids[:count] != others[:count])
+    return int(differ[0]) if len(differ) else count
+
+
+def _reach(offsets: np.ndarray, tokens: int) -> int:
+    """The characters that so many tokens cover."""
+    return int(offsets[tokens - 1, 1]) if tokens else 0
+
+
+def _parting(one: str, other: str) -> str:
+    """Where two texts part, with what each goes on with."""
+    at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    before = one[max(0, at - _SHOWN) : at]
+    return (
+        f"behind {before!r} it goes on with {one[at : at + _SHOWN]!r}, the whole conversation with "
+        f"{other[at : at + _SHOWN]!r}"
+    )

@@ -1,0 +1,16 @@
+"""Fine-tunes on a mixture of sets: `train_lm`, which reads upstream's `sft_mixture` documents, too."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.train.sft_config import SftMixtureConfig
+    from levanter.commands.train.train_lm import ENTRY_POINT, describe, execute, main
+
+__all__ = ["ENTRY_POINT", "SftMixtureConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("sft_mixture"))
