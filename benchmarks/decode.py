@@ -1,11 +1,14 @@
 """Times writing text: SmolLM2-135M in float32 on the CPU, ours against transformers, upstream's engine and llama.cpp.
 
     python benchmarks/decode.py [--streams 1 16] [--rounds 5] [--new 128] [--upstream …/python] [--llama …/python]
+                                [--model smollm2|360m|vocab128k|small] [--options XLA_OPTION=VALUE …]
 
 All have the same weights, dequantized from one GGUF file: a Hugging Face folder that transformers writes, and a GGUF
 file in float32. All write greedily behind the same prompts (pieces of Python's documentation, 16 to 64 tokens), as many
 at a time as there are streams, and ignore ends of text. `--mixed` asks for 16 to 256 tokens of each text instead of
-`--new`: who batches continuously has nothing to wait for.
+`--new`: who batches continuously has nothing to wait for. `--model` takes other sizes, with random weights: of their
+texts the first difference comes early where two logits are nearly equal. `--options` adds ours once more, with options
+of the compiler.
 
 - *ours*: the engine of `generate`. *transformers*: `generate` on torch, one static batch. *upstream*: its
   `InferenceEngine`, of `pip install marin-levanter` in an environment of its own (`--upstream`). *llama.cpp*: its
@@ -29,7 +32,7 @@ import sys
 import time
 from pathlib import Path
 
-from decode_contenders import CONTENDERS, SMOLLM2, Ids, write_model
+from decode_contenders import CONTENDERS, MADE, SMOLLM2, Ids, write_made_model, write_model
 
 HERE = Path(__file__).resolve()
 
@@ -153,6 +156,8 @@ def main() -> int:
     parser.add_argument("--llama", help="the Python of an environment that has xllamacpp and gguf")
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--folder", type=Path, default=Path("logs/decode"), help="for the model's files")
+    parser.add_argument("--model", choices=["smollm2", *MADE], default="smollm2")
+    parser.add_argument("--options", nargs="*", default=[], help="XLA_OPTION=VALUE")
     parser.add_argument("--worker", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -160,19 +165,24 @@ def main() -> int:
         work(arguments.worker, arguments.folder, arguments.streams[0], arguments.began)
         return 0
     write_model(arguments.folder)
+    folder: Path = arguments.folder
+    if arguments.model in MADE:
+        folder = folder / arguments.model
+        write_made_model(folder, MADE[arguments.model])
     names = {"ours": sys.executable, "transformers": sys.executable}
+    if arguments.options:
+        os.environ["COMPILER_OPTIONS"] = json.dumps(dict(each.split("=", 1) for each in arguments.options))
+        names["ours with options"] = sys.executable
     if arguments.upstream:
         names["upstream"] = arguments.upstream
     if arguments.llama:
-        subprocess.run(
-            [arguments.llama, str(HERE.with_name("decode_contenders.py")), "gguf", str(arguments.folder)], check=True
-        )
+        subprocess.run([arguments.llama, str(HERE.with_name("decode_contenders.py")), "gguf", str(folder)], check=True)
         names["llama.cpp"] = arguments.llama
     names = {name: python for name, python in names.items() if name not in arguments.without}
     for streams in arguments.streams:
         prompts = prompts_of(streams)
         new = [16 + 240 * n // max(streams - 1, 1) for n in range(streams)] if arguments.mixed else []
-        compare(names, arguments.folder, streams, prompts, new or [arguments.new] * streams, arguments.rounds)
+        compare(names, folder, streams, prompts, new or [arguments.new] * streams, arguments.rounds)
     return 0
 
 

