@@ -54,13 +54,17 @@ def milliseconds(step: Compiled, target: str) -> tuple[float, float]:
     return 1e3 * cycles, 1e3 * step.figures.hbm_bytes / chip.hbm_bandwidth
 
 
-@pytest.mark.parametrize("target", [pytest.param("v5e-8", marks=pytest.mark.ci), "v6e-8"])
-def test_a_decode_step_in_integers_takes_half_of_all_that(target):
+@pytest.mark.parametrize(
+    ("target", "rows"),
+    # As many rows as fit do not fill tiles of 8: the scales of the cache stay where they lie nonetheless.
+    [pytest.param("v5e-8", ROWS, marks=pytest.mark.ci), ("v6e-8", ROWS), ("v5e-8", 44)],
+)
+def test_a_decode_step_in_integers_takes_half_of_all_that(target, rows):
     """All 80 layers: nothing is widened in memory, and the compiler's cycles are less than twice what reading takes."""
     layers = 80
-    payload = {"int8": True, "cache": {"dtype": "int8"}, "model": {"num_layers": layers}}
-    step = compiled(f"decode_{ROWS}", target=target, **payload)
-    cache = layers * CACHE // LAYERS // 2 * (HEAD + 2) // HEAD
+    payload = {"int8": True, "cache": {"dtype": "int8", "rows": rows}, "model": {"num_layers": layers}}
+    step = compiled(f"decode_{rows}", target=target, **payload)
+    cache = layers * CACHE // LAYERS // 2 * (HEAD + 2) // HEAD * rows // ROWS
     weights = layers * LAYER // 2 + HEAD_WEIGHTS // 2
     assert step.memory.temp <= 256 << 20
     assert step.memory.alias >= cache
@@ -68,7 +72,7 @@ def test_a_decode_step_in_integers_takes_half_of_all_that(target):
     assert cache + weights + HEAD_WEIGHTS <= step.memory.argument <= 1.02 * (cache + weights + HEAD_WEIGHTS)
     assert step.figures is not None
     needed = cache + weights
-    assert needed <= step.figures.hbm_bytes <= 1.1 * needed
+    assert needed <= step.figures.hbm_bytes <= 1.1 * needed and not step.figures.copied_bytes
     taken, _ = milliseconds(step, target)
     assert taken <= 2 * 1e3 * needed / parse_accelerator(target).hbm_bandwidth
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from levanter.hardware import parse_accelerator
+from levanter.hardware.compiler import as_values, tuned_options
 from levanter.plan.cost import CYCLE_SCALE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_decode.py"
-NEAR = 0.25
-"""How far a modelled time may be from a published one that did not calibrate it."""
 
 
 def loaded_benchmark() -> Any:
@@ -25,15 +25,22 @@ def loaded_benchmark() -> Any:
 
 published = loaded_benchmark()
 KEPT = published.read()
-CASES = {case.name: case for case in published.CASES if case.name in KEPT}
+CASES = {case.name: case for case in published.CASES}
+NEAR = published.NEAR
 STATED = {
-    "llama3.3_70b_v6e-8_64": +0.03,
+    "llama3.3_70b_v6e-8_64": +0.01,
     "llama3.3_70b_v6e-8_128": +0.00,
-    "qwen3_8b_v6e-4_1k": -0.09,
+    "qwen3_8b_v6e-4_1k": -0.11,
+    "qwen3_8b_v6e-4_4k": -0.21,
+    "qwen3_8b_v6e-4_8k": -0.17,
+    "qwen3_32b_v6e-4_16": -0.01,
+    "llama3.1_8b_v6e-4_16": -0.42,
     "llama2_70b_v5e-16_1": -0.11,
     "llama2_70b_v5e-16_32": -0.41,
 }
 """Modelled over published time, less 1, as docs/preflight.md has it."""
+MISSED = ("llama2_70b_v5e-16_32", "llama3.1_8b_v6e-4_16")
+"""Rows that test and are further off than `NEAR`; the document says what is known of each."""
 
 
 def deviation(name: str, scale: float | None = None) -> float:
@@ -52,6 +59,24 @@ def test_deviations_are_as_stated(name):
     assert deviation(name) == pytest.approx(STATED[name], abs=0.01)
 
 
+def test_the_test_half_is_near_but_for_what_is_named():
+    half = {name: deviation(name) for name, case in CASES.items() if case.half == "t"}
+    assert sorted(name for name, off in half.items() if abs(off) > NEAR) == sorted(MISSED) and len(half) == 6
+    said = published.tested(KEPT, CYCLE_SCALE)
+    assert said.startswith("test half: 4 of 6 rows within 25%; missed: ") and "not compiled" not in said
+    assert all(f"{name} ({100 * half[name]:+.0f} %)" in said for name in MISSED)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_are_compiled_with_what_runs_by_default(name):
+    case = {each.name: each for each in (*published.CASES, *published.PLANNED)}[name]
+    kind = parse_accelerator(case.target).generation.device_kind
+    by_default = as_values(tuned_options("tpu", kind, work="generate", fsdp_alone=False))
+    assert by_default
+    for sums in (KEPT[name].decode, KEPT[name].prompt):
+        assert sums is None or sums.options == by_default
+
+
 def test_rows_in_flight_are_what_was_published():
     """Tokens/s times the time a token: 63 and 124 rows of 64 and 128, 47 of 64 where prompts are long."""
     found = {case.name: case.in_flight for case in published.CASES}
@@ -60,7 +85,7 @@ def test_rows_in_flight_are_what_was_published():
 
 
 def test_on_v6e_the_scale_of_train_steps_is_that_of_decoding():
-    """The rows that calibrate would have 0.83 where train steps have 0.80; with either the row that tests is near."""
+    """The rows that calibrate would have 0.85 where train steps have 0.80; with either the row that tests is near."""
     scale = published.fitted(KEPT)["v6e"]
     assert scale == pytest.approx(CYCLE_SCALE["v6e"], abs=0.05)
     for each in (scale, CYCLE_SCALE["v6e"]):

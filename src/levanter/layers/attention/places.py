@@ -93,7 +93,7 @@ class NewPositions(eqx.Module):
         given = {**held, "positions": self.positions.rearrange(at), "there": self.there.rearrange(at)}
         given |= {} if self.tables is None else {"tables": self.tables}
         axes = {name: tuple(axis.name for axis in x.axes) for name, x in given.items()}
-        find = functools.partial(_places, axes={name: axes[name] for name in held})
+        find = functools.partial(_places, axes={name: axes[name] for name in held}, flat=self.flat)
         arrays = {name: x.array for name, x in given.items()}
         found_axes = ("kv", *at, "kv_head", "index")
         if jax.sharding.get_abstract_mesh().empty:
@@ -120,14 +120,20 @@ def with_pages(batch: str) -> AxisMapping:
     return mapping.merged({"page": mapping.mesh_axes(batch) or None})
 
 
-def _places(arrays: Mapping[str, jax.Array], *, axes: Mapping[str, tuple[str, ...]]) -> dict[str, jax.Array]:
+def _places(
+    arrays: Mapping[str, jax.Array], *, axes: Mapping[str, tuple[str, ...]], flat: bool
+) -> dict[str, jax.Array]:
     """Where a device's new keys and values lie in the first layer of its part of each array of a cache.
 
-    An index has three numbers at most: of the last two axes, which a device pads, and one of all others.
+    An index of keys and values has two numbers: of the slot, and one of all other axes. So it is with scales, of which
+    pages and slots are the last axes, on CPUs; for a TPU these have a number for each axis, since there is no view of
+    them with fewer: which of their axes lie in one tile is the compiler's choice, and where it chose others than the
+    last two (44 rows, which do not fill tiles of 8), it copied all scales for a view and back, in every layer.
 
     Args:
         arrays: positions, there, maybe tables, and those of the cache.
         axes: names of the axes of those of the cache.
+        flat: see `NewPositions`.
 
     Returns:
         `[kv, batch, position, kv_head, index]` for each array of the cache: the numbers of an index, and what a layer
@@ -150,6 +156,10 @@ def _places(arrays: Mapping[str, jax.Array], *, axes: Mapping[str, tuple[str, ..
     }
     found = {}
     for name, names in axes.items():
+        if flat and "head_size" not in names:
+            numbers = (0, *(at[each] for each in names[1:]), 1, *(0 for _ in names[1:]))
+            found[name] = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(each, jnp.int32) for each in numbers)), axis=-1)
+            continue
         near, far = names[1:-2], [each for each in names[-2:] if each != "head_size"]
         index = jnp.int32(0)
         for each in near:
@@ -182,6 +192,6 @@ def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array
         inserted_window_dims=dims,
         scatter_dims_to_operand_dims=dims,
     )
-    view = array.reshape(-1, *array.shape[-2:])
+    view = array if count == array.ndim else array.reshape(-1, *array.shape[-2:])
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return jax.lax.scatter(view, places, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)

@@ -108,7 +108,9 @@ def tables(ways: int) -> np.ndarray:
     return np.concatenate(numbers).reshape(ROWS, OF_ROW).astype(np.int32)
 
 
-def program(allocation: str, mapping, *, reach=None, block=None, window=None, soft_cap=None, sinks=False, int8=False):
+def program(
+    allocation: str, mapping, *, reach=None, block=None, window=None, soft_cap=None, sinks=False, int8=False, flat=False
+):
     """A call as a Program: q, k, v, the state, first, count, tables, sinks."""
     Table = Axis("table", OF_ROW)
     axes = page_axes(
@@ -121,7 +123,7 @@ def program(allocation: str, mapping, *, reach=None, block=None, window=None, so
 
     def function(q, k, v, held, first, count, table, sink):
         own = None if allocation == "fixed" else table
-        new = NewPositions.following(first, count, Pos, tables=own, reach=reach, block=block)
+        new = NewPositions.following(first, count, Pos, tables=own, reach=reach, block=block, flat=flat)
         state = CachedLayers(**held, layer=jnp.int32(LAYER))
         mixed, state = attend_cached(
             q,
@@ -198,12 +200,14 @@ def test_equals_the_formula_over_the_whole_row(rule, allocation, mesh, devices):
         np.testing.assert_allclose(found[row], formula(row, **RULES[rule]), atol=2e-6)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["as it lies", "flat"])
 @pytest.mark.parametrize(
     ("allocation", "rule", "mesh"),
     [("fixed", "all", "one"), ("paged", "everything", "data 2, model 2, group 2")],
 )
-def test_a_cache_of_integers_equals_the_formula_over_what_they_stand_for(rule, allocation, mesh, devices):
-    found, *_ = run_all(allocation, mesh, devices, int8=True, **RULES[rule])
+def test_a_cache_of_integers_equals_the_formula_over_what_they_stand_for(rule, allocation, mesh, flat, devices):
+    """However keys, values and scales are written: `flat` is what Programs for TPUs do."""
+    found, *_ = run_all(allocation, mesh, devices, int8=True, flat=flat, **RULES[rule])
     for row in range(ROWS):
         np.testing.assert_allclose(found[row], formula(row, int8=True, **RULES[rule]), atol=4e-6)
         assert np.abs(found[row] - formula(row, **RULES[rule])).max() < 0.05
