@@ -246,6 +246,18 @@ class SourcePiece:
         copy.gather(block, buffer)
         piece[...] = buffer
 
+    def read(self, tensor: np.ndarray, block: np.ndarray) -> None:
+        """Copies the leaf's share out of the whole source tensor: the inverse of `write`.
+
+        Args:
+            tensor: the source tensor.
+            block: the elements `box` of the leaf.
+        """
+        digits = [tuple((0, size) for size in sizes) for sizes in self.layout.group_sizes]
+        copy = self.layout.copy(self.stack, digits, self.box)
+        assert copy is not None
+        copy.scatter(np.ascontiguousarray(tensor[(*to_slices(self.region), ...)]), block)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Match:

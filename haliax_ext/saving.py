@@ -99,7 +99,8 @@ def tensors_of(
         limit: bytes on a device that a piece may take, beside the arrays.
     """
     for tensor in plan:
-        whole = np.empty(tensor.shape, tensor.dtype)
+        # Rows of a fused tensor that no leaf has stay 0.
+        whole = np.zeros(tensor.shape, tensor.dtype)
         for piece in tensor.pieces:
             array = arrays[piece.target]
             if isinstance(array, jax.Array):

@@ -1,7 +1,6 @@
 """Operands of random numbers: models whose every projection and table is no plain array, but of one kind.
 
-`LowRankSum` is made up, nothing in `src` knows of it. `dense_twin` is the same model with the matrices that they stand
-for.
+`dense_twin` is the same model with the matrices that they stand for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,59 +18,19 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear, Operand
+from levanter.layers.low_rank import LowRank
 from levanter.layers.quantized import Int8Matrix
 
 RANK = Axis("low_rank", 3)
 STACKS = ("layers", "expert")
 
 
-class LowRankSum(Operand):
-    """`base + up · down`.
-
-    Attributes:
-        base: the matrix `[*stack, *Out, *In]`.
-        down: `[*stack, low_rank, *In]`.
-        up: `[*stack, *Out, low_rank]`.
-    """
-
-    base: NamedArray
-    down: NamedArray
-    up: NamedArray
-
-    @property
-    def axes(self):
-        return self.base.axes
-
-    def dot(self, x, axis, *, dtype=None):
-        of_base = hax.dot(x, self.base, axis=axis, preferred_element_type=dtype)
-        copies = tuple(name for name in axis if name in names(self.up))
-        inner = tuple(name for name in axis if name not in copies)
-        thin = hax.dot(x, self.down, axis=inner, preferred_element_type=dtype)
-        added = hax.dot(thin, self.up.astype(thin.dtype), axis=(RANK.name, *copies))
-        return of_base + added.rearrange(of_base.axes)
-
-    def ragged_dot(self, x, axis, sizes):
-        (Token,) = (a for a in x.axes if a.name != axis)
-        (Group,) = sizes.axes
-        (Out,) = (a for a in self.up.axes if a.name not in (Group.name, RANK.name))
-
-        def product(rows, matrices, *order):
-            return jax.lax.ragged_dot(rows, matrices.rearrange((Group.name, *order)).array, sizes.array)
-
-        rows = x.rearrange((Token.name, axis)).array
-        thin = product(rows, self.down, axis, RANK.name)
-        # What lies behind the last group is not defined, and must not come into a product.
-        thin = jnp.where((jnp.arange(Token.size) < sizes.array.sum())[:, None], thin, jnp.zeros((), thin.dtype))
-        found = product(rows, self.base, axis, Out.name) + product(thin, self.up, RANK.name, Out.name)
-        return hax.named(found, (Token, Out))
-
-    def rows(self, ids, axis):
-        found = self.base.take(axis, ids)
-        return found + hax.dot(self.up.take(axis, ids), self.down, axis=RANK.name).rearrange(found.axes)
-
-    def matrix(self) -> NamedArray:
-        """What it stands for."""
-        return self.base + hax.dot(self.up, self.down, axis=RANK.name).rearrange(self.base.axes)
+def matrix_of(operand) -> NamedArray:
+    """The matrix that an operand stands for."""
+    if isinstance(operand, LowRank):
+        product = hax.dot(operand.b, operand.a, axis=RANK.name).rearrange(operand.base.axes)
+        return operand.base + operand.scale * product
+    return operand.matrix()
 
 
 def names(x: NamedArray) -> set[str]:
@@ -79,16 +38,17 @@ def names(x: NamedArray) -> set[str]:
     return {axis.name for axis in x.axes}
 
 
-def low_rank(weight: NamedArray, inputs: tuple[str, ...], rng: np.random.Generator) -> LowRankSum:
+def low_rank(weight: NamedArray, inputs: tuple[str, ...], rng: np.random.Generator) -> LowRank:
     """A random operand with the axes of `weight`, and values of its size."""
     stack = tuple(a for a in weight.axes if a.name in STACKS)
     In = tuple(a for a in weight.axes if a.name in inputs)
     Out = tuple(a for a in weight.axes if a not in stack + In)
     size = float(np.std(np.asarray(weight.array)))
-    return LowRankSum(
+    return LowRank(
         base=weight,
-        down=normal(rng, (*stack, RANK, *In), size),
-        up=normal(rng, (*stack, *Out, RANK), 1.0),
+        a=normal(rng, (*stack, RANK, *In), size),
+        b=normal(rng, (*stack, *Out, RANK), 1.0),
+        scale=0.75,
     )
 
 
@@ -137,7 +97,7 @@ def dense_twin(model):
     def replaced(x):
         if not is_holder(x) or isinstance(x.weight, NamedArray):
             return x
-        matrix = x.weight.matrix()
+        matrix = matrix_of(x.weight)
         return Embedding(weight=matrix) if isinstance(x, Embedding) else Linear(weight=matrix, bias=x.bias, In=x.In)
 
     return jax.tree.map(replaced, model, is_leaf=is_holder)

@@ -196,3 +196,25 @@ def test_train_lm_from_weights_of_which_a_part_is_frozen(tmp_path, inputs, count
     assert given.keys() == exported.keys()
     same = {name for name, x in given.items() if (x.astype(np.float32) == exported[name]).all()}
     assert same == {name for name in given if not ("norm" in name or "self_attn" in name)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_train_lm_of_adapters_saves_their_files_and_goes_on(tmp_path, inputs, count):
+    def train(steps: int, attempt: str) -> list[Heard]:
+        command = inputs.train_lm(
+            tmp_path,
+            steps=steps,
+            train_seq_len=16,
+            model={"type": "llama", "max_seq_len": 16},
+            initialize_from_hf=str(inputs.model),
+            use_hf_model_config=True,
+            adapter={"type": "lora", "r": 4},
+            peft_save_path=str(tmp_path / "adapters"),
+        )
+        return heard(tmp_path / attempt, count, command, inputs)
+
+    check(train(2, "begun"))
+    check(train(4, "resumed"), unused={"init_adapters"})
+    found = load_file(tmp_path / "adapters" / "run" / "step-4" / "adapter_model.safetensors")
+    assert found and all(x.any() for x in found.values())

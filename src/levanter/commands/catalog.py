@@ -84,6 +84,7 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "SftMixtureConfig",
                 "training, by upstream's keys of sft_mixture too",
             ),
+            ("lora_lm", "train.lora_lm", "train.lora_config", "LoraLmConfig", "training of low-rank adapters"),
             (
                 "export_lm_to_hf",
                 "export.export_lm_to_hf",

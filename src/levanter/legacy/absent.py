@@ -1,6 +1,6 @@
 """Upstream entry points that are not implemented yet: their documents are read and checked, then refused by name.
 
-    python -m levanter.main.lora_lm --config_path my_lora.yaml
+    python -m levanter.main.train_dpo --config_path my_dpo.yaml
 
 Reading comes first, so that a document's mistakes and its old spellings are shown, `--help` explains the keys, and
 `levanter.main.migrate` can rewrite it. None of these entry points has a file: `levanter.legacy.imports` makes its
@@ -35,11 +35,6 @@ class AbsentEntryPoint:
 
 
 ABSENT: Mapping[str, AbsentEntryPoint] = {
-    "lora_lm": AbsentEntryPoint(
-        config_name="LoraLmConfig",
-        what="fine-tuning with low-rank adapters",
-        instead="`train_lm` with initialize_from_hf trains all parameters",
-    ),
     "export_hf_to_lm": AbsentEntryPoint(
         config_name="ExportHfToLmConfig",
         what="converting a Hugging Face checkpoint to our format",

@@ -5,52 +5,13 @@ generations, after the old spellings have been translated.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from levanter.data import LmDataConfig
 from levanter.models import LlamaConfig, LmConfig
+from levanter.models.adapters.config import LoraConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer.config import TrainerConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters.
-
-    Attributes:
-        target_modules: the modules that get one: names, a pattern, or null for every linear layer.
-        r: rank.
-        alpha: the product is multiplied by `alpha / r`.
-        dropout: on the input.
-        zero_init_b, a_init_mode: initialization of the two factors.
-        exclude_modules: the modules that get none.
-    """
-
-    target_modules: list[str] | str | None = None
-    r: int = 8
-    alpha: float = 8.0
-    dropout: float = 0.0
-    zero_init_b: bool = False
-    a_init_mode: Literal["zero", "random"] = "zero"
-    exclude_modules: list[str] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraLmConfig:
-    """Fine-tuning of low-rank adapters on a pretrained model."""
-
-    initialize_from_hf: str
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
-    train_seq_len: int = 4096
-    peft_save_path: str | None = None
-    peft_hf_upload: str | None = None
-    merged_hf_save_path: str | None = None
-    merged_hf_upload: str | None = None
-    hf_save_steps: int = 1000
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

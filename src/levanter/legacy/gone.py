@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 _HARNESS = "the evaluation harness is not implemented yet; `eval_lm` gives losses and bits per byte"
 _FAMILY = "a family that is not implemented yet; its config blocks are read, then refused by name"
-_LORA = "low-rank adapters are not implemented yet"
+_LORA = "`adapter:` of `train_lm` trains low-rank adapters; in Python, `levanter.models.adapters`"
 _HISTOGRAM = "`levanter.memorization.plots` draws it, and every run writes one"
 _STEP = "a step returns what is to be logged; nothing is logged from inside it"
 _EVALUATES = "train_lm evaluates at every trainer.steps_per_eval"
@@ -288,7 +288,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
     "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
     "levanter.main.lora_dpo": {"main": _PREFERENCES},
-    "levanter.main.lora_lm": {"main train": _LORA},
+    "levanter.main.lora_lm": {"train": "`main` trains"},
     "levanter.main.perplexity_gap": {
         "main score_main ModelPerplexityConfig": "`eval_lm` once for each model: bits per byte compare",
     },

@@ -35,6 +35,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.layers.outputs": ("Outputs",),
     "levanter.layers.rotary": (),
     "levanter.main.inference_repl": (),
+    "levanter.main.lora_lm": (),
     "levanter.main.sft": (),
     "levanter.main.sft_mixture": (),
     "levanter.mesh": (),

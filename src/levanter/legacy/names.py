@@ -256,7 +256,6 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.main.export_hf_to_lm": {"ImportHfConfig": f"{_ABSENT}:ExportHfToLmConfig"},
     "levanter.main.lora_dpo": {"LoraDpoConfig": f"{_ABSENT}:LoraDpoConfig"},
-    "levanter.main.lora_lm": {"LoraLmConfig": f"{_ABSENT}:LoraLmConfig"},
     "levanter.main.perplexity_gap": {
         "GapFinderConfig": f"{_ABSENT}:PerplexityGapConfig",
         "GapFinderModelConfig": f"{_ABSENT}:GapModelConfig",

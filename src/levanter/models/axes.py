@@ -23,6 +23,7 @@ KNOWN_AXES: dict[str, str] = {
     "layers": "blocks of the model, stacked",
     "expert": "experts of a mixture-of-experts block",
     "top_experts": "experts chosen for a token, best first",
+    "low_rank": "the rank of an adapter: features between its two factors",
     "token": "sequences and positions flattened together, as experts see them",
     "microbatch": "parts of a batch whose gradients are accumulated one after another",
     "page": "pages of a key/value cache",
@@ -35,6 +36,7 @@ ALIASES: dict[str, str] = {
     "kv_heads": "kv_head",
     "layer": "layers",
     "experts": "expert",
+    "LORA_R": "low_rank",
 }
 """Spellings that users have in their YAML → our name."""
 

@@ -6,9 +6,13 @@ weights`: bytes are never left out of a sum because their kind is not known.
 """
 
 from haliax_ext.abstract import Leaf
+from levanter.layers.low_rank import RANK
 
 EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER = "embedding", "attention", "mlp", "head", "norm", "other weights"
 PARAMETER_GROUPS = (EMBEDDING, ATTENTION, MLP, HEAD, NORM, OTHER)
+
+ADAPTERS = "adapters"
+"""Factors of adapters, whatever they are bound to."""
 
 FROZEN_GROUPS = tuple(f"frozen {group}" for group in PARAMETER_GROUPS)
 """The same kinds where they are frozen: they have no gradients and no optimizer state."""
@@ -25,11 +29,13 @@ def frozen_group(leaf: Leaf) -> str:
 
 
 def parameter_group(leaf: Leaf) -> str:
-    """The group of a parameter: one of `PARAMETER_GROUPS`.
+    """The group of a parameter: one of `PARAMETER_GROUPS`, or `ADAPTERS`.
 
     Args:
         leaf: path (of the module's attribute names) and axes. A path may begin with more than the module's own names.
     """
+    if RANK in leaf.names:
+        return ADAPTERS
     # The last part is the array's own name, `weight` or `bias`.
     *modules, array = leaf.path.lower().split(".")
     # From the inside out: `self_attn.q_norm` is a norm, `experts.0.gate` is of the MLP.

@@ -22,12 +22,12 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, place
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
-from levanter.models.groups import FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
+from levanter.models.groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.run import RunPlan
 from levanter.trainer.state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
 
 STATE_GROUPS = (OPTIMIZER, AVERAGE, "kv cache", "batch")
-GROUPS = (*PARAMETER_GROUPS, *FROZEN_GROUPS, *STATE_GROUPS)
+GROUPS = (*PARAMETER_GROUPS, ADAPTERS, *FROZEN_GROUPS, *STATE_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,19 +35,23 @@ class FrozenPart:
     """The frozen part of a run's model, as its checkpoints name it.
 
     Attributes:
-        patterns: of what is trained instead (`trainer.trainable`).
+        patterns: of what is trained instead (`trainer.trainable`); none where adapters are.
         origin: where the frozen parameters come from, in words.
         digests: of each frozen parameter, by path, in hexadecimal; empty text where it is not known yet.
+        adapters: of the adapters that are trained instead, each target with its rank; None where parameters are.
     """
 
     patterns: tuple[str, ...]
     origin: str
     digests: Mapping[str, str] = field(repr=False)
+    adapters: Mapping[str, int] | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What is saved beside the arrays of a checkpoint."""
-        return {FROZEN: {"trainable": list(self.patterns), "from": self.origin, "digests": dict(self.digests)}}
+        adapters = {} if self.adapters is None else {"adapters": dict(self.adapters)}
+        trainable = list(self.patterns)
+        return {FROZEN: {"trainable": trainable, "from": self.origin, "digests": dict(self.digests), **adapters}}
 
     @staticmethod
     def of(ref: CheckpointRef) -> "FrozenPart | None":
@@ -55,7 +59,12 @@ class FrozenPart:
         said = ref.metadata.get(FROZEN)
         if said is None:
             return None
-        return FrozenPart(patterns=tuple(said["trainable"]), origin=said["from"], digests=said["digests"])
+        return FrozenPart(
+            patterns=tuple(said["trainable"]),
+            origin=said["from"],
+            digests=said["digests"],
+            adapters=said.get("adapters"),
+        )
 
 
 def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
@@ -65,6 +74,7 @@ def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
         CheckpointMismatchError: says what each of them trains.
     """
     theirs = FrozenPart.of(ref)
+    _check_adapters(ref, theirs, ours)
     there, here = (frozenset() if part is None else frozenset(part.digests) for part in (theirs, ours))
     if there == here:
         return
@@ -85,6 +95,30 @@ def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
     )
 
 
+def _check_adapters(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenPart | None) -> None:
+    there, here = (None if part is None else part.adapters for part in (theirs, ours))
+    if there == here:
+        return
+    if there is None or here is None:
+        said = ("trained no adapters", "trains adapters") if there is None else ("trained adapters", "trains none")
+        raise CheckpointMismatchError(
+            f"{ref.path}: this checkpoint is of a run that {said[0]}, and this run {said[1]} (adapter)\n"
+            "  → resume it with the adapter: block that it had, or give the new run its own trainer.id"
+        )
+    lines = [
+        f"{path}: rank {_rank(there.get(path))} when it was saved, {_rank(here.get(path))} now"
+        for path in sorted(there.keys() | here.keys())
+        if there.get(path) != here.get(path)
+    ]
+    raise CheckpointMismatchError(
+        f"{ref.path}: this checkpoint is of a run with other adapters; {len(lines)} differ:\n  " + "\n  ".join(lines)
+    )
+
+
+def _rank(rank: int | None) -> str:
+    return "none" if rank is None else str(rank)
+
+
 def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
     """Refuses to resume with frozen parameters other than those that a checkpoint was trained with.
 
@@ -103,6 +137,8 @@ def check_digests(ref: CheckpointRef, ours: FrozenPart) -> None:
 
 
 def _trained(part: FrozenPart | None) -> str:
+    if part is not None and part.adapters is not None:
+        return "adapters"
     return "everything" if part is None else f"{', '.join(part.patterns)} ({KEY})"
 
 

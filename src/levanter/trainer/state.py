@@ -26,12 +26,13 @@ from haliax_ext.placement import Finding, LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
+from levanter.models.adapters.tree import Adapters, bound_plan
 from levanter.models.base import LmHeadModel
-from levanter.models.groups import FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
+from levanter.models.groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.models.precision import Precision
 from levanter.trainer.averaging import ParameterAverage, begin
 from levanter.trainer.parts import ModelAveragingConfig
-from levanter.trainer.trainable import EVERYTHING, Partition, bind
+from levanter.trainer.trainable import EVERYTHING, Partition, parameters_of
 
 MODEL, OPTIMIZER, FROZEN, AVERAGE = "model", "optimizer", "frozen", "average"
 GRADIENT_BYTES = 4
@@ -99,14 +100,29 @@ class StatePlan:
     """Where a `TrainState` lies, and what is frozen beside it.
 
     Attributes:
-        parameters: the parameters, trained and frozen, by their paths in the model.
+        parameters: the parameters, trained and frozen, by their paths in the model; those of adapters by their own.
         whole: the `TrainState`, by paths in it; its findings are those of `parameters`.
         frozen: the paths in the model that are not trained.
+        adapters: the adapters that are trained, abstract; None where parameters of the model are.
     """
 
     parameters: ShardingPlan
     whole: ShardingPlan
     frozen: frozenset[str] = frozenset()
+    adapters: Adapters | None = None
+
+    @property
+    def model(self) -> ShardingPlan:
+        """Where the parameters of the model lie that is computed with, by their paths in it."""
+        return self.parameters if self.adapters is None else bound_plan(self.adapters, self.parameters)
+
+    @property
+    def loaded(self) -> ShardingPlan:
+        """Where the parameters lie that checkpoints of models have: all but those of adapters."""
+        if self.adapters is None:
+            return self.parameters
+        kept = tuple(plan for plan in self.parameters.leaves if plan.leaf.path in self.frozen)
+        return replace(self.parameters, leaves=kept, findings=())
 
     @property
     def resident(self) -> ShardingPlan:
@@ -118,7 +134,8 @@ class StatePlan:
     @property
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes on a device of what a step holds from beginning to end, by kind; gradients are float32."""
-        groups: dict[str, int] = dict.fromkeys((*PARAMETER_GROUPS, *FROZEN_GROUPS, "gradients", OPTIMIZER, AVERAGE), 0)
+        names = (*PARAMETER_GROUPS, ADAPTERS, *FROZEN_GROUPS, "gradients", OPTIMIZER, AVERAGE)
+        groups: dict[str, int] = dict.fromkeys(names, 0)
         for plan in self.parameters.leaves:
             if plan.leaf.path in self.frozen:
                 groups[frozen_group(plan.leaf)] += plan.bytes_per_device
@@ -145,7 +162,7 @@ def plan_state(
     A rule that a statistic violates its parameter violates too, so findings are those of the parameters. Statistics
     that are large where their parameter is not add theirs.
     """
-    parameters = plan_sharding(leaves(bind(state.model, frozen)), mappings, mesh, hbm_bytes=hbm_bytes)
+    parameters = plan_sharding(parameters_of(state.model, frozen), mappings, mesh, hbm_bytes=hbm_bytes)
     own = {plan.leaf.path for plan in parameters.leaves}
     slots: dict[str, list[Leaf]] = {}
     for leaf in leaves(state):
@@ -164,6 +181,7 @@ def plan_state(
     return StatePlan(
         parameters=parameters,
         frozen=frozenset(leaf.path for leaf in leaves(frozen)),
+        adapters=state.model if isinstance(state.model, Adapters) else None,
         whole=ShardingPlan(
             mesh=mesh,
             mappings=mappings,

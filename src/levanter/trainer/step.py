@@ -80,7 +80,8 @@ class StepRecipe(Generic[B]):
         schedule: the learning rate, to report it.
         precision: in which dtype one computes.
         accumulation: microbatches of a step.
-        parameters: where the parameters lie, by their paths in the model; None pins nothing.
+        parameters: where what is trained lies, by its paths; None pins nothing.
+        model: where the parameters of the bound model lie, by their paths in it; None for `parameters`.
         skip_nonfinite: whether a step whose loss or gradient is not finite leaves the state as it was.
         averaging: which average of the parameters the state carries; None for none.
         curvature: how often the optimizer is given an estimate of the Hessian's diagonal; None for never.
@@ -97,6 +98,7 @@ class StepRecipe(Generic[B]):
     accumulation: int = 1
     bind: Callable[..., LmHeadModel] = bind
     parameters: ShardingPlan | None = None
+    model: ShardingPlan | None = None
     skip_nonfinite: bool = False
     averaging: ModelAveragingConfig | None = None
     curvature: Hutchinson | None = None
@@ -213,7 +215,7 @@ def sums_and_gradients(
     def of_part(part: B) -> tuple[Sums, LmHeadModel]:
         def minimized(parameters: LmHeadModel) -> tuple[jax.Array, Sums]:
             model = recipe.bind(parameters, frozen)
-            usable = in_compute_dtype(model, recipe.precision.compute, recipe.parameters)
+            usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
             return objective.total(usable, part, scale)
 
         (_, sums), grads = jax.value_and_grad(minimized, has_aux=True)(trained)
@@ -256,7 +258,7 @@ def _products(
     def of_part(part: B) -> PyTree:
         def minimized(parameters: LmHeadModel) -> jax.Array:
             model = recipe.bind(parameters, frozen)
-            usable = in_compute_dtype(model, recipe.precision.compute, recipe.parameters)
+            usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
             return objective.total(usable, part, scale)[0]
 
         return _pinned(_wide(product(jax.grad(minimized), trained, along)), recipe.parameters)

@@ -7,7 +7,7 @@ goes into every step and comes out of none. Inside the differentiated function, 
 
 So no gradient of a frozen leaf exists, nor a statistic, and no checkpoint holds one. Here the trained tree is a *part*
 of the model: its leaves are the model's, and where a leaf is frozen there is None; the frozen tree is what is left, and
-None where everything is trained. A second tree that is bound to a whole frozen model is another binding (`StepRecipe`).
+None where everything is trained. Adapters (`models.adapters`) are a tree of their own, bound to a whole frozen model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +20,7 @@ from haliax_ext.abstract import Leaf, leaf_of, leaves
 from haliax_ext.errors import nearest
 from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
+from levanter.models.adapters.tree import Adapters
 from levanter.models.groups import PARAMETER_GROUPS, parameter_group
 
 M = TypeVar("M")
@@ -81,10 +82,20 @@ EVERYTHING = Partition()
 
 
 def bind(trained: M, frozen: M | None) -> M:
-    """The model of which `Partition.split` made two parts; nothing is computed."""
+    """The model of which `Partition.split` made two parts, or that adapters are bound to; nothing is computed."""
+    if isinstance(trained, Adapters):
+        assert frozen is not None, "adapters are of a model"
+        return trained.bound_to(frozen)
     if frozen is None:
         return trained
     return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=_is_leaf)
+
+
+def parameters_of(trained: PyTree, frozen: PyTree) -> tuple[Leaf, ...]:
+    """Every parameter, trained or frozen, under its path in its own tree; of two parts of a model, in its order."""
+    if isinstance(trained, Adapters):
+        return (*leaves(trained), *leaves(frozen))
+    return leaves(bind(trained, frozen))
 
 
 def _is_leaf(x: object) -> bool:

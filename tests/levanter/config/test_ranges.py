@@ -66,6 +66,7 @@ ZERO = {
     "LmDataConfig.ignore_token_id",
     "LmDataConfig.shuffle",
     "LmDataConfig.train_weights",
+    "LoraConfig.dropout",
     "LmDataConfig.max_train_batches",
     "LmDataConfig.num_validation_sequences",
     "SupervisedLmDatasetFormat.separate_with",

@@ -46,11 +46,6 @@ def test_help_and_misspelt_keys(name: str, capsys):
 
 
 AS_USERS_HAVE_THEM = {
-    "lora_lm": (
-        "data: {tokenizer: passthrough, vocab_size: 8, train_urls: [a.jsonl]}\n"
-        "initialize_from_hf: acme/llama\nlora: {r: 16, alpha: 32.0, target_modules: [q_proj, v_proj]}\n"
-        "max_train_length: 64\ntrainer: {wandb: {project: p}, model_axis_size: 4}\n"
-    ),
     "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
     "train_dpo": "data: {tokenizer: passthrough, vocab_size: 8}\nbeta: 0.2\nadapter: {type: lora, r: 8}\n",
     "lora_dpo": "initialize_from_hf: acme/llama\nlora: {r: 8}\ntrainer: {batch_axis: batch}\n",
@@ -110,8 +105,6 @@ def test_a_module_is_one_call(name: str, tmp_path):
     assert done.returncode == 2
     assert f"error: levanter.main.{name} is not implemented yet ({ABSENT[name].what})" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
-    if name == "lora_lm":
-        assert "max_train_length: 64 → train_seq_len: 64" in done.stderr
 
 
 def absent_families() -> list[str]:

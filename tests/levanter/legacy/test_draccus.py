@@ -18,6 +18,7 @@ ROOMS = ("config", "data", "optim", "trainer", "tracker", "mesh", "models", "com
 ENDINGS = ("Config", "Options", "Format", "DatasetSource", "Component")
 NEEDED = {
     "HfDatasetSource": ["--id", "org/set"],
+    "LoraLmConfig": ["--initialize_from_hf", "a"],
     "ConvertLmConfig": ["--checkpoint_path", "a", "--output_dir", "b"],
     "BookConfig": ["--txt_path", "a"],
     "EvalLmConfig": ["--hf_checkpoint", "a"],

@@ -30,6 +30,7 @@ class EvalLmConfig(Ranged):
             read; null keeps them in the compute dtype.
         tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
             they `share` the table as it is.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -46,6 +47,7 @@ class EvalLmConfig(Ranged):
     load_memory_gib: PositiveFloat | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self):
@@ -88,6 +90,7 @@ class VizLmConfig(Ranged):
         model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
         quantize, tied_head: as in `eval_lm`.
         comparison_model_path, comparison_is_hf: a second model to compare with, not supported yet.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -103,6 +106,7 @@ class VizLmConfig(Ranged):
     model: LmConfig | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
     comparison_model_path: str | None = None
     comparison_is_hf: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
@@ -133,5 +137,6 @@ class VizLmConfig(Ranged):
             output_path=self.path,
             quantize=self.quantize,
             tied_head=self.tied_head,
+            adapter_path=self.adapter_path,
             plan=self.plan,
         )

@@ -126,6 +126,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
             saved=config.checkpoint_path,
             quantize=config.quantize,
             tied_head=config.tied_head,
+            adapter=config.adapter_path,
         ),
         target,
         batch=lambda ways: batch_rows(config, ways)[0],

@@ -18,6 +18,8 @@ class ConvertLmConfig(Ranged):
 
     Attributes:
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        hf_checkpoint: instead, Hugging Face files that an adapter is merged into.
+        adapter_path: that adapter, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         output_dir: the folder or URL to write; it must not exist.
         overwrite: whether an existing folder is replaced: on a disk, once the new one is complete; at a URL, file by
             file.
@@ -37,7 +39,9 @@ class ConvertLmConfig(Ranged):
         plan: assumptions for planning that a run would find out by itself.
     """
 
-    checkpoint_path: PathText
+    checkpoint_path: PathText | None = None
+    hf_checkpoint: PathText | None = None
+    adapter_path: PathText | None = None
     output_dir: PathText
     overwrite: bool = False
     dtype: str | None = None
@@ -57,6 +61,20 @@ class ConvertLmConfig(Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = []
+        if self.checkpoint_path is None and self.hf_checkpoint is None:
+            problems.append("checkpoint_path: missing; or hf_checkpoint and adapter_path, to merge an adapter")
+        if self.checkpoint_path is not None and self.hf_checkpoint is not None:
+            problems.append("checkpoint_path and hf_checkpoint: one of them is exported; keep one")
+        if (self.hf_checkpoint is None) != (self.adapter_path is None):
+            absent = "hf_checkpoint, which it is of" if self.hf_checkpoint is None else "adapter_path, to merge into it"
+            given = "adapter_path" if self.hf_checkpoint is None else "hf_checkpoint"
+            problems.append(f"{given}: needs {absent}")
+        if self.int8 and self.adapter_path is not None:
+            problems.append(
+                "int8: not implemented for merged adapters; export again from the merged folder's checkpoint"
+            )
+        if self.override_vocab_size is not None and self.adapter_path is not None:
+            problems.append("override_vocab_size: not implemented for merged adapters; leave it out")
         if self.upload_to_hf:
             problems.append("upload_to_hf: not supported yet; upload output_dir afterwards")
         if self.dtype is not None and self.dtype not in DTYPES:

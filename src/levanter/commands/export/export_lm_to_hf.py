@@ -1,10 +1,12 @@
 """Exports one of our checkpoints as a Hugging Face folder: config, weights, tokenizer, generation config.
 
     python -m levanter.main.export_lm_to_hf --checkpoint_path checkpoints/run --output_dir exported
+    python -m levanter.main.export_lm_to_hf --hf_checkpoint BASE --adapter_path ADAPTER --output_dir merged
 
 No device is needed: each tensor is assembled from the checkpoint's shards and written, one after another, so the host
 needs memory for the largest of them. The folder appears under its name once it is complete and has been verified.
-`transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints accepts it.
+`transformers`, `eval_lm` and everything else that reads Hugging Face checkpoints accepts it. The second form merges an
+adapter into its base, in float32 with one rounding, and says what the rounding took.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +27,15 @@ from haliax_ext.saving import Readable
 from haliax_ext.sources import Index, TensorSource
 from levanter.checkpoint import same_names
 from levanter.commands.export.config import ConvertLmConfig
-from levanter.commands.model.origin import ModelBlock, find_tokenizer, vocabulary
+from levanter.commands.export.merging import Merge, find_merge
+from levanter.commands.model.origin import ModelBlock, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import SavedModel, find_saved
 from levanter.commands.shell.outputs import output_checks
 from levanter.commands.shell.perform import perform
 from levanter.compat.hf.export import Beside, ExportPlan, plan_export, refuse_taken, write_export
 from levanter.compat.hf.export_int8 import Int8Tensor
 from levanter.compat.hf.export_place import ExportPathError
+from levanter.compat.hf.peft.merge import rounding_lines
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import Written
 from levanter.data import Tokenizer
@@ -51,13 +55,15 @@ class ConvertWork:
 
     Attributes:
         config: as the user wrote it.
-        saved: the checkpoint; None if it is not available here.
+        source: the checkpoint's tensors; None if they are not available here.
+        merge: the adapter that is merged into them; None for none.
         files: what is written.
         tokenizer: the tokenizer to write; None for none.
     """
 
     config: ConvertLmConfig
-    saved: SavedModel | None
+    source: TensorSource | None
+    merge: Merge | None
     files: ExportPlan
     tokenizer: FastTokenizer | None
 
@@ -65,7 +71,11 @@ class ConvertWork:
 def describe(config: ConvertLmConfig, target: Target, *, written: Written | None = None) -> RunPlan[ConvertWork]:
     """Describes an export; reads metadata only."""
     written = Written.in_python(config) if written is None else written
-    origin = find_saved(config.checkpoint_path, ModelBlock.of(config.model, written))
+    block = ModelBlock.of(config.model, written)
+    if config.checkpoint_path is None:
+        origin = find_origin(config.hf_checkpoint, block)
+    else:
+        origin = find_saved(config.checkpoint_path, block)
     model = origin.architecture
     saved = origin.checkpoint if isinstance(origin.checkpoint, SavedModel) else None
     checks = list(origin.checks)
@@ -86,7 +96,12 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         rows = _known_rows(model, found, config, checks)
     Vocab = hax.Axis("vocab", model.vocab_size or rows)
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
-    own = _stored(leaves(module), saved, origin.stored)
+    merge = None
+    if config.adapter_path is not None:
+        of_model = replace(model, vocab_size=rows)
+        merge, found_of = find_merge(config.adapter_path, origin, of_model, Vocab, module, leaves(module))
+        checks += found_of
+    own = _stored(leaves(module), saved, origin.stored) if merge is None else merge.own
     if saved is not None:
         try:
             same_names(own).match(own, saved.source.tensors)
@@ -97,7 +112,7 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         replace(model, vocab_size=rows),
         Vocab,
         vocab_size=rows,
-        dtype=None if config.dtype is None else _dtype(config.dtype),
+        dtype=_dtype(config.dtype),
         max_bytes=config.max_shard_bytes,
         int8={f"{path}.weight": x.In for path, x in quantizable(module).items()} if config.int8 else None,
         linear=[f"{path}.weight" for path in projections(module)],
@@ -124,7 +139,13 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
         load=None,
         computing=(),
         notes=("no device is used: tensors are copied from file to file",),
-        work=ConvertWork(config=config, saved=saved, files=files, tokenizer=tokenizer),
+        work=ConvertWork(
+            config=config,
+            source=None if origin.checkpoint is None else origin.checkpoint.source,
+            merge=merge,
+            files=files,
+            tokenizer=tokenizer,
+        ),
     )
 
 
@@ -157,10 +178,10 @@ def _stored(own: Any, saved: SavedModel | None, stored: np.dtype) -> tuple[Leaf,
     return tuple(replace(leaf, dtype=tensors[leaf.path].dtype if leaf.path in tensors else stored) for leaf in own)
 
 
-def _dtype(name: str) -> np.dtype:
+def _dtype(name: str | None) -> np.dtype | None:
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, name, name))
+    return None if name is None else np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _output(config: ConvertLmConfig) -> list[Check]:
@@ -210,12 +231,13 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
     """
     del mesh
     work, show = plan.work, session is not None and session.show
-    assert work.saved is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
+    assert work.source is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
     config = work.config
+    merged = None if work.merge is None else work.merge.leaves(work.source, _dtype(config.dtype))
     with Progress("exporting", total=work.files.nbytes, unit="bytes", show=show) as progress:
-        return write_export(
+        folder = write_export(
             work.files,
-            _Leaves(work.saved.source),
+            _Leaves(work.source) if merged is None else merged,
             config.output_dir if is_remote(config.output_dir) else local_path(config.output_dir),
             beside=Beside(
                 tokenizer=work.tokenizer,
@@ -225,6 +247,9 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
             overwrite=config.overwrite,
             progress=lambda done, _: progress.advance_to(done),
         )
+    if merged is not None and show:
+        print("\n".join(rounding_lines(tuple(merged.rounding.values()))), flush=True)
+    return folder
 
 
 def outputs(plan: RunPlan[ConvertWork], session: Session) -> tuple[Output, ...]:

@@ -30,6 +30,7 @@ class GenerateConfig(Ranged):
             instead of `prompt`.
         output_path: a line of JSON for each of them. What is there from an interrupted run is kept, and the run goes on
             behind it.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning that a run would find out by itself.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
@@ -56,6 +57,7 @@ class GenerateConfig(Ranged):
     load_memory_gib: PositiveFloat | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

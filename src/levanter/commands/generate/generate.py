@@ -40,6 +40,7 @@ from levanter.inference.text import ChoiceText
 from levanter.io import Output, Progress, leased, open_read
 from levanter.io.exit_codes import BAD_INPUT, INTERNAL_ERROR, OK
 from levanter.io.values import Json
+from levanter.memorization.books import weights_digest
 from levanter.processes.barrier import agreed
 from levanter.run import EntryPoint, RunPlan, Session
 
@@ -210,6 +211,7 @@ def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
     with open_read(config.input_path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
+    adapter = work.pretrained.adapter
     return {
         "input": digest.hexdigest(),
         "model": work.pretrained.checkpoint.description,
@@ -225,6 +227,8 @@ def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
         "tied_head": config.tied_head if config.quantize else None,
         "cache_dtype": str(work.programs.cache.abstract.pages[0].dtype),
         "max_seq_len": work.programs.cache.max_seq_len,
+        # Absent where there is none: answers of before go on.
+        **({} if adapter is None else {"adapter": f"{adapter.config} {weights_digest(adapter.source)}"}),
     }
 
 

@@ -80,6 +80,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
             saved=config.checkpoint_path,
             quantize=config.quantize,
             tied_head=config.tied_head,
+            adapter=config.adapter_path,
         ),
         target,
         # A part of one prompt on each shard is the largest that a call computes.

@@ -80,6 +80,7 @@ class InferenceReplConfig(Ranged):
         args: what the command is about: a message, a text, or for `batch` a list of requests as JSON or a file of them.
         quantize: `int8` holds all projections as 8-bit integers; see `generate`.
         tied_head: with `quantize`, what a head multiplies by that is the embedding table: `copy` or `share`.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -95,6 +96,7 @@ class InferenceReplConfig(Ranged):
     args: str = ""
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
@@ -135,6 +137,7 @@ class InferenceReplConfig(Ranged):
             interactive=True,
             quantize=self.quantize,
             tied_head=self.tied_head,
+            adapter_path=self.adapter_path,
             plan=self.plan,
         )
 

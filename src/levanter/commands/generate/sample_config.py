@@ -43,6 +43,7 @@ class SampleLmConfig(Ranged):
         log_kernel_jaxprs_path: without effect.
         quantize: `int8` holds all projections as 8-bit integers; see `generate`.
         tied_head: with `quantize`, what a head multiplies by that is the embedding table: `copy` or `share`.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -63,6 +64,7 @@ class SampleLmConfig(Ranged):
     log_kernel_jaxprs_path: str | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
@@ -98,5 +100,6 @@ class SampleLmConfig(Ranged):
             sampling=self.sampling,
             quantize=self.quantize,
             tied_head=self.tied_head,
+            adapter_path=self.adapter_path,
             plan=self.plan,
         )

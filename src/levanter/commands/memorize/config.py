@@ -103,6 +103,7 @@ class EvalCarelessLmConfig(Ranged):
         keep_text: store the text with the results, so that reports can show passages.
         if_exists: `resume` an unfinished run (a finished one is left as it is), or `replace` existing results.
         save_seconds: seconds of work that may be lost if the process is killed.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays.
@@ -150,6 +151,7 @@ class EvalCarelessLmConfig(Ranged):
     load_memory_gib: PositiveFloat | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -135,6 +135,7 @@ def describe_jobs(
             saved=config.checkpoint_path,
             quantize=config.quantize,
             tied_head=config.tied_head,
+            adapter=config.adapter_path,
         ),
         target,
         batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),

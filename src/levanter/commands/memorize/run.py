@@ -194,11 +194,12 @@ def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
     return {
         "tokenizer.hash": pretrained.tokenizer.hash,
         "model.reference": choice.saved or choice.reference,
-        "model.weights": weights_digest(pretrained.checkpoint.source),
+        "model.weights": weights_digest(pretrained.source),
         **flat("model", plain(pretrained.config)),
         "precision": str(pretrained.precision),
         # Absent where it is not asked for: results of before go on.
         **({} if choice.quantize is None else {"quantize": choice.quantize, "tied_head": choice.tied_head}),
+        **({} if pretrained.adapter is None else {"adapter": str(pretrained.adapter.config)}),
         "mesh": str(spec),
         "mapping.params": str(mappings.params),
         "mapping.compute": str(mappings.compute),

@@ -19,7 +19,7 @@ class EvalSlidingLmConfig(Ranged):
     Attributes:
         hf_checkpoint, initialize_from_hf, checkpoint_path, use_hf_model_config, model, trainer, scheme, schemes,
             allow_nondivisible_batch_size, coverage_threshold, keep_text, if_exists, save_seconds, plan, allow_pickle,
-            load_memory_gib, quantize, tied_head: as in `eval_careless_lm`.
+            load_memory_gib, quantize, tied_head, adapter_path: as in `eval_careless_lm`.
         data: the prepared sets, one per component.
         split: which files of a component are read: `validation` or `train`.
         max_batches: score only the first so many batches of each set.
@@ -53,6 +53,7 @@ class EvalSlidingLmConfig(Ranged):
     load_memory_gib: PositiveFloat | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -22,8 +22,10 @@ from haliax_ext.loading import LoadedArrays, load
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
+from levanter.commands.model.adapted import WithAdapter
 from levanter.commands.model.origin import Origin
 from levanter.commands.shell.sameness import require_same_weights
+from levanter.compat.hf.peft import PeftAdapter
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.activations import transformer_activations
@@ -81,6 +83,7 @@ def planned_loading(
     *,
     memory_bytes: int | None = None,
     rules: WeightRules | None = None,
+    adapter: PeftAdapter | None = None,
 ) -> tuple[LoadPlan | None, list[Check]]:
     """Which bytes of a checkpoint each host reads; an absent one is taken to hold what the rules expect.
 
@@ -92,6 +95,7 @@ def planned_loading(
         target: the devices.
         memory_bytes: host memory for reading; None for the default.
         rules: where the leaves come from, if that is not what the origin says.
+        adapter: whose tensors are loaded too; None for none.
 
     Returns:
         The plan, or None and a check that lists the weights that do not match.
@@ -101,6 +105,8 @@ def planned_loading(
     source = (
         ExpectedSource.of(rules, leaves, dtype=origin.stored) if origin.checkpoint is None else origin.checkpoint.source
     )
+    if adapter is not None and origin.checkpoint is not None:
+        source = WithAdapter(source, adapter.source)
     try:
         hosts = target.host_layout(parameters.mesh)
         return plan_loading(parameters, rules, source, hosts=hosts, memory_bytes=memory_bytes), []

@@ -12,15 +12,12 @@ from levanter.config import Written
 from levanter.config.legacy.not_carried import asks
 from levanter.run import Check
 
-_LORA = "low-rank adapters are not implemented yet"
+_UPLOAD = "uploading is not supported; upload the folder afterwards"
 _HARNESS = "the evaluation harness is not implemented yet; leave it out, and run it on an export (hf_save_path)"
 
 REFUSED: Mapping[str, str] = {
-    "adapter.type": _LORA,
-    "peft_save_path": _LORA,
-    "peft_hf_upload": _LORA,
-    "merged_hf_save_path": _LORA,
-    "merged_hf_upload": _LORA,
+    "peft_hf_upload": _UPLOAD,
+    "merged_hf_upload": _UPLOAD,
     "eval_harness": _HARNESS,
     "labeled_eval": "evaluation by labels is not implemented yet; data.components with tags are evaluated one by one",
 }

@@ -18,6 +18,8 @@ from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
+from haliax_ext.sources import TensorSource
+from levanter.commands.model.adapted import AdaptedModel, WithAdapter, find_adapted
 from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
@@ -25,6 +27,7 @@ from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find
 from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.commands.model.saved_model import find_saved
+from levanter.compat.hf.peft import PeftAdapter
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
 from levanter.layers.quantized import contracted_first
@@ -52,6 +55,7 @@ class ModelChoice:
         saved: a checkpoint of our own training runs, instead of `reference`.
         quantize: in what projections are held, if not in the compute dtype.
         tied_head: what a quantized model's head multiplies by where weights are tied.
+        adapter: an adapter of the model, as peft reads them; None for none.
     """
 
     reference: str | None
@@ -63,6 +67,7 @@ class ModelChoice:
     saved: str | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter: str | None = None
 
     @property
     def memory_bytes(self) -> int | None:
@@ -86,6 +91,7 @@ class PretrainedModel:
         sharding: where every parameter goes.
         activations: the named activations under the compute mapping.
         load_plan: which bytes each host reads; None if `sharding` has errors.
+        adapter: the adapter that is bound to it; None for none.
         compiler_options: XLA's, for the Programs that work with it.
         checks: those made so far.
         notes: decisions the user did not write.
@@ -102,6 +108,7 @@ class PretrainedModel:
     sharding: ShardingPlan
     activations: ShardingPlan
     load_plan: LoadPlan | None
+    adapter: PeftAdapter | None
     compiler_options: Mapping[str, str]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
@@ -131,6 +138,12 @@ class PretrainedModel:
         """The checkpoint, during a run: a plan without it does not pass `RunPlan.check`."""
         assert self.origin.checkpoint is not None, f"{self.origin.description}: RunPlan.check() comes before a run"
         return self.origin.checkpoint
+
+    @property
+    def source(self) -> TensorSource:
+        """The tensors of the checkpoint, and those of the adapter, during a run."""
+        base = self.checkpoint.source
+        return base if self.adapter is None else WithAdapter(base, self.adapter.source)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -187,10 +200,14 @@ def describe_pretrained(
     Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     rules = origin.weight_rules(config, Vocab, leaves(module))
-    int8, found = _quantized(choice, origin, module, rules)
-    checks += found
+    int8, quantizing = _quantized(choice, origin, module, rules)
     if int8 is not None:
         module, rules = int8.module, int8.rules
+    adapted, adapting = _adapted(choice, int8, module, rules, config, Vocab, precision)
+    adapter = None
+    if adapted is not None:
+        module, rules, adapter = adapted.module, adapted.rules, adapted.adapter
+    checks += [*quantizing, *adapting]
     if work == "generate" and target.platform == "cpu":
         module = contracted_first(module)
     sharding = plan_sharding(
@@ -208,7 +225,7 @@ def describe_pretrained(
     load_plan = None
     if not sharding.errors:
         load_plan, found = planned_loading(
-            origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes, rules=rules
+            origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes, rules=rules, adapter=adapter
         )
         checks += found
     return PretrainedModel(
@@ -223,10 +240,29 @@ def describe_pretrained(
         sharding=sharding,
         activations=activations,
         load_plan=load_plan,
+        adapter=adapter,
         compiler_options=compiler.working[work],
         checks=tuple(checks),
         notes=resolved.notes,
     )
+
+
+def _adapted(
+    choice: ModelChoice,
+    int8: QuantizedModel | None,
+    module: PyTree,
+    rules: WeightRules,
+    config: LmConfig,
+    Vocab: hax.Axis,
+    precision: Precision,
+) -> tuple[AdaptedModel | None, list[Check]]:
+    if choice.adapter is None or int8 is None:
+        return find_adapted(choice.adapter, module, rules, config, Vocab, precision)
+    error = QuantizationError(
+        "adapter_path: adapters of int8 weights are not implemented yet; leave quantize out, or merge the adapter "
+        "first (export_lm_to_hf --adapter_path)"
+    )
+    return None, [Check(name="adapter", status="error", message=str(error), error=error)]
 
 
 def _precision_check(precision: Precision, quantize: Quantize | None) -> Check:
@@ -252,7 +288,7 @@ def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> Loaded
     return load_weights(
         model.load_plan,
         model.sharding,
-        model.checkpoint.source,
+        model.source,
         mesh,
         show=show,
         memory_bytes=model.choice.memory_bytes,

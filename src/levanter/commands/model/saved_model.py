@@ -107,6 +107,11 @@ def open_saved(path: str) -> SavedModel:
     if not any(name.startswith(PREFIX) for name in ref.leaves):
         raise UnreadableCheckpointError(f"{ref.path}: contains no model parameters (leaves {PREFIX}…)")
     part = FrozenPart.of(ref)
+    if part is not None and part.adapters is not None:
+        raise UnreadableCheckpointError(
+            f"{ref.path}: contains adapters and no model; the model that they are of came from {part.origin}. What the "
+            "run saved with peft_save_path can be merged into it by peft"
+        )
     if part is not None:
         raise UnreadableCheckpointError(
             f"{ref.path}: contains only the trained part of the model ({', '.join(part.patterns)}); the "

@@ -39,6 +39,7 @@ class ServeConfig(Ranged):
         max_queued_tokens: tokens of prompts that may wait for a row; requests beyond are sent away.
         drain_seconds: how long requests may go on when the server is told to end.
         limits: how much clients may send, how slowly and how often.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
         plan: assumptions for planning that a run would find out by itself.
         allow_pickle: accept pickled weights (never needed for safetensors).
         load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
@@ -66,6 +67,7 @@ class ServeConfig(Ranged):
     load_memory_gib: PositiveFloat | None = None
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
+    adapter_path: PathText | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,4 +104,5 @@ class ServeConfig(Ranged):
             load_memory_gib=self.load_memory_gib,
             quantize=self.quantize,
             tied_head=self.tied_head,
+            adapter_path=self.adapter_path,
         )

@@ -28,6 +28,7 @@ def bytes_beside(plan: StatePlan, computing: Iterable[Program], saving: Iterable
     known = {
         # Made first, and what is trained is made beside it.
         "init_state": frozen,
+        "init_adapters": frozen,
         # What was loaded is frozen, or becomes the state.
         "init_optimizer": frozen,
         DIGEST: resident - frozen,

@@ -186,6 +186,8 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
         if key in ("model", "optimizer"):
             continue
         (old, there), (new, here) = _at(before, key), _at(now, key)
+        if key == "adapter":
+            old, new = _adapter(old), _adapter(new)
         if there and here and not any(line.startswith(f"{key}: ") for line in fixed):
             whole = [_line(key, old, new)] if old != new else []
             found = _differences(key, old, new) if key == "data.components" else whole
@@ -194,7 +196,7 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
     # Another kind of optimizer, or model, has other fields.
     blocks = [block for block in ("model", "optimizer") if f"{block}.type" not in named]
     said += [line for block in blocks for line in _below(block, before, now) if line.split(":")[0] not in named]
-    if config.trainer.trainable is not None:
+    if config.trainer.trainable is not None or config.lora is not None:
         moved = [line for line in fixed if line.split(":")[0] in ORIGIN]
         fixed, said = [line for line in fixed if line not in moved], [*said, *moved]
     other = config.trainer.initialize_from
@@ -203,6 +205,11 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
         taken = [line for line in fixed if line.startswith(("model.", "optimizer."))]
         fixed, said = taken, [*said, *(line for line in fixed if line not in taken)]
     return Changes(fixed=tuple(fixed), said=tuple(said))
+
+
+def _adapter(written: object) -> object:
+    """An `adapter:` block; the two ways to say none are one."""
+    return None if isinstance(written, dict) and written.get("type") == "none" else written
 
 
 def _below(block: str, before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

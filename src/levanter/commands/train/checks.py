@@ -81,6 +81,9 @@ def place_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen
         checks += output_checks("trainer.checkpointer.temporary_base_path", written.temporary_base_path)
     if config.hf_save_path is not None:
         checks += output_checks("hf_save_path", config.hf_save_path)
+    for key in ("peft_save_path", "merged_hf_save_path"):
+        if (path := getattr(config, key)) is not None:
+            checks += output_checks(key, path)
     said: list[str] = []
     for error in _checkpoint_problems(config, model, plan, frozen, said):
         # A checkpoint may be complete elsewhere; a configuration that contradicts it does so everywhere.
@@ -127,7 +130,7 @@ def _check_parts(
     ref = checkpoint_at(path)
     prefixes = tuple(f"{part}." for part in parts)
     others = (each.leaf for each in plan.whole.leaves if not each.leaf.path.startswith(f"{MODEL}."))
-    parameters = (replace(each.leaf, path=under_model(each.leaf.path)) for each in plan.parameters.leaves)
+    parameters = (replace(each.leaf, path=under_model(each.leaf.path)) for each in plan.loaded.leaves)
     leaves = _wanted(model, [*parameters, *others])
     wanted = {path: leaf for path, leaf in leaves.items() if path.startswith(prefixes)}
     if config.trainer.allow_partial_checkpoint:

@@ -6,6 +6,7 @@ from typing import Any
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
+from levanter.models.adapters.config import AdapterConfig, LoraConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
@@ -32,7 +33,12 @@ class TrainLmConfig(Ranged):
         epoch: passes over the data; 0 for as many as the steps take.
         hf_save_path, hf_save_steps, hf_save_dtype, hf_generation_eos_token_ids: the Hugging Face export, in folders
             `<hf_save_path>/<run id>/step-<N>`; N counts finished steps (upstream: from 0, one less).
-        adapter, peft_save_path, peft_hf_upload, merged_hf_save_path, merged_hf_upload: low-rank adapters.
+        adapter: what is trained in the place of the model's own weights: `{type: lora, …}`, or none.
+        peft_save_path: where adapters are saved as peft reads them, in folders `<peft_save_path>/<run id>/step-<N>`, as
+            often as `hf_save_steps` says.
+        merged_hf_save_path: likewise where whole models are saved, the adapters merged into the Hugging Face checkpoint
+            that the run began from; `hf_save_dtype` is theirs too.
+        peft_hf_upload, merged_hf_upload: not supported yet.
         eval_harness, eval_harness_steps, labeled_eval: what is evaluated during training.
         plan: assumptions for planning that a run would find out by itself.
     """
@@ -54,7 +60,7 @@ class TrainLmConfig(Ranged):
     hf_save_steps: PositiveInt = 10_000
     hf_save_dtype: str | None = None
     hf_generation_eos_token_ids: list[Count] | None = None
-    adapter: dict[str, Any] | None = None
+    adapter: AdapterConfig | None = None
     peft_save_path: PathText | None = None
     peft_hf_upload: str | None = None
     merged_hf_save_path: PathText | None = None
@@ -83,10 +89,53 @@ class TrainLmConfig(Ranged):
             problems.append(
                 "initialize_from_hf: true means model.reference_checkpoint, which is null; name a checkpoint"
             )
+        problems += self._adapter_problems()
         if self.train_seq_len is not None and self.train_seq_len < 2:
             problems.append(f"train_seq_len must be at least 2 (a token and the next), got {self.train_seq_len}")
         if problems:
             raise ValueError("\n".join(problems))
+
+    def _adapter_problems(self) -> list[str]:
+        """Keys that contradict `adapter:`, or its absence."""
+        if self.lora is None:
+            needs = "saves adapters, and the run trains none; add adapter: {type: lora}"
+            asked = {"peft_save_path": self.peft_save_path, "merged_hf_save_path": self.merged_hf_save_path}
+            return [f"{key}: {needs}" for key, path in asked.items() if path is not None]
+        problems = []
+        if self.trainer.trainable is not None:
+            problems.append("trainer.trainable: what is trained is the adapter; leave one of the two out")
+        if self.hf_save_path is not None:
+            problems.append("hf_save_path: exports a whole model, and the run trains an adapter; use peft_save_path")
+        if self.initialize_from_checkpoint_path is not None:
+            problems.append(
+                "initialize_from_checkpoint_path: its optimizer state is of other parameters than the adapter's; use "
+                "initialize_model_from_checkpoint_path"
+            )
+        if self.peft_save_path is not None and self.peft_save_path == self.merged_hf_save_path:
+            problems.append("peft_save_path and merged_hf_save_path: one folder cannot hold both; give each its own")
+        if self.merged_hf_save_path is not None and self.reference is None:
+            problems.append(
+                "merged_hf_save_path: adapters are merged into the files of a Hugging Face checkpoint, and the run "
+                "begins from none (hf_checkpoint, initialize_from_hf); use peft_save_path"
+            )
+        if self.trainer.allow_partial_checkpoint:
+            problems.append("trainer.allow_partial_checkpoint: is not implemented for adapters; leave it out")
+        return problems
+
+    @property
+    def exports(self) -> str | None:
+        """The folder of what is exported: whole models, adapters, or merged models."""
+        return self.hf_save_path if self.lora is None else self.peft_save_path or self.merged_hf_save_path
+
+    @property
+    def merged(self) -> str | None:
+        """The folder of merged models, where that is a second one."""
+        return self.merged_hf_save_path if self.peft_save_path is not None else None
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters that are trained; None where the model's own weights are."""
+        return self.adapter if isinstance(self.adapter, LoraConfig) else None
 
     @property
     def reference(self) -> str | None:

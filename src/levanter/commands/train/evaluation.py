@@ -107,7 +107,7 @@ def evaluate_program(
     def evaluate(
         model: LmHeadModel, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
     ) -> hax.NamedArray | tuple[hax.NamedArray, hax.NamedArray]:
-        usable = in_compute_dtype(model, precision.compute, plan.parameters)
+        usable = in_compute_dtype(model, precision.compute, plan.model)
         batch = LmBatch(tokens=tokens, targets=targets, segment_ids=segment_ids)
         if not accuracy:
             return objective.logprobs(usable, batch)
@@ -121,7 +121,7 @@ def evaluate_program(
         name=PROGRAM,
         function=evaluate,
         inputs=(
-            Input(name="model", value=model, placement=plan.parameters),
+            Input(name="model", value=model, placement=plan.model),
             Input(name="tokens", value=ids, placement=resolved.mappings.compute),
             Input(name="targets", value=ids, placement=resolved.mappings.compute),
             Input(name="segment_ids", value=ids, placement=resolved.mappings.compute),

@@ -29,6 +29,7 @@ from levanter.commands.model.layout import load_weights
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.models.base import LmHeadModel
 from levanter.processes.together import jit_together
+from levanter.trainer.adapted_state import INIT, INIT_BASE
 from levanter.trainer.averaging import ParameterAverage
 from levanter.trainer.frozen import DIGEST, FrozenPart, check_digests, check_partition, on_host, under_model
 from levanter.trainer.state import FROZEN, MODEL, OPTIMIZER, TrainState
@@ -54,6 +55,9 @@ def first_state(
         if work.frozen is None:
             return restored(plan, mesh, resumed), None
     key = jax.random.PRNGKey(config.trainer.seed)
+    if work.adapted is not None:
+        base = adapted_model(plan, mesh, key, show=show)
+        return (jit_together(plan.program(INIT), mesh)(key) if resumed is None else restored(plan, mesh, resumed)), base
     if config.reference is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
         loaded = load_weights(
@@ -76,6 +80,28 @@ def first_state(
         frozen = frozen_begun_from(plan, mesh, frozen)
         return restored(plan, mesh, resumed), frozen
     return begun_from(plan, mesh, jit_together(plan.program("init_state"), mesh)(key), frozen)
+
+
+def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) -> LmHeadModel:
+    """The model that adapters are of: loaded, of one of our checkpoints, or initialized from the seed.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint does not match; lists the leaves that differ.
+    """
+    work: TrainWork = plan.work
+    assert work.frozen is not None
+    if work.config.reference is None:
+        return frozen_begun_from(plan, mesh, jit_together(plan.program(INIT_BASE), mesh)(key))
+    assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
+    loaded = load_weights(
+        plan.load,
+        work.state_plan.loaded,
+        work.origin.checkpoint.source,
+        mesh,
+        show=show,
+        allow_nonfinite=work.config.trainer.allow_nonfinite,
+    )
+    return with_arrays(work.frozen, loaded.arrays)
 
 
 def checked_frozen(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import haliax as hax
 
 from levanter.layers.experts import ExpertsSpec
+from levanter.layers.low_rank import RANK
 from levanter.models.base import LmHeadModel
 from levanter.models.flops import FlopsPerToken
 from levanter.models.registry import LmConfig
@@ -26,9 +27,13 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
     """
     if not plan.frozen:
         return None
-    assert trainer.trainable is not None
+    adapters = None
+    if plan.adapters is not None:
+        adapters = {path: pair.rank for path, pair in plan.adapters.pairs.items()}
+    assert trainer.trainable is not None or adapters is not None
     return FrozenPart(
-        patterns=trainer.trainable,
+        patterns=trainer.trainable or (),
+        adapters=adapters,
         origin=f"trainer.seed {trainer.seed}" if begun_from is None else begun_from,
         digests=dict.fromkeys(sorted(plan.frozen), ""),
     )
@@ -70,12 +75,27 @@ def spared_flops(
     tied = bool(getattr(model, "tie_word_embeddings", False))
     found: list[float] = []
     map_parameters(product, frozen)
-    weights = sum(found)
+    weights = sum(found) - _adapter_flops(trained, chosen)
     roles: list[tuple[str, ...]] = []
     map_parameters(lambda parameter, _: roles.append(parameter.roles), trained)
     if all("head" in each for each in roles):
         return lambda flops: 2 * flops.scoring - head
     return lambda _: weights
+
+
+def _adapter_flops(trained: LmHeadModel, chosen: set[int]) -> float:
+    """FLOPs per token of adapters in a step: a forward product and two in the backward pass; 0 where there are none."""
+    found: list[float] = []
+
+    def product(parameter: Parameter, value: hax.NamedArray) -> None:
+        names = [axis.name for axis in parameter.axes]
+        if RANK in names:
+            size = 6.0 * math.prod(axis.size for axis in parameter.axes)
+            routed = "expert" in names and chosen
+            found.append(size * min(chosen) / value.resolve_axis("expert").size if routed else size)
+
+    map_parameters(product, trained)
+    return sum(found)
 
 
 def learned_by_head(model: LmConfig, trained: LmHeadModel) -> tuple[str, ...]:
@@ -104,6 +124,14 @@ def partition_notes(plan: StatePlan) -> list[Check]:
         return []
     sizes = {each.leaf.path: math.prod(each.leaf.shape) for each in plan.parameters.leaves}
     trained = {path: size for path, size in sizes.items() if path not in plan.frozen}
+    if plan.adapters is not None:
+        base = sum(sizes.values()) - sum(trained.values())
+        message = (
+            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters beside {base:,} "
+            f"frozen ones ({sum(trained.values()) / base:.2%}), which have no gradients and no optimizer state, and "
+            "are in no checkpoint"
+        )
+        return [Check(name="adapter", status="ok", message=message)]
     share = sum(trained.values()) / sum(sizes.values())
     message = (
         f"{len(trained)} of {len(sizes)} arrays are trained, {sum(trained.values()):,} of {sum(sizes.values()):,} "

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from haliax_ext.parts import PARTS
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
 from levanter.commands.model.saved_model import model_metadata
+from levanter.commands.train.adapters import save_adapters
 from levanter.commands.train.places import Places, checkpoint_watch
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import Beside, export
@@ -122,6 +123,8 @@ class Keep:
         self._export(taken, state)
 
     def _export(self, taken: int, state: TrainState) -> str:
+        if self._work.peft is not None:
+            return save_adapters(self._work, state, self._prepared.places, taken, show=self._show)
         model = bind(state.judged, self._frozen)
         return _export(self._work, model, self._prepared.places.export(taken), show=self._show)
 

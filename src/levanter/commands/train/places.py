@@ -19,6 +19,9 @@ from levanter.trainer.parts import CheckpointDebugConfig
 
 logger = logging.getLogger(__name__)
 
+EXPORT_KEYS = ("hf_save_path", "peft_save_path", "merged_hf_save_path")
+"""What names the folders of exports."""
+
 LEASE_SECONDS = 600.0
 """How long the others wait for process 0, which may watch a minute for signs of life of an earlier run."""
 
@@ -34,12 +37,14 @@ class Places:
     Attributes:
         checkpoints: of its checkpoints.
         temporary: of temporary checkpoints, if they have a folder of their own.
-        exports: of its Hugging Face exports; None for none.
+        exports: of its Hugging Face exports, or of its adapters as peft reads them; None for none.
+        merged: of merged models, where adapters are saved too; None for none.
     """
 
     checkpoints: str
     temporary: str | None
     exports: str | None
+    merged: str | None = None
 
     @classmethod
     def of(cls, config: TrainLmConfig, run_id: str) -> "Places":
@@ -49,7 +54,8 @@ class Places:
         return cls(
             checkpoints=join(written.base_path, *own),
             temporary=None if written.temporary_base_path is None else join(written.temporary_base_path, *own),
-            exports=None if config.hf_save_path is None else join(config.hf_save_path, run_id),
+            exports=None if config.exports is None else join(config.exports, run_id),
+            merged=None if config.merged is None else join(config.merged, run_id),
         )
 
     @property
@@ -76,7 +82,12 @@ class Places:
 
     def lacks_export(self, taken: int) -> bool:
         """Whether there is no export after a number of steps."""
-        return not is_whole(self.export(taken))
+        return not all(is_whole(join(folder, f"step-{taken}")) for folder in self.exported)
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """The folders of everything that is exported."""
+        return tuple(folder for folder in (self.exports, self.merged) if folder is not None)
 
 
 @contextmanager
@@ -146,15 +157,14 @@ def refuse_taken_exports(places: Places, resumed: CheckpointRef | None) -> None:
         ExportPathError: a new run would write to a folder that exists.
         ValueError: no installed package handles the URL's scheme.
     """
-    if places.exports is None:
-        return
     begins = resumed is None or not places.own(resumed)
-    if begins and exports_in(places.exports):
-        raise ExportPathError(
-            places.exports,
-            "contains exports of another run",
-            suggestion="set another hf_save_path or trainer.id, or move the folder away",
-        )
+    for folder in places.exported:
+        if begins and exports_in(folder):
+            raise ExportPathError(
+                folder,
+                "contains exports of another run",
+                suggestion="set another hf_save_path or trainer.id, or move the folder away",
+            )
 
 
 def check_exports_writable(places: Places) -> None:
@@ -163,13 +173,12 @@ def check_exports_writable(places: Places) -> None:
     Raises:
         ValueError: the folder is not writable.
     """
-    if places.exports is None or not is_remote(places.exports):
-        return
-    try:
-        filesystem(places.exports)
-        check_writable(places.exports)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"hf_save_path: {places.exports}: cannot be written ({error})") from error
+    for folder in filter(is_remote, places.exported):
+        try:
+            filesystem(folder)
+            check_writable(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"hf_save_path: {folder}: cannot be written ({error})") from error
 
 
 def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
@@ -183,7 +192,10 @@ def places_written(config: TrainLmConfig, run_id: str) -> tuple[Output, ...]:
         key = "trainer.checkpointer.temporary_base_path"
         found.append(Output(key=key, path=places.temporary, kind="folder", everywhere=True))
     if places.exports is not None:
-        found.append(Output(key="hf_save_path", path=places.exports, kind="folder"))
+        key = next(key for key in EXPORT_KEYS if getattr(config, key) is not None)
+        found.append(Output(key=key, path=places.exports, kind="folder"))
+    if places.merged is not None:
+        found.append(Output(key="merged_hf_save_path", path=places.merged, kind="folder"))
     return tuple(found)
 
 

@@ -22,6 +22,7 @@ from levanter.models.base import LmHeadModel
 from levanter.models.head_plan import HeadPlan, plan_head
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
+from levanter.trainer.adapted_state import Adapted, init_base_program
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
 from levanter.trainer.frozen import digest_program
 from levanter.trainer.loss import LmBatch, LmObjective
@@ -46,6 +47,7 @@ class TrainedRun:
         state: the state carried from step to step, abstract.
         partition: which part of the model is trained.
         frozen: the rest of it, abstract; None if there is none.
+        adapted: the adapters that are trained; None if parameters of the model are.
         state_plan: its placement.
         compiler: what XLA is told.
         platform: of the devices.
@@ -62,6 +64,7 @@ class TrainedRun:
     state: TrainState
     partition: Partition
     frozen: LmHeadModel | None
+    adapted: Adapted | None
     state_plan: StatePlan
     compiler: CompilerChoice
     platform: str
@@ -117,7 +120,10 @@ class TrainedRun:
 def first_programs(run: TrainedRun) -> list[Program]:
     """The Programs that make the first state and the frozen part: all of it, or what loaded weights lack."""
     plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
-    if run.config.reference is not None:
+    if run.adapted is not None:
+        first = [] if run.config.reference is not None else [init_base_program(plan, run.build, run.precision)]
+        first.append(run.adapted.init_program(plan, run.transformation, averaging))
+    elif run.config.reference is not None:
         first = [init_optimizer_program(run.state, plan, run.transformation, averaging)]
     else:
         first = [init_program(plan, run.build, run.transformation, run.precision, partition, averaging)]
@@ -146,6 +152,7 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         precision=run.precision,
         accumulation=batches.accumulation,
         parameters=run.state_plan.parameters,
+        model=run.state_plan.model,
         skip_nonfinite=trainer.skip_nonfinite_steps > 0,
         averaging=trainer.model_averaging,
         curvature=optimizer.curvature,

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from haliax_ext.abstract import abstract
+from haliax_ext.abstract import abstract, cast
 from haliax_ext.parts import parts_program
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
@@ -29,6 +29,7 @@ from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.shell.perform import perform
+from levanter.commands.train.adapters import found_adapters, planned_peft
 from levanter.commands.train.beside import bytes_beside
 from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
@@ -42,6 +43,7 @@ from levanter.commands.train.programs import TrainedRun, evaluation_program, fir
 from levanter.commands.train.run import execute
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
+from levanter.compat.hf.peft import PeftPlan
 from levanter.config import Written
 from levanter.data import EvaluationData, Tokenizer, has_chats
 from levanter.hardware.compiler import Work
@@ -97,13 +99,14 @@ def describe(
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
     load = None
     if origin is not None and not state_plan.parameters.errors:
-        load, found = planned_loading(origin, model, Vocab, state_plan.parameters, target)
+        load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target)
         checks += found
     programs = [*first_programs(run), *step_programs(run, batches)]
     if settled.validation is not None:
         programs.append(evaluation_program(run, largest, accuracy=has_chats(config.data)))
     checks += place_checks(config, model, state_plan, part)
-    saving = _saving(config, model, Vocab, state_plan, target)
+    peft = planned_peft(config, run.adapted, model, Vocab, state_plan)
+    saving = _saving(config, model, Vocab, state_plan, target, peft)
     return RunPlan(
         entry_point=NAME,
         target=target,
@@ -137,6 +140,8 @@ def describe(
             state=run.state,
             partition=run.partition,
             frozen=run.frozen,
+            adapted=run.adapted,
+            peft=peft,
             frozen_part=part,
             state_plan=state_plan,
             batches=batches,
@@ -160,8 +165,13 @@ def _trained(
 
     trainer, resolved = settled.config.trainer, settled.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
-    state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
-    frozen = abstract_frozen(example, settled.precision, partition)
+    adapted = found_adapters(settled.config, model, Vocab, abstract(example))
+    if adapted is None:
+        state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
+        frozen = abstract_frozen(example, settled.precision, partition)
+    else:
+        state = adapted.abstract_state(settled.transformation, trainer.model_averaging)
+        frozen = cast(abstract(example), settled.precision.compute)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
         config=settled.config,
@@ -174,6 +184,7 @@ def _trained(
         state=state,
         partition=partition,
         frozen=frozen,
+        adapted=adapted,
         state_plan=plan_state(state, resolved.mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
         compiler=settled.compiler,
         platform=target.platform,
@@ -182,7 +193,7 @@ def _trained(
 
 
 def _saving(
-    config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, state: StatePlan, target: Target
+    config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, state: StatePlan, target: Target, peft: PeftPlan | None
 ) -> tuple[Program, ...]:
     """The Programs of checkpoints and of exports."""
     parameters = state.parameters
@@ -190,6 +201,8 @@ def _saving(
         return ()
     parts = parts_program(state.whole)
     programs = () if parts is None else (parts,)
+    if peft is not None:
+        return (*programs, *saving_programs(peft.tensors, parameters, hosts=target.hosts))
     if config.hf_save_path is None:
         return programs
     files = plan_export([each.leaf for each in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)

@@ -6,12 +6,14 @@ import haliax as hax
 
 from levanter.commands.model.origin import Origin
 from levanter.commands.train.config import TrainLmConfig
+from levanter.compat.hf.peft import PeftPlan
 from levanter.data import EvaluationData, Tokenizer
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import RunPlan
+from levanter.trainer.adapted_state import Adapted
 from levanter.trainer.batch_plan import BatchStage
 from levanter.trainer.frozen import FrozenPart
 from levanter.trainer.state import StatePlan, TrainState
@@ -31,6 +33,8 @@ class TrainWork:
         state: the state carried from step to step, abstract.
         partition: which part of the model is trained.
         frozen: the rest of it, abstract; None if there is none.
+        adapted: the adapters that are trained; None if parameters of the model are.
+        peft: what is written of adapters; None for nothing.
         frozen_part: how checkpoints identify it, without digests.
         state_plan: its placement.
         batches: batch plans by first step.
@@ -47,6 +51,8 @@ class TrainWork:
     state: TrainState
     partition: Partition
     frozen: LmHeadModel | None
+    adapted: Adapted | None
+    peft: PeftPlan | None
     frozen_part: FrozenPart | None
     state_plan: StatePlan
     batches: tuple[BatchStage, ...]

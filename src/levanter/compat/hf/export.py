@@ -302,13 +302,8 @@ def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mappi
     tokenizer, shards = beside.tokenizer, plan.shards
     ids: dict[str, Any] = {}
     if tokenizer is not None:
-        _write_json(place, DEFINITION, tokenizer.definition)
-        roles = {
-            f"{role}_token": tokenizer.token(number)
-            for role in ("bos", "eos", "pad")
-            if (number := getattr(tokenizer, f"{role}_id")) is not None
-        }
-        _write_json(place, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
+        for file, text in tokenizer_documents(tokenizer).items():
+            _write_json(place, file, text)
         roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_id") for role in ("bos", "eos", "pad")}
         ids = {name: number for name, number in roles.items() if number is not None}
     quantization = {} if plan.quantization is None else {FIELD: plan.quantization}
@@ -324,6 +319,17 @@ def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mappi
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(place, "model.safetensors.index.json", index)
     return config
+
+
+def tokenizer_documents(tokenizer: FastTokenizer) -> dict[str, Mapping[str, Any]]:
+    """The files of a tokenizer, by name, as what they hold."""
+    roles = {
+        f"{role}_token": tokenizer.token(number)
+        for role in ("bos", "eos", "pad")
+        if (number := getattr(tokenizer, f"{role}_id")) is not None
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    return {DEFINITION: tokenizer.definition, "tokenizer_config.json": config}
 
 
 def _write_json(place: ExportPlace, file: str, document: Mapping[str, Any]) -> None:

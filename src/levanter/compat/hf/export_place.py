@@ -23,6 +23,7 @@ INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
 MARK = "export.incomplete"
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 UPLOAD_BYTES = 32 << 20
 """Bytes sent to an object store at once."""
 
@@ -85,7 +86,7 @@ def is_whole(folder: str) -> bool:
     if not is_remote(folder):
         return bool(_names_in(local_path(folder)))
     names = _remote_names(folder)
-    return CONFIG in names and MARK not in names
+    return bool(names & {CONFIG, ADAPTER_CONFIG}) and MARK not in names
 
 
 def exports_in(folder: str) -> list[str]:
@@ -213,7 +214,7 @@ class RemotePlace:
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(self._at(MARK), b"an export is in progress or was killed: this folder is incomplete\n")
         # First what makes the rest a checkpoint.
-        for file in sorted(names - {MARK}, key=lambda file: file != CONFIG):
+        for file in sorted(names - {MARK}, key=lambda file: file not in (CONFIG, ADAPTER_CONFIG)):
             self._fs.rm_file(self._at(file))
 
     @contextlib.contextmanager

@@ -27,7 +27,6 @@ MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_layers"
 BASE = {"model": MODEL, "data": {"tokenizer": "passthrough", "vocab_size": 64}, "trainer": {"train_batch_size": 8}}
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 ASKED = {
-    "adapter.type": {"adapter": {"type": "lora"}},
     "eval_harness": {"eval_harness": {"task_spec": ["boolq"]}},
     "labeled_eval": {"labeled_eval": {"a": 1}},
     "trainer.quantization": {"trainer": {"quantization": {"int8": True}}},
@@ -118,9 +117,9 @@ def test_defaults_ask_for_nothing():
 
 def test_a_run_is_refused_and_names_all_of_them(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("trainer: {shutdown_at_exit: true}\npeft_save_path: out\n")
+    path.write_text("trainer: {shutdown_at_exit: true}\nmerged_hf_upload: out\n")
     loaded = load_written(TrainLmConfig, ["--config_path", str(path), *(f"--{k}={v}" for k, v in flat(BASE))])
-    with pytest.raises(ValueError, match=r"(?s)peft_save_path.*shutdown_at_exit"):
+    with pytest.raises(ValueError, match=r"(?s)merged_hf_upload.*shutdown_at_exit"):
         describe(loaded.config, CPU, written=loaded.written).check()
 
 

@@ -121,17 +121,21 @@ def test_killed_told_to_stop_and_interrupted(tmp_path, cache):
     compare(folder, straight(tmp_path / "straight", cache, *constant, steps=max(logged(folder)) + 1))
 
 
+ADAPTERS = ("--adapter", "{type: lora, r: 4, zero_init_b: true, a_init_mode: peft}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_at_twenty_random_moments(tmp_path, cache):
+@pytest.mark.parametrize(("what", "times"), [((), 20), (ADAPTERS, 6)], ids=["everything", "adapters"])
+def test_killed_at_random_moments(what, times, tmp_path, cache):
     steps, moments = 400, random.Random(20)
-    expected = straight(tmp_path / "straight", cache, steps=steps)
+    expected = straight(tmp_path / "straight", cache, *what, steps=steps)
     folder = tmp_path / "killed"
     run = write_run(folder, steps=steps)
     kills, during_start = 0, 0
-    while kills < 20:
+    while kills < times:
         before, at = count(folder), check_checkpoints(folder)
-        process = start(run, *OFTEN, cache=cache)
+        process = start(run, *OFTEN, *what, cache=cache)
         if moments.random() < 0.25:
             # While it starts, restores and compiles.
             time.sleep(moments.uniform(0.0, 6.0))
@@ -151,7 +155,7 @@ def test_killed_at_twenty_random_moments(tmp_path, cache):
             assert resumed_from(said) == at
         compare(folder, expected, complete=False)
     assert during_start > 0 and 0 < check_checkpoints(folder) < steps
-    train(run, *OFTEN, cache=cache)
+    train(run, *OFTEN, *what, cache=cache)
     compare(folder, expected)
     refs = find_checkpoints(str(folder / "checkpoints/run"))
     assert [ref.step for ref in refs if ref.kind == "kept"] == list(range(50, steps + 1, 50))

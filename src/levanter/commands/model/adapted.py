@@ -1,0 +1,118 @@
+"""A pretrained model with an adapter bound to it, loaded from the files of both."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import haliax as hax
+import numpy as np
+
+from haliax_ext.abstract import cast
+from haliax_ext.pytree import PyTree
+from haliax_ext.rules import WeightRules
+from haliax_ext.sources import AdjacentSource, ByteRange, Index, RemoteAccess, RemoteSource, TensorInfo, TensorSource
+from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
+from levanter.compat.hf.peft import PeftAdapter, open_peft
+from levanter.compat.hf.peft.names import peft_rules
+from levanter.models.adapters.targets import TargetGroup, groups_of
+from levanter.models.adapters.tree import Adapters, factors
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
+from levanter.run import Check
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdaptedModel:
+    """A model with an adapter.
+
+    Attributes:
+        module: with the adapter bound, abstract.
+        rules: where its leaves come from: the base's files, and the adapter's.
+        adapter: the adapter's files.
+    """
+
+    module: PyTree
+    rules: WeightRules
+    adapter: PeftAdapter
+
+
+def find_adapted(
+    path: str | None, module: PyTree, rules: WeightRules, config: LmConfig, Vocab: hax.Axis, precision: Precision
+) -> tuple[AdaptedModel | None, list[Check]]:
+    """The model with the adapter at a path; None, and why, where there is none or it cannot be bound.
+
+    Args:
+        path: an adapter as peft or `peft_save_path` wrote it; None for none.
+        module: the model, abstract.
+        rules: where its leaves come from.
+        config: its architecture, with `vocab_size`.
+        Vocab: rows of its embedding.
+        precision: in whose compute dtype the factors are loaded.
+    """
+    if path is None:
+        return None, []
+    named = config.weight_rules(Vocab)
+    try:
+        adapter = open_peft(path)
+        targets = adapter.targets(groups_of(module, named), named)
+    except (MissingCheckpointFileError, UnreachableError) as error:
+        return None, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
+    except CheckpointError as error:
+        return None, [Check(name="adapter", status="error", message=str(error), error=error)]
+    tree = cast(adapter.tree(targets), precision.compute)
+    ranks = ", ".join(str(rank) for rank in sorted({group.rank for group in targets}))
+    message = f"{adapter.where}: of {len(targets)} kinds of projections, rank {ranks}"
+    found = AdaptedModel(module=tree.bound_to(module), rules=_bound(rules, named, targets, tree), adapter=adapter)
+    return found, [Check(name="adapter", status="ok", message=message)]
+
+
+def _bound(rules: WeightRules, named: WeightRules, targets: Sequence[TargetGroup], tree: Adapters) -> WeightRules:
+    """Where the leaves of the bound model come from."""
+    own = peft_rules(targets, named)
+    table = own.by_target()
+    adapted = {f"{member.path}.weight" for group in targets for member in group.members}
+    base = (replace(rule, target=f"{rule.target}.base") if rule.target in adapted else rule for rule in rules.rules)
+    of_factors = (replace(table[factor.own], target=factor.bound) for factor in factors(tree))
+    return replace(rules, rules=(*base, *of_factors), aliases=(*rules.aliases, *own.aliases))
+
+
+class WithAdapter:
+    """The tensors of a base and of its adapter, as one source.
+
+    Args:
+        base: the base's.
+        adapter: the adapter's.
+    """
+
+    def __init__(self, base: TensorSource, adapter: TensorSource):
+        self._base, self._adapter = base, adapter
+        self._tensors = {**base.tensors, **adapter.tensors}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, the base's first."""
+        return self._tensors
+
+    @property
+    def remote(self) -> RemoteAccess | None:
+        """The base's files, where they are on another machine."""
+        return self._base.remote if isinstance(self._base, RemoteSource) else None
+
+    def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
+        """See `TensorSource`."""
+        return self._of(name).byte_ranges(name, index)
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """See `TensorSource`."""
+        return self._of(name).read(name, index, out)
+
+    def read_adjacent(self, slices: Sequence[tuple[str, Index, np.ndarray]]) -> None:
+        """See `AdjacentSource`; what follows one another is in one file, and so of one of the two."""
+        source = self._of(slices[0][0])
+        if isinstance(source, AdjacentSource):
+            source.read_adjacent(slices)
+            return
+        for name, index, out in slices:
+            source.read(name, index, out)
+
+    def _of(self, name: str) -> TensorSource:
+        return self._adapter if name in self._adapter.tensors else self._base

@@ -1,0 +1,50 @@
+"""Trains adapters of a Hugging Face checkpoint, by upstream's keys.
+
+    python -m levanter.main.lora_lm --config_path my_lora.yaml
+
+The run is that of `train_lm` with `adapter: {type: lora, …}`.
+"""
+
+from dataclasses import replace
+
+from levanter.commands.shell.perform import perform
+from levanter.commands.train.lora_config import LoraLmConfig
+from levanter.commands.train.train_lm import ENTRY_POINT as TRAINING
+from levanter.commands.train.train_lm import describe as describe_training
+from levanter.commands.train.work import TrainPlan
+from levanter.config import Written
+from levanter.run import EntryPoint, Target
+
+NAME = "lora_lm"
+
+
+def describe(config: LoraLmConfig, target: Target, *, written: Written | None = None) -> TrainPlan:
+    """Describes the training run; reads metadata only.
+
+    Args:
+        config: what is trained.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+
+    Raises:
+        ValueError: see `train_lm`.
+    """
+    written = Written.in_python(config) if written is None else written
+    return replace(describe_training(config.training, target, written=written), entry_point=NAME)
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=LoraLmConfig,
+    describe=describe,
+    execute=TRAINING.execute,
+    outputs=TRAINING.outputs,
+    conclude=TRAINING.conclude,
+    facts=TRAINING.facts,
+    left=TRAINING.left,
+)
+
+
+def main(config: LoraLmConfig, *, written: Written | None = None) -> int:
+    """Trains; returns 75 if the run was told to stop before its end and saved itself."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

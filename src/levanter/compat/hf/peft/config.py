@@ -1,0 +1,192 @@
+"""`adapter_config.json`: what it says of an adapter, and what it may ask for that nothing here does."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from levanter.compat.hf.errors import CheckpointError, CorruptFileError, raise_if
+from levanter.compat.hf.export_place import ADAPTER_CONFIG
+
+T = TypeVar("T")
+
+CONFIG = ADAPTER_CONFIG
+WEIGHTS = "adapter_model.safetensors"
+
+_ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that change the base's weights: the adapter is of a base that no checkpoint is."""
+_ABSENT = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "layer_replication",
+    "trainable_token_indices",
+    "modules_to_save",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "megatron_config",
+    "arrow_config",
+)
+"""Keys that are refused if they ask for something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig:
+    """A low-rank adapter, as `adapter_config.json` describes it.
+
+    Attributes:
+        r: the rank of modules without one of their own.
+        alpha: the product is multiplied by `alpha / r`.
+        use_rslora: by `alpha / √r` instead.
+        rank_pattern: ranks by module; keys are regular expressions of the end of its name.
+        alpha_pattern: likewise values of `alpha`.
+        targets: the modules, or a regular expression.
+        base: what the adapter is for; None if it does not say.
+    """
+
+    r: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    targets: tuple[str, ...] | str = ()
+    base: str | None = None
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def alpha_of(self, module: str) -> float:
+        """What a module has for `alpha`."""
+        return _by_pattern(self.alpha_pattern, module, self.alpha)
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """What the product of two factors is multiplied by."""
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
+    """Understands an `adapter_config.json`.
+
+    Args:
+        document: what it holds.
+        where: how messages call it.
+
+    Raises:
+        CheckpointError: it asks for something that is not implemented; lists all.
+        CorruptFileError: a value is missing or of the wrong kind; lists all.
+    """
+    kind = document.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(where, f"peft_type is {kind!r}; only adapters of type LORA are read")
+    refused = [
+        f"{key}: {document[key]!r} is not implemented; only plain low-rank adapters are read"
+        for key in _ABSENT
+        if document.get(key)
+    ]
+    if (bias := document.get("bias", "none")) != "none":
+        refused.append(f"bias: {bias!r} is not implemented; biases that were trained cannot be read")
+    begun = document.get("init_lora_weights", True)
+    if isinstance(begun, str) and begun.lower().startswith(_ALTERS_BASE):
+        refused.append(
+            f"init_lora_weights: {begun!r} changed the weights of the base too, so the adapter does not go with any "
+            "checkpoint; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    raise_if(CheckpointError, where, refused)
+    problems: list[str] = []
+    taken = _Taken(document, problems)
+    config = PeftConfig(
+        r=taken.value("r", 8, _is_rank, "a positive integer"),
+        alpha=taken.value("lora_alpha", 8, _is_alpha, "a finite number other than 0"),
+        use_rslora=taken.value("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
+        rank_pattern=taken.patterns("rank_pattern", _is_rank, "positive integers"),
+        alpha_pattern=taken.patterns("alpha_pattern", _is_alpha, "finite numbers other than 0"),
+        targets=_targets(document.get("target_modules"), problems),
+        base=document.get("base_model_name_or_path") or None,
+    )
+    raise_if(CorruptFileError, where, problems)
+    return config
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Values of a document, with what is wrong with them."""
+
+    document: Mapping[str, Any]
+    problems: list[str]
+
+    def value(self, key: str, default: T, right: Callable[[object], bool], expected: str) -> T:
+        found = self.document.get(key, default)
+        if right(found):
+            return found
+        self.problems.append(f"{key} must be {expected}, got {found!r}")
+        return default
+
+    def patterns(self, key: str, right: Callable[[object], bool], expected: str) -> dict[str, Any]:
+        found = self.document.get(key) or {}
+        if not isinstance(found, Mapping) or not all(right(value) for value in found.values()):
+            self.problems.append(f"{key} must map names of modules to {expected}, got {found!r}")
+            return {}
+        for pattern in found:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                self.problems.append(f"{key}: {pattern!r} is not a regular expression: {error}")
+                return {}
+        return dict(found)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_alpha(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value != 0
+
+
+def _targets(found: object, problems: list[str]) -> tuple[str, ...] | str:
+    if isinstance(found, str):
+        return found
+    if isinstance(found, list) and all(isinstance(each, str) for each in found):
+        return tuple(found)
+    if found is not None:
+        problems.append(f"target_modules must be a list of names or a text, got {found!r}")
+    return ()
+
+
+def peft_document(config: PeftConfig, *, transposed: bool) -> dict[str, Any]:
+    """The `adapter_config.json` of an adapter.
+
+    Args:
+        config: what it is.
+        transposed: whether the base stores its matrices `[in, out]`.
+    """
+    targets = config.targets if isinstance(config.targets, str) else sorted(config.targets)
+    return {
+        "alpha_pattern": dict(config.alpha_pattern),
+        "base_model_name_or_path": config.base,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.r,
+        "rank_pattern": dict(config.rank_pattern),
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": config.use_rslora,
+    }

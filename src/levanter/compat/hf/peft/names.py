@@ -1,0 +1,86 @@
+"""What `peft` calls the factors of an adapter: rules, made from those of the weights that they are for."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from haliax_ext.rules import WeightRule, WeightRules
+from levanter.layers.low_rank import RANK
+from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.tree import PAIRS
+
+PREFIX = "base_model.model."
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+class UnsupportedTargetError(ValueError):
+    """A target has no place in the files of `peft`."""
+
+
+def modules_of(group: TargetGroup) -> tuple[str, ...]:
+    """What a checkpoint calls the modules of a group: one for each layer, or expert."""
+    assert group.source is not None
+    rule = WeightRule(target="", source=group.source, axes=())
+    sizes = {axis.name: axis.size for axis in group.copies}
+    return tuple(rule.source_name(index) for index in itertools.product(*(range(sizes[n]) for n in rule.stacked)))
+
+
+def is_transposed(group: TargetGroup) -> bool:
+    """Whether a checkpoint stores the group's matrix `[in, out]`."""
+    rule = group.members[0].rule
+    assert rule is not None
+    return set(rule.axes[0]) == {axis.name for axis in group.In}
+
+
+def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules) -> WeightRules:
+    """Where each factor lies in a file of `peft`.
+
+    Args:
+        groups: the targets.
+        rules: of the weights.
+
+    Raises:
+        UnsupportedTargetError: a target is in no checkpoint; lists all.
+    """
+    if homeless := [group.path for group in groups if group.source is None]:
+        raise UnsupportedTargetError(f"no module of a checkpoint is {', '.join(homeless)}: adapters of it have no name")
+    table: list[WeightRule] = []
+    for group in groups:
+        where = f"{PAIRS}.{group.path}"
+        for member in group.members:
+            assert member.rule is not None
+            In, Out = member.rule.axes[::-1] if not is_transposed(group) else member.rule.axes
+            if member is group.members[0]:
+                table.append(
+                    WeightRule(target=f"{where}.a.weight", source=f"{PREFIX}{group.source}{A}", axes=((RANK,), In))
+                )
+            part = member.rule.part
+            table.append(
+                WeightRule(
+                    target=f"{where}.b.{member.name}.weight",
+                    source=f"{PREFIX}{group.source}{B}",
+                    axes=(Out, (RANK,)),
+                    part=None if part is None else replace(part, axis=0),
+                )
+            )
+    aliases = tuple((f"{PREFIX}{name}", f"{PREFIX}{other}") for name, other in rules.aliases if "*" in name)
+    return WeightRules(rules=tuple(table), aliases=aliases)
+
+
+def short_names(chosen: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
+    """Names that mean some modules and no others: the last name where all modules of that name are meant.
+
+    Args:
+        chosen: the modules that are meant.
+        every: all that there are.
+    """
+    meant = set(chosen)
+    others = {name.rsplit(".", 1)[-1] for name in every if name not in meant}
+    last = {name: name.rsplit(".", 1)[-1] for name in chosen}
+    return tuple(sorted({name if last[name] in others else last[name] for name in chosen}))
+
+
+def as_pattern(name: str) -> str:
+    """A name as a key of `rank_pattern`, which is a regular expression."""
+    return re.escape(name)

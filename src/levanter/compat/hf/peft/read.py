@@ -1,0 +1,170 @@
+"""An adapter out of the files of `peft`: what it targets is read off its tensors, before any of them is read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import haliax as hax
+import jax
+import numpy as np
+
+from haliax_ext.abstract import abstract, leaves, with_arrays
+from haliax_ext.rules import WeightMismatchError, WeightRules
+from haliax_ext.sources import TensorSource
+from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError, raise_if
+from levanter.compat.hf.locate import locate_first
+from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
+from levanter.compat.hf.peft.names import PREFIX, A, modules_of, peft_rules
+from levanter.compat.hf.repository import read_json, require_file
+from levanter.compat.hf.safetensors import SafetensorsSource
+from levanter.models.adapters.config import LoraConfig
+from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.tree import Adapters
+
+PICKLED = "adapter_model.bin"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PeftAdapter:
+    """An adapter that was opened.
+
+    Attributes:
+        where: how messages call it.
+        config: its `adapter_config.json`.
+        source: its tensors.
+    """
+
+    where: str
+    config: PeftConfig
+    source: TensorSource
+
+    def targets(self, groups: Sequence[TargetGroup], rules: WeightRules) -> tuple[TargetGroup, ...]:
+        """The groups of a model that it adapts, with their ranks.
+
+        Args:
+            groups: all of the model's.
+            rules: of the model's weights.
+
+        Raises:
+            CheckpointError: it adapts only some of the layers that are stacked, or with different ranks; or nothing.
+            WeightMismatchError: it has tensors that are of no projection of the model, or of another shape.
+        """
+        problems: list[str] = []
+        found: list[TargetGroup] = []
+        known = peft_rules([group for group in groups if group.source is not None], rules)
+        for group in groups:
+            if group.source is None:
+                continue
+            ranks = {module: self._rank(module, known) for module in modules_of(group)}
+            if all(rank is None for rank in ranks.values()):
+                continue
+            absent = [module for module, rank in ranks.items() if rank is None]
+            if absent:
+                problems.append(
+                    f"{absent[0]} has no adapter, and {len(ranks) - len(absent)} of the {len(ranks)} modules of its "
+                    "kind have one; adapters of some layers only (layers_to_transform) are not implemented"
+                )
+                continue
+            first = next(iter(ranks))
+            alphas = {self.config.alpha_of(module) for module in ranks}
+            if len(set(ranks.values())) > 1 or len(alphas) > 1:
+                problems.append(
+                    f"{group.source}: layers have different ranks or values of alpha (rank_pattern, alpha_pattern), "
+                    "which layers that are stacked cannot have"
+                )
+                continue
+            rank = ranks[first]
+            assert rank is not None
+            if rank != self.config.rank_of(first):
+                problems.append(f"{first}: rank {rank}, but {CONFIG} says {self.config.rank_of(first)}")
+            found.append(replace(group, rank=rank, alpha=self.config.alpha_of(first)))
+        raise_if(CheckpointError, self.where, problems)
+        self._match(found, rules)
+        if not found:
+            raise CheckpointError(self.where, "it has no adapter of any projection")
+        return tuple(found)
+
+    def _rank(self, module: str, rules: WeightRules) -> int | None:
+        for name in rules.spellings(f"{PREFIX}{module}{A}"):
+            if name in self.source.tensors:
+                shape = self.source.tensors[name].shape
+                return shape[0] if len(shape) == 2 else 0
+        return None
+
+    def _match(self, groups: Sequence[TargetGroup], rules: WeightRules) -> None:
+        tree = self.tree(groups)
+        try:
+            peft_rules(groups, rules).match(leaves(tree), self.source.tensors)
+        except WeightMismatchError as error:
+            raise CheckpointError(self.where, f"it does not go with the model:\n{error}") from error
+
+    def tree(self, groups: Sequence[TargetGroup]) -> Adapters:
+        """Its factors, without memory.
+
+        Args:
+            groups: from `targets`.
+        """
+        shaped = LoraConfig(use_rslora=self.config.use_rslora)
+        return abstract(lambda: Adapters.init(groups, shaped, key=jax.random.PRNGKey(0)))
+
+    def read(self, groups: Sequence[TargetGroup], rules: WeightRules) -> Adapters:
+        """Its factors, float32, in the memory of this host.
+
+        Args:
+            groups: from `targets`.
+            rules: of the model's weights.
+
+        Raises:
+            CorruptFileError: a factor holds numbers that are not finite; lists all of these.
+        """
+        tree = self.tree(groups)
+        table, own = peft_rules(groups, rules), {leaf.path: leaf for leaf in leaves(tree)}
+        arrays = {path: np.zeros(leaf.shape, np.float32) for path, leaf in own.items()}
+        problems: list[str] = []
+        for name, (_, pieces) in table.sources(own.values()).items():
+            held = next(other for other in table.spellings(name) if other in self.source.tensors)
+            info = self.source.tensors[held]
+            values = self.source.read(held, tuple(slice(0, size) for size in info.shape)).astype(np.float32)
+            if not np.isfinite(values).all():
+                problems.append(f"{held}: {int((~np.isfinite(values)).sum()):,} numbers are not finite")
+            for piece in pieces:
+                block = arrays[piece.target][tuple(slice(start, stop) for start, stop in piece.box)]
+                piece.read(values, block)
+        raise_if(CorruptFileError, self.where, problems)
+        return with_arrays(tree, arrays)
+
+
+def open_peft(reference: str) -> PeftAdapter:
+    """Opens an adapter: its configuration, and the header of its weights.
+
+    Args:
+        reference: a folder, a hub id, or a URL.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or asks for something that is not implemented.
+    """
+    repository = locate_first(reference).repository
+    if CONFIG not in repository.files and "config.json" in repository.files:
+        raise MissingCheckpointFileError(
+            repository.name, f"it is a model and not an adapter: there is no {CONFIG}, but a config.json"
+        )
+    document = read_json(repository, CONFIG, purpose="what an adapter of peft is described by")
+    config = read_peft_config(document, where=repository.where(CONFIG))
+    if WEIGHTS not in repository.files and PICKLED in repository.files:
+        raise CheckpointError(
+            repository.name,
+            f"its weights are pickled ({PICKLED}), which could run code",
+            suggestion="save it with a newer peft, which writes safetensors",
+        )
+    require_file(repository, WEIGHTS, purpose="the weights of the adapter")
+    source = SafetensorsSource({repository.where(WEIGHTS): repository.reader(WEIGHTS)})
+    return PeftAdapter(where=repository.name, config=config, source=source)
+
+
+def factors_of(adapters: Adapters) -> Mapping[str, hax.NamedArray]:
+    """The arrays of adapters by path."""
+    found: dict[str, hax.NamedArray] = {}
+    for group, pair in adapters.pairs.items():
+        found[f"pairs.{group}.a.weight"] = pair.a.operand.array  # pyright: ignore
+        for name, linear in pair.b.items():
+            found[f"pairs.{group}.b.{name}.weight"] = linear.operand.array  # pyright: ignore
+    return found

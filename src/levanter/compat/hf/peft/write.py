@@ -1,0 +1,219 @@
+"""An adapter as a folder that `peft` reads. It appears under its name once it is complete."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from haliax_ext.abstract import Leaf
+from haliax_ext.rules import WeightRules
+from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_of
+from haliax_ext.sources import ByteRange, Index, TensorInfo
+from levanter.compat.hf.errors import CheckpointError
+from levanter.compat.hf.export import Shard
+from levanter.compat.hf.export_place import place_of
+from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, peft_document
+from levanter.compat.hf.peft.names import (
+    UnsupportedTargetError,
+    as_pattern,
+    is_transposed,
+    modules_of,
+    peft_rules,
+    short_names,
+)
+from levanter.compat.hf.peft.read import PeftAdapter
+from levanter.compat.hf.safetensors import SafetensorsSource
+from levanter.io import leased
+from levanter.models.adapters.targets import TargetGroup
+from levanter.processes.together import jit_together
+
+Folder = TypeVar("Folder", bound=str | Path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftPlan:
+    """What a folder of `peft` will hold.
+
+    Attributes:
+        config: what `adapter_config.json` says.
+        transposed: whether the base stores its matrices `[in, out]`.
+        tensors: the factors, as they are written.
+    """
+
+    config: PeftConfig
+    transposed: bool
+    tensors: tuple[OutTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def plan_peft(
+    targets: Sequence[TargetGroup],
+    every: Sequence[TargetGroup],
+    rules: WeightRules,
+    own: Sequence[Leaf],
+    *,
+    use_rslora: bool,
+    base: str | None,
+    in_files: bool = True,
+) -> PeftPlan:
+    """Plans the files of an adapter; reads no array.
+
+    Args:
+        targets: the groups that have factors.
+        every: all groups of the model.
+        rules: of the model's weights.
+        own: the leaves of the factors.
+        use_rslora: see `LoraConfig`.
+        base: what the adapter is for.
+        in_files: whether they are written, and not only gathered to be merged.
+
+    Raises:
+        UnsupportedTargetError: a target has no place in such files; lists all.
+    """
+    problems = [
+        f"{group.path}: peft stores adapters of experts in layouts that differ between its versions, and writing them "
+        "is not implemented yet; leave experts out (exclude_modules), or save merged weights"
+        for group in targets
+        if in_files and any(axis.name == "expert" for axis in group.copies)
+    ]
+    if problems:
+        raise UnsupportedTargetError("\n".join(problems))
+    table = peft_rules(targets, rules)
+    modules = {module: group for group in targets for module in modules_of(group)}
+    known = [module for group in every if group.source is not None for module in modules_of(group)]
+    rank, _ = Counter(group.rank for group in modules.values()).most_common(1)[0]
+    alpha, _ = Counter(group.alpha for group in modules.values()).most_common(1)[0]
+
+    def pattern(attribute: str, default: float) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for value in sorted({getattr(group, attribute) for group in targets} - {default}):
+            named = [module for module, group in modules.items() if getattr(group, attribute) == value]
+            others = [module for module, group in modules.items() if getattr(group, attribute) != value]
+            found |= {as_pattern(name): value for name in short_names(named, [*named, *others])}
+        return found
+
+    return PeftPlan(
+        config=PeftConfig(
+            r=rank,
+            alpha=alpha,
+            use_rslora=use_rslora,
+            rank_pattern=pattern("rank", rank),
+            alpha_pattern=pattern("alpha", alpha),
+            targets=short_names(tuple(modules), known),
+            base=base,
+        ),
+        transposed=any(is_transposed(group) for group in targets),
+        tensors=plan_saving(own, table),
+    )
+
+
+def gathered(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, where: str) -> PeftAdapter:
+    """An adapter in the memory of process 0; the others take part, and get none of it.
+
+    Args:
+        plan: from `plan_peft`.
+        arrays: the factors by path, on devices or in memory.
+        where: how messages call it.
+    """
+    if jax.process_index() != 0:
+        for _ in bring(plan.tensors, arrays, jit=jit_together):
+            pass
+        return PeftAdapter(where=where, config=plan.config, source=_Held({}))
+    found = {tensor.name: values for tensor, values in tensors_of(plan.tensors, arrays, jit=jit_together)}
+    return PeftAdapter(where=where, config=plan.config, source=_Held(found))
+
+
+class _Held:
+    """Tensors in memory as a source."""
+
+    def __init__(self, values: Mapping[str, np.ndarray]):
+        self._values = values
+        self.tensors = {name: TensorInfo(name, x.shape, x.dtype, x.nbytes) for name, x in values.items()}
+
+    def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
+        """None: there is no storage."""
+        del name, index
+        return ()
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """See `TensorSource`."""
+        found = self._values[name][index]
+        if out is None:
+            return found
+        out[...] = found
+        return out
+
+
+def write_peft(
+    plan: PeftPlan,
+    arrays: Mapping[str, jax.Array | Readable],
+    folder: Folder,
+    *,
+    beside: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Folder:
+    """Writes a planned adapter. With several processes every one must call it; the first one writes.
+
+    Args:
+        plan: from `plan_peft`.
+        arrays: the factors by path, on devices or in memory.
+        folder: a path or URL.
+        beside: further files, JSON documents by name, such as a tokenizer's.
+        overwrite: whether an existing folder is replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ExportPathError: the folder exists.
+        CheckpointError: what was written does not read back.
+        OSError: not writable, or the disk is full; what was there before on a disk stays.
+    """
+    if jax.process_index() != 0:
+        for _ in bring(plan.tensors, arrays, jit=jit_together):
+            pass
+        return folder
+    place = place_of(folder)
+    with leased(place.name, what="an adapter", advice="name another folder", folder=place.lease) as lease:
+        place.recover()
+        if not overwrite:
+            place.refuse_taken()
+        place.begin()
+        with place.open(WEIGHTS) as file:
+            file.write(Shard(file=WEIGHTS, tensors=plan.tensors).header)
+            for _, values in tensors_of(plan.tensors, arrays, jit=jit_together):
+                file.write(np.ascontiguousarray(values).view(np.uint8).data)
+        for name, document in (beside or {}).items():
+            with place.open(name) as file:
+                file.write(_json(document))
+        _check(plan, SafetensorsSource({WEIGHTS: place.written().reader(WEIGHTS)}), place.name)
+        # Last: with it, the folder is an adapter.
+        with place.open(CONFIG) as file:
+            file.write(_json(peft_document(plan.config, transposed=plan.transposed)))
+        lease.check()
+        place.finish()
+    return folder
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _check(plan: PeftPlan, found: SafetensorsSource, where: str) -> None:
+    wrong = [
+        each.name
+        for each in plan.tensors
+        if each.name not in found.tensors or found.tensors[each.name].shape != each.shape
+    ]
+    if wrong:
+        some = ", ".join(wrong[:5])
+        raise CheckpointError(where, f"{len(wrong)} tensors do not read back as they were written: {some}")

@@ -1,0 +1,16 @@
+"""Trains adapters of a pretrained language model."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.train.lora_config import LoraLmConfig
+    from levanter.commands.train.lora_lm import ENTRY_POINT, describe, main
+
+__all__ = ["ENTRY_POINT", "LoraLmConfig", "describe", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("lora_lm"))

@@ -1,0 +1,28 @@
+"""Low-rank adapters: a second, small tree of parameters that is bound to a frozen model.
+
+`config` says what a user asks for, `targets` finds the projections that it means, `tree` holds the factors and binds
+them to a model.
+"""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+
+if TYPE_CHECKING:
+    from levanter.models.adapters.config import AdapterConfig, LoraConfig, NoAdapterConfig
+    from levanter.models.adapters.targets import AdapterError, TargetGroup, find_targets, groups_of
+    from levanter.models.adapters.tree import Adapters, Pair
+
+__all__ = [
+    "AdapterConfig",
+    "AdapterError",
+    "Adapters",
+    "LoraConfig",
+    "NoAdapterConfig",
+    "Pair",
+    "TargetGroup",
+    "find_targets",
+    "groups_of",
+]
+
+export_on_demand(__name__)

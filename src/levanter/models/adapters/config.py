@@ -1,0 +1,78 @@
+"""What a user asks for with `adapter:`."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import draccus
+
+from levanter.config.ranges import Fraction, PositiveFloat, PositiveInt, Ranged
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(Ranged, draccus.ChoiceRegistry):
+    """What is trained in the place of the model's own weights (`adapter: {type: …}`; `none` where no type is given)."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        """What an adapter without `type` is: none."""
+        return "none"
+
+
+@AdapterConfig.register_subclass("none")
+@dataclass(frozen=True, kw_only=True)
+class NoAdapterConfig(AdapterConfig):
+    """None: the model's own weights are trained."""
+
+
+@AdapterConfig.register_subclass("lora")
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(AdapterConfig):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685): `y = W x + s · B (A x)`, of which A and B are trained.
+
+    Attributes:
+        target_modules: which projections get one. A list names each by our path (`**.self_attn.q_proj`), by its last
+            name (`q_proj`), or by the checkpoint's name (`c_attn`); a text is a regular expression that a whole path
+            or name matches; null for every projection but the output head and routers of experts.
+        exclude_modules: which get none, named likewise; null for the output head.
+        r: the rank.
+        alpha: the product is multiplied by `alpha / r`.
+        dropout: of what A is multiplied by; only 0 so far.
+        use_rslora: whether the product is multiplied by `alpha / √r` instead (arXiv:2312.03732).
+        rank_pattern: other ranks of some targets, by name as in `target_modules`.
+        alpha_pattern: likewise other values of `alpha`.
+        zero_init_b: whether B begins as 0.
+        a_init_mode: how A begins: as `zero`; `random`, a normal of standard deviation 1/√in, cut off at two of them;
+            `peft`, uniform between ±1/√in. One of the two factors must begin as 0, and not both.
+    """
+
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    r: PositiveInt = 8
+    alpha: PositiveFloat = 8.0
+    dropout: Fraction = 0.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
+    alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
+    zero_init_b: bool = False
+    a_init_mode: Literal["zero", "random", "peft"] = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.dropout:
+            problems.append(f"dropout: {self.dropout:g}, but dropout of adapters is not implemented yet; leave it out")
+        if self.zero_init_b == (self.a_init_mode == "zero"):
+            both = "both factors would begin as 0, and neither would ever get a gradient"
+            neither = "neither factor would begin as 0, so the run would not begin with the model that it adapts"
+            problems.append(
+                f"zero_init_b: {str(self.zero_init_b).lower()} with a_init_mode: {self.a_init_mode}: "
+                f"{both if self.zero_init_b else neither}; "
+                "use zero_init_b: true with a_init_mode: random or peft, or zero_init_b: false with a_init_mode: zero"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """What the product of two factors is multiplied by."""
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank

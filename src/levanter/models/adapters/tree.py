@@ -1,0 +1,165 @@
+"""`Adapters`: the factors that are trained, and how they are bound to a model.
+
+A tree of its own beside the model, so that gradients, optimizer state and checkpoints know nothing else. Each pair of
+factors is two projections: to the rank, and from it to each member of the group. Their axes have the names of the
+matrix's own (`models/AXES.md`), so whatever mapping cuts a matrix cuts its factors in the same places.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from haliax_ext.placement import LeafPlan
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.pytree import KeyPath, PyTree, path_string
+from levanter.layers.linear import Linear
+from levanter.layers.low_rank import RANK, LowRank
+from levanter.models.adapters.config import LoraConfig
+from levanter.models.adapters.targets import TargetGroup
+
+M = TypeVar("M")
+PAIRS = "pairs"
+
+
+class Pair(eqx.Module):
+    """The factors of one group.
+
+    Attributes:
+        a: to the rank.
+        b: from the rank, by member.
+        scale: what their product is multiplied by.
+        paths: where the members are in the model, by the names that `b` has.
+    """
+
+    a: Linear
+    b: dict[str, Linear]
+    scale: float = eqx.field(static=True)
+    paths: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    @property
+    def rank(self) -> int:
+        """How many features there are between the factors."""
+        return self.a.operand.axes[[axis.name for axis in self.a.operand.axes].index(RANK)].size
+
+    @staticmethod
+    def init(group: TargetGroup, config: LoraConfig, *, key: jax.Array) -> "Pair":
+        """Fresh factors, one of which is 0."""
+        Rank = Axis(RANK, group.rank)
+        for_a, for_b = jax.random.split(key)
+        keys = jax.random.split(for_b, len(group.members))
+        # Truncated at two standard deviations, as upstream's.
+        b = {
+            member.name: _projection(
+                (*group.copies, *member.Out, Rank), (Rank,), 0.0 if config.zero_init_b else 1.0, "random", key=each
+            )
+            for member, each in zip(group.members, keys, strict=True)
+        }
+        return Pair(
+            a=_projection((*group.copies, Rank, *group.In), group.In, 1.0, config.a_init_mode, key=for_a),
+            b=b,
+            scale=config.scale(group.rank, group.alpha),
+            paths=tuple((member.name, member.path) for member in group.members),
+        )
+
+
+def _projection(axes: tuple[Axis, ...], In: tuple[Axis, ...], scale: float, how: str, *, key: jax.Array) -> Linear:
+    bound = scale / math.sqrt(math.prod(axis.size for axis in In))
+    if how == "zero" or scale == 0:
+        weight = hax.zeros(axes, dtype=jnp.float32)
+    elif how == "peft":
+        weight = hax.random.uniform(key, axes, minval=-bound, maxval=bound, dtype=jnp.float32)
+    else:
+        weight = hax.random.truncated_normal(key, axes, -2.0, 2.0, dtype=jnp.float32) * bound
+    return Linear(weight=weight, bias=None, In=tuple(axis.name for axis in In))
+
+
+class Adapters(eqx.Module):
+    """All factors of a model's adapters.
+
+    Attributes:
+        pairs: by the path of their group.
+    """
+
+    pairs: dict[str, Pair]
+
+    @staticmethod
+    def init(groups: Sequence[TargetGroup], config: LoraConfig, *, key: jax.Array) -> "Adapters":
+        """Fresh factors, with which a model computes what it did before."""
+        keys = jax.random.split(key, len(groups))
+        return Adapters(
+            pairs={group.path: Pair.init(group, config, key=each) for group, each in zip(groups, keys, strict=True)}
+        )
+
+    def bound_to(self, base: M) -> M:
+        """The model whose targeted projections are `base`'s and the factors'; nothing is computed."""
+        wanted = {path: (pair, name) for pair in self.pairs.values() for name, path in pair.paths}
+
+        def visit(keys: KeyPath, x: PyTree) -> PyTree:
+            found = wanted.get(path_string(keys)) if isinstance(x, Linear) else None
+            if found is None:
+                return x
+            pair, name = found
+            return replace(x, weight=LowRank(x.weight, _array(pair.a), _array(pair.b[name]), pair.scale))
+
+        return jax.tree_util.tree_map_with_path(visit, base, is_leaf=lambda x: isinstance(x, Linear))
+
+
+def _array(linear: Linear) -> NamedArray:
+    assert isinstance(linear.weight, NamedArray), "factors are arrays"
+    return linear.weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A factor's place in two trees.
+
+    Attributes:
+        own: its path among the adapters.
+        bound: its path in the model that is bound.
+    """
+
+    own: str
+    bound: str
+
+
+def factors(adapters: Adapters) -> tuple[Factor, ...]:
+    """Every factor of every member; a shared one is bound in several places."""
+    return tuple(
+        factor
+        for group, pair in adapters.pairs.items()
+        for name, path in pair.paths
+        for factor in (
+            Factor(own=f"{PAIRS}.{group}.a.weight", bound=f"{path}.weight.a"),
+            Factor(own=f"{PAIRS}.{group}.b.{name}.weight", bound=f"{path}.weight.b"),
+        )
+    )
+
+
+def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
+    """Where the leaves of the bound model lie, by their paths in it.
+
+    Args:
+        adapters: they may be abstract.
+        plan: of the adapters' leaves and the base's, each by its own path.
+    """
+    by_path: Mapping[str, LeafPlan] = plan.by_path
+    adapted = {path for pair in adapters.pairs.values() for _, path in pair.paths}
+
+    def moved(each: LeafPlan, path: str) -> LeafPlan:
+        return replace(each, leaf=replace(each.leaf, path=path))
+
+    base = (each for each in plan.leaves if not each.leaf.path.startswith(f"{PAIRS}."))
+    kept = (
+        moved(each, f"{path}.base") if path.removesuffix(".weight") in adapted and path.endswith(".weight") else each
+        for each in base
+        for path in (each.leaf.path,)
+    )
+    bound = (moved(by_path[factor.own], factor.bound) for factor in factors(adapters))
+    return replace(plan, leaves=(*kept, *bound), findings=())
