@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving_client import Streamed, load, ours, stream
+from serving_client import Streamed, cpu_seconds, load, ours, stream
 
 HERE = Path(__file__).resolve()
 CONTEXT, CHUNK, THREADS, VOCABULARY = 512, 128, 2, 49_000
@@ -119,16 +119,18 @@ def figures(values: Sequence[float]) -> str:
     return f"{1e3 * statistics.mean(values):,.0f} / {1e3 * statistics.median(values):,.0f} / {1e3 * high:,.0f}"
 
 
-def row_of(name: str, answers: Sequence[Streamed]) -> str:
-    """A line of the table."""
+def row_of(name: str, answers: Sequence[Streamed], cpu: float) -> str:
+    """A line of the table: of the answers, and of the server's processor seconds for them."""
     good = [one for one in answers if one.ended and one.tokens]
     if len(good) < len(answers):
-        print(f"{name}: {len(answers) - len(good)} requests failed")
+        statuses = sorted({one.status for one in answers if one not in good})
+        raise SystemExit(f"{name}: {len(answers) - len(good)} requests failed, with status {statuses}")
     seconds = max(one.times[-1] for one in good) - min(one.sent for one in good)
     tokens = sum(one.tokens for one in good)
     each = [(one.seconds - one.first) / (one.tokens - 1) for one in good if one.tokens > 1]
     return (
-        f"| {name} | {len(good) / seconds:.2f} | {tokens / seconds:,.1f} | {figures([one.first for one in good])} | "
+        f"| {name} | {len(good) / seconds:.2f} | {tokens / seconds:,.1f} | {1e3 * cpu / tokens:.1f} | "
+        f"{figures([one.first for one in good])} | "
         f"{figures(each)} | {figures([gap for one in good for gap in one.gaps])} |"
     )
 
@@ -136,29 +138,31 @@ def row_of(name: str, answers: Sequence[Streamed]) -> str:
 def against_llama(options: argparse.Namespace) -> None:
     """The table of both servers."""
     with contextlib.ExitStack() as held:
-        servers = {"ours": (held.enter_context(ours(words(options.folder, options.concurrency)))[0], {})}
+        servers = {"ours": (*held.enter_context(ours(words(options.folder, options.concurrency))), {})}
         if options.llama:
-            url, _ = held.enter_context(llama(options.llama, options.folder, options.concurrency))
-            servers["llama.cpp"] = (url, {"cache_prompt": False})
+            found = held.enter_context(llama(options.llama, options.folder, options.concurrency))
+            servers["llama.cpp"] = (*found, {"cache_prompt": False})
         for rate in options.rates:
             requests = workload(options, rate)
-            turns: dict[str, list[list[Streamed]]] = {name: [] for name in servers}
-            for url, more in servers.values():
+            turns: dict[str, list[tuple[list[Streamed], float]]] = {name: [] for name in servers}
+            for url, _, more in servers.values():
                 asyncio.run(replay(url, requests[:2], 2, more))
             order = random.Random(0)
             for _ in range(options.rounds):
                 for name in order.sample(list(servers), len(servers)):
-                    url, more = servers[name]
-                    turns[name].append(asyncio.run(replay(url, requests, options.concurrency, more)))
+                    url, pid, more = servers[name]
+                    before = cpu_seconds(pid)
+                    answers = asyncio.run(replay(url, requests, options.concurrency, more))
+                    turns[name].append((answers, cpu_seconds(pid) - before))
             prompts, texts = sum(len(asked.prompt) for asked in requests), sum(asked.new for asked in requests)
             print(
                 f"\n{len(requests)} requests, {prompts:,} tokens of prompts, {texts:,} of texts; {rate:g} a second, "
                 f"at most {options.concurrency} at a time; best of {options.rounds}; load {load()}"
             )
-            print("| | requests/s | tokens/s | TTFT ms (mean / median / p99) | TPOT ms | ITL ms |")
-            print("|---|---|---|---|---|---|")
+            print("| | requests/s | tokens/s | CPU ms a token | TTFT ms (mean / median / p99) | TPOT ms | ITL ms |")
+            print("|---|---|---|---|---|---|---|")
             for name, found in turns.items():
-                print(row_of(name, min(found, key=_seconds)), flush=True)
+                print(row_of(name, *min(found, key=lambda turn: _seconds(turn[0]))), flush=True)
 
 
 def _seconds(answers: Sequence[Streamed]) -> float:

@@ -81,8 +81,12 @@ async def stream(url: str, body: Mapping[str, object]) -> Streamed:
             now = time.perf_counter()
             if line.startswith(b"data: [DONE]"):
                 found.ended = True
-            elif b'"usage":{' in line and b'"choices":[]' in line:
-                found.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+            elif b'"usage":{' in line:
+                said = json.loads(line[6:])
+                found.tokens = said["usage"]["completion_tokens"]
+                # Some say it with their last token, others behind it.
+                if said["choices"] and said["choices"][0]["text"]:
+                    found.times.append(now)
             else:
                 found.times.append(now)
     except (ConnectionError, asyncio.IncompleteReadError):
@@ -107,6 +111,12 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
+def cpu_seconds(pid: int) -> float:
+    """Seconds that a process has had of processors."""
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
 def load() -> str:
     """How busy the machine is."""
     return " ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -128,3 +138,4 @@ def ours(words: Sequence[str]) -> Iterator[tuple[str, int]]:
                 raise SystemExit("".join(lines[-20:]))
         finally:
             process.terminate()
+            process.communicate()

@@ -63,7 +63,7 @@ def planned_cache(
     why += f", with {gib(room)} left for what Programs make"
     if most > rows:
         why += f"; {taken} are taken at most"
-        why += ", since more of them make no more tokens a second on CPUs" if target.platform == "cpu" else ""
+        why += ", since on CPUs more of them make hardly more tokens a second" if target.platform == "cpu" else ""
     return make(rows), f"inference.max_rows: auto is {rows}: {why}"
 
 

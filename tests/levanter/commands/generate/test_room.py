@@ -97,7 +97,7 @@ def test_more_rows_than_help_are_not_taken(tmp_path):
     on_cpus = plan(tmp_path, CPU)
     assert rows_of(on_cpus) == 32
     (said,) = [check.message for check in on_cpus.checks if check.name == "rows" and "auto is" in check.message]
-    assert said.endswith("; 32 are taken at most, since more of them make no more tokens a second on CPUs")
+    assert said.endswith("; 32 are taken at most, since on CPUs more of them make hardly more tokens a second")
 
 
 def test_memory_that_is_not_known_asks_for_a_number(tmp_path):
