@@ -85,7 +85,7 @@ def broken(rng: random.Random) -> bytes:
             b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
             b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03" + rng.randbytes(100),
             b"GET / HTTP/9.9\r\n\r\n",
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\nHost: a\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
         ]
     )
 

@@ -11,6 +11,7 @@ from levanter.serving.limits import LimitsConfig
 from levanter.serving.origin import SameOrigin
 from levanter.serving.rate import RequestRate
 from levanter.serving.refusal import unobserved
+from levanter.serving.versions import SpokenVersion
 from levanter.serving.whole_body import WholeBody
 
 
@@ -30,7 +31,7 @@ def doors(
             `serving.origin.LOCAL_NAMES` and its own address.
         observe: is told of whom is turned away.
     """
-    found = []
+    found = [Middleware(SpokenVersion, observe=observe)]
     if names is not None:
         found.append(Middleware(SameOrigin, names=names, observe=observe))
     # Keys are guessed no faster than requests may come, and a body is read only of who is otherwise welcome.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import json
 import socket
 import threading
 
@@ -99,6 +100,28 @@ def test_a_second_head_on_the_same_connection_is_not_waited_for_either(connect):
         with contextlib.suppress(ConnectionError):
             client.sendall(b"POST / HT")
         assert ended(client)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/9.9\r\nHost: a\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_not_spoken_is_refused_as_everything_else_and_the_connection_ends(connect, sent):
+    with served() as port:
+        client = connect(port)
+        client.sendall(sent)
+        said = b""
+        while part := client.recv(65536):
+            said += part
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head.lower()
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert is_answered(port)
 
 
 def test_who_is_idle_longest_makes_room(connect):
