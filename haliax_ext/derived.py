@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.exchange import Exchange, exchanged
+from haliax_ext.exchange import Exchange
+from haliax_ext.exchange_programs import exchanged
 from haliax_ext.initial import axes_of
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.placement import LeafPlan

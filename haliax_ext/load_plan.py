@@ -16,13 +16,8 @@ from jax.sharding import PartitionSpec
 from haliax_ext.abstract import Leaf
 from haliax_ext.derived import Derived, begin_derived_program, derive_piece_program, derive_program
 from haliax_ext.errors import gib, named_shape
-from haliax_ext.exchange import (
-    Exchange,
-    begin_program,
-    piece_program,
-    seconds_program,
-    whole_program,
-)
+from haliax_ext.exchange import Exchange
+from haliax_ext.exchange_programs import begin_program, piece_program, seconds_program, whole_program
 from haliax_ext.initial import LeafInit, initialize_program
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_ext.admissions import Admission, admissions, read_all
-from haliax_ext.exchange import seconds_program
+from haliax_ext.exchange_programs import seconds_program
 from haliax_ext.finite import NotFinite
 from haliax_ext.host_reader import Arrival, HostReader, Readers
 from haliax_ext.load_plan import LoadPlan, LoadStep

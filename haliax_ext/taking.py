@@ -22,7 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_ext.exchange import TRANSIENT_LIMIT, Cuts, all_gather, even_piece, psum
+from haliax_ext.exchange import TRANSIENT_LIMIT, Cuts, even_piece
+from haliax_ext.exchange_programs import all_gather, psum
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Jit, Program
 from haliax_ext.slices import Box, intersect, to_slices

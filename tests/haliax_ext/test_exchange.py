@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.exchange import Move, begin_program, even_piece, piece_program, plan_exchange, plan_moves, whole_program
+from haliax_ext.exchange import Move, even_piece, plan_exchange, plan_moves
+from haliax_ext.exchange_programs import begin_program, piece_program, whole_program
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding

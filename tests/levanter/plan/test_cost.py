@@ -19,7 +19,7 @@ from levanter.plan.cost import (
     step_time,
     training_flops,
 )
-from levanter.plan.report.facts import suspicions
+from levanter.plan.report.timing import suspicions
 
 MESH = MeshSpec.of(data=16, model=8)
 POD = parse_accelerator("v4-256")

@@ -22,7 +22,7 @@ from helpers.verdicts import (
 
 from haliax_ext.hlo import Scope
 from haliax_ext.program import Program
-from levanter.plan.report import facts, render, to_json
+from levanter.plan.report import facts, render, timing, to_json
 from levanter.plan.report.layout import WIDTH, bar, paragraph, table
 from levanter.plan.report.words import columns, percent_between, seconds_text, span_text, three_digits, visible
 from levanter.plan.verdict import ProgramVerdict
@@ -89,7 +89,7 @@ def test_modules_add_up_to_the_compilers_cycles():
     """Every `estimated_cycles` of the golden text, loops counted three times, over v4's clock."""
     verdict = fitting_verdict()
     program = verdict.programs[0]
-    found = facts.parts(program)
+    found = timing.parts(program)
     text = (GOLDEN / "hlo" / "small_v4.txt").read_text()
     entry = text[text.index("\nENTRY ") :]
     once = sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', entry))
@@ -115,12 +115,12 @@ def test_modules_add_up_to_the_compilers_cycles():
     ],
 )
 def test_modules_are_named_below_the_trunk(module, name):
-    assert facts.module_of(Scope(module)) == name
+    assert timing.module_of(Scope(module)) == name
 
 
 def test_collectives_by_hand():
     """3 layers × (2 weights, forward and backward) of 2 MiB gathered over data: [1024, 2048] bf16, half on a device."""
-    wires = {wire.over: wire for wire in facts.wires(fitting_verdict().programs[0])}
+    wires = {wire.over: wire for wire in timing.wires(fitting_verdict().programs[0])}
     gathers = next(t for t in wires["data"].kinds if t.kind == "all-gather")
     assert (gathers.count, gathers.nbytes) == (12, 12 * 1024 * 1024 * 2)
     assert {wire.network for wire in wires.values()} == {"ICI"}
@@ -130,7 +130,7 @@ def test_collectives_by_hand():
 def test_rates_and_the_whole_job():
     verdict = fitting_verdict()
     program = verdict.programs[0]
-    speed, time = facts.rate(verdict, program), program.time
+    speed, time = timing.rate(verdict, program), program.time
     assert speed is not None and time is not None
     assert speed.tokens_per_second_per_chip == (
         pytest.approx(4_096 / 8 / time.high),
@@ -138,7 +138,7 @@ def test_rates_and_the_whole_job():
     )
     assert speed.expected == pytest.approx(4_096 / 8 / time.expected)
     assert time.low < time.expected <= time.high
-    share = facts.utilization(program, program.mfu)
+    share = timing.utilization(program, program.mfu)
     assert share == pytest.approx(2e11 / (8 * POD.peak_flops() * time.expected))
     assert facts.job_seconds(verdict) == (pytest.approx(100 * time.low), pytest.approx(100 * time.high))
     assert program.workload is not None

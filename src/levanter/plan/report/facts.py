@@ -1,23 +1,19 @@
 """What a verdict says, worked out once for every form it is shown in: terminal, page, JSON.
 
 *Occupancy*: what a chip holds while the program with the largest inputs runs: its inputs by group, padding of their
-layout, what is made on the way, and what stays free. *LinkTraffic*: the collectives over one set of mesh axes, which
-share their links. *ModuleTime*: the compute time of one module.
+layout, what is made on the way, and what stays free. What is said of one Program is in `timing`.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from haliax_ext.errors import gib
-from haliax_ext.hlo import CompiledFigures, Scope
-from haliax_ext.hlo.scopes import UNNAMED
+from haliax_ext.hlo import CompiledFigures
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.budget import Resident
-from levanter.plan.cost import StepTime
 from levanter.plan.load_budget import LoadBudget
-from levanter.plan.report.words import between, percent, percent_between, seconds_text, span_text, three_digits
+from levanter.plan.report.words import seconds_text, three_digits
 from levanter.plan.verdict import ProgramVerdict, Verdict
 from levanter.run import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, Workload
 
@@ -27,9 +23,6 @@ ESTIMATE = "an estimate, not measured"
 PADDING, GRADIENTS, TEMPORARIES = "layout padding", "gradients", "temporaries"
 
 State = Literal["fits", "not compiled", "does not fit", "not decided", "bad input", "compiler crash", "failed"]
-
-# Names that only hold others.
-_TRUNK = frozenset(("transformer", "layers", "stacked", "model", "blocks"))
 
 
 def state(verdict: Verdict) -> State:
@@ -154,83 +147,9 @@ def figures(program: ProgramVerdict) -> CompiledFigures | None:
     return program.outcome.figures if isinstance(program.outcome, Compiled) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleTime:
-    """Compute of one module.
-
-    Attributes:
-        name: `self_attn`, `mlp`, ….
-        seconds: modelled, on each chip.
-        during: the same by pass: `forward`, `remat`, `backward`.
-    """
-
-    name: str
-    seconds: float
-    during: dict[str, float]
-
-
-def parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
-    """The compute time of a Program by module, largest first; with what is exposed it adds up to `time.expected`."""
-    found, time = figures(program), program.time
-    if time is not None and time.calibration.estimate:
-        return (ModuleTime(name="compute and memory", seconds=time.kernels_expected, during={}),)
-    if found is None or time is None:
-        return ()
-    per_cycle = time.cycle_scale * time.cycles / max(found.total_cycles, 1)
-    sums: dict[str, Counter[str]] = defaultdict(Counter)
-    for scope, cycles in found.cycles.items():
-        sums[module_of(scope)][scope.during] += cycles
-    rows = [
-        ModuleTime(
-            name=name,
-            seconds=per_cycle * passes.total(),
-            during={during: per_cycle * cycles for during, cycles in passes.items()},
-        )
-        for name, passes in sums.items()
-        if passes.total()
-    ]
-    if time.kernels_expected:
-        rows.append(ModuleTime(name="kernels", seconds=time.kernels_expected, during={}))
-    if time.copies:
-        rows.append(ModuleTime(name="copies of arrays", seconds=time.copies, during={}))
-    return tuple(sorted(rows, key=lambda part: -part.seconds))
-
-
-def basis(time: StepTime) -> str:
-    """What a time rests on, in three words."""
-    return ESTIMATE if time.calibration.estimate else MODELLED
-
-
 def basis_of_all(verdict: Verdict) -> str:
     """What the times of a verdict's Programs rest on."""
     return ESTIMATE if any(p.time is not None and p.time.calibration.estimate for p in verdict.programs) else MODELLED
-
-
-def time_text(time: StepTime) -> str:
-    """The figure to plan with, and the range it stands in: `5.93 s, within 4.03–6.14 s`."""
-    within = f", within {span_text(time.low, time.high)}" if time.low < time.high else ""
-    return seconds_text(time.expected) + within
-
-
-def passes(shown: Sequence[ModuleTime]) -> list[str]:
-    """The passes that the parts are divided in, in their order; none where there is one only."""
-    found = [name for name in ("forward", "remat", "backward") if any(name in part.during for part in shown)]
-    return found if len(found) > 1 else []
-
-
-def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
-    """What a Program would take if all but one thing cost nothing: the low end of its time is the largest of these."""
-    time = program.time
-    if time is None:
-        return ()
-    found = [("compute", time.bounds["compute"]), ("HBM traffic", time.memory)]
-    if time.calibration.estimate:
-        found += [(f"links for {link.over}", link.busy) for link in time.links]
-    else:
-        found += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
-    found += [("activations sent to host memory", time.transfers)]
-    found.append(("model FLOPs at peak", time.peak))
-    return tuple((name, seconds) for name, seconds in found if seconds > time.expected / 1000)
 
 
 def offloading(verdict: Verdict) -> tuple[str, ...]:
@@ -240,144 +159,6 @@ def offloading(verdict: Verdict) -> tuple[str, ...]:
         f"{each}" + (f"; {seconds_text(each.seconds)} a step over each chip's link to it" if each.seconds else "")
         for each in found
     )
-
-
-def suspicions(time: StepTime) -> tuple[str, ...]:
-    """Sentences about bounds of a time that cannot be true beside its compiled schedule."""
-    schedule = time.compute + time.exposed
-    return tuple(
-        f"suspect: bound by {name}, {seconds_text(seconds)}, which is {seconds / schedule:.1f} times the schedule as "
-        f"compiled ({seconds_text(schedule)}): one of the two is counted wrongly, do not plan with this time"
-        for name, seconds in time.suspect.items()
-    )
-
-
-def large_parts(program: ProgramVerdict) -> tuple[ModuleTime, ...]:
-    """The same as `parts`, modules of less than a thousandth of the time put together at the end."""
-    found, time = parts(program), program.time
-    small = [part for part in found if time is not None and part.seconds < time.expected / 1000]
-    if len(small) < 2:
-        return found
-    during: Counter[str] = Counter()
-    for part in small:
-        during.update(part.during)
-    rest = ModuleTime(
-        name=f"{len(small)} smaller modules", seconds=sum(part.seconds for part in small), during=dict(during)
-    )
-    return (*(part for part in found if part not in small), rest)
-
-
-def module_of(scope: Scope) -> str:
-    """The module under the trunk that a scope belongs to: `layers.self_attn.q_proj` is `self_attn`."""
-    if scope.module == UNNAMED:
-        return "without a name"
-    names = [name for name in scope.module.split(".") if name not in _TRUNK]
-    return names[0] if names else "layers, outside any module"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """The collectives of one kind over one set of mesh axes."""
-
-    kind: str
-    count: int
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkTraffic:
-    """The collectives over one set of mesh axes.
-
-    Attributes:
-        over: the mesh axes, as text.
-        network: `ICI`, `DCN` or `unknown`.
-        kinds: what runs over them, most bytes first.
-        busy: seconds in use; `None` where the time is not known.
-        exposed: seconds that nothing hides.
-    """
-
-    over: str
-    network: str
-    kinds: tuple[Traffic, ...]
-    busy: float | None
-    exposed: float | None
-
-
-def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
-    """The collectives of one execution by mesh axes, the busiest first."""
-    found = figures(program)
-    if found is None:
-        return ()
-    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    nbytes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for collective in found.collectives:
-        key = (collective.over, collective.network)
-        counts[key][collective.kind] += collective.times
-        nbytes[key][collective.kind] += collective.total_bytes
-    uses = {(link.over, link.network): link for link in program.time.links} if program.time is not None else {}
-    rows = []
-    for key, by_kind in nbytes.items():
-        over, network = key
-        use = uses.get(key)
-        rows.append(
-            LinkTraffic(
-                over=over,
-                network="unknown" if network == "unknown" else network.upper(),
-                kinds=tuple(Traffic(kind=kind, count=counts[key][kind], nbytes=n) for kind, n in by_kind.most_common()),
-                busy=None if use is None else use.busy,
-                exposed=None if use is None else use.exposed,
-            )
-        )
-    return tuple(sorted(rows, key=lambda wire: (-(wire.busy or 0.0), -sum(t.nbytes for t in wire.kinds))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """How fast one Program goes.
-
-    Attributes:
-        tokens_per_second_per_chip: at the high and the low end of its time.
-        expected: the same at the time to plan with.
-        items_per_second: of the workload's own unit, over all chips, at the time to plan with.
-    """
-
-    tokens_per_second_per_chip: tuple[float, float]
-    expected: float
-    items_per_second: float
-
-
-def rate(verdict: Verdict, program: ProgramVerdict) -> Rate | None:
-    """What the modelled time makes of a Program's workload."""
-    work, time, number = program.workload, program.time, chips(verdict)
-    if work is None or time is None or not number or time.low <= 0:
-        return None
-    return Rate(
-        tokens_per_second_per_chip=(work.tokens / time.high / number, work.tokens / time.low / number),
-        expected=work.tokens / time.expected / number,
-        items_per_second=work.items / time.expected,
-    )
-
-
-def utilization(program: ProgramVerdict, ends: tuple[float, float] | None) -> float | None:
-    """MFU at the time to plan with, from that at the high and the low end."""
-    time = program.time
-    return None if time is None or ends is None else ends[0] * time.high / time.expected
-
-
-def rate_text(speed: Rate) -> str:
-    """`173, within 167–254`."""
-    return f"{three_digits(speed.expected)}, within {between(*speed.tokens_per_second_per_chip)}"
-
-
-def utilization_text(program: ProgramVerdict, ends: tuple[float, float] | None) -> str:
-    """`51.2 %, within 49.5–75.4 %`; empty where it is not known."""
-    expected = utilization(program, ends)
-    return "" if expected is None or ends is None else f"{percent(expected)}, within {percent_between(*ends)}"
-
-
-def exposed_share(time: StepTime) -> float:
-    """The share of a step that is communication which nothing hides."""
-    return time.exposed / time.expected if time.expected > 0 else 0.0
 
 
 def main_and_others(verdict: Verdict) -> tuple[tuple[ProgramVerdict, ...], tuple[ProgramVerdict, ...]]:

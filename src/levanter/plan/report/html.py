@@ -10,7 +10,7 @@ from importlib import resources
 
 from haliax_ext.errors import named_shape
 from levanter.plan.aot import Compiled, Refused
-from levanter.plan.report import charts, facts
+from levanter.plan.report import charts, facts, timing
 from levanter.plan.report.markup import Content, Html, escaped, listed, section, table, tag
 from levanter.plan.report.serving import Sheet, serving_sheets
 from levanter.plan.report.words import (
@@ -91,7 +91,7 @@ def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
     for verdict, id_ in zip(verdicts, ids, strict=True):
         program, most = facts.main_program(verdict), facts.most_bytes(verdict)
         time = program.time if program is not None else None
-        speed = facts.rate(verdict, program) if program is not None else None
+        speed = timing.rate(verdict, program) if program is not None else None
         limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
         rows.append(
             [
@@ -102,8 +102,8 @@ def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
                 seconds_text(time.expected) if time is not None else "–",
                 span_text(time.low, time.high) if time is not None else "–",
                 three_digits(speed.expected) if speed is not None else "–",
-                _share_or_dash(facts.utilization(program, program.mfu) if program is not None else None),
-                _share_or_dash(facts.exposed_share(time) if time is not None else None),
+                _share_or_dash(timing.utilization(program, program.mfu) if program is not None else None),
+                _share_or_dash(timing.exposed_share(time) if time is not None else None),
             ]
         )
     header = ("target", "chips", "a chip holds", "verdict", "a step", "within", "tokens/s/chip", "MFU", "exposed")
@@ -168,11 +168,11 @@ def _tiles(verdict: Verdict) -> Html:
         time = program.time
         within = f"within {span_text(time.low, time.high)}, bound by {time.bound_by}"
         tiles.append((f"one {program.name}", seconds_text(time.expected), within))
-        tiles.append(("exposed", seconds_text(time.exposed), f"{percent(facts.exposed_share(time))} of it"))
-        if (speed := facts.rate(verdict, program)) is not None:
+        tiles.append(("exposed", seconds_text(time.exposed), f"{percent(timing.exposed_share(time))} of it"))
+        if (speed := timing.rate(verdict, program)) is not None:
             within = f"within {between(*speed.tokens_per_second_per_chip)}"
             tiles.append(("tokens/s/chip", three_digits(speed.expected), within))
-        if (share := facts.utilization(program, program.mfu)) is not None and program.mfu is not None:
+        if (share := timing.utilization(program, program.mfu)) is not None and program.mfu is not None:
             tiles.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
     if (job := facts.job_seconds(verdict)) is not None:
         hours = facts.chip_hours(verdict)
@@ -260,7 +260,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     time = program.time
     if time is None:
         return ""
-    compute = facts.large_parts(program)
+    compute = timing.large_parts(program)
     colors = charts.module_classes([part.name for part in compute])
     pieces = [(part.name, part.seconds, colors[part.name]) for part in compute]
     if time.exposed:
@@ -268,9 +268,9 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     bars = [charts.TimeBar(name="in sequence", pieces=tuple(pieces), total=sum(s for _, s, _ in pieces))]
     bars += [
         charts.TimeBar(name=name, pieces=((name, seconds, "g-bound"),), total=seconds)
-        for name, seconds in facts.bounds(program)
+        for name, seconds in timing.bounds(program)
     ]
-    passes = facts.passes(compute)
+    passes = timing.passes(compute)
     rows: list[list[Content]] = [
         [
             [tag("i", class_=f"swatch {colors[part.name]}", aria_hidden="true"), part.name],
@@ -281,39 +281,39 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
         for part in compute
     ]
     blanks = [""] * len(passes)
-    share = percent(facts.exposed_share(time))
+    share = percent(timing.exposed_share(time))
     mark = tag("i", class_="swatch g-exposed hatched", aria_hidden="true")
     rows.append([[mark, "exposed communication"], *blanks, seconds_text(time.exposed), share])
     said = (
-        f"{facts.time_text(time)}: from everything overlapped (bound by {time.bound_by}) to the schedule as compiled "
+        f"{timing.time_text(time)}: from everything overlapped (bound by {time.bound_by}) to the schedule as compiled "
     )
     said += "with the compiler's own cycles, and all communication that it does not hide."
     if time.calibration.estimate:
-        said = f"{facts.time_text(time)}."
+        said = f"{timing.time_text(time)}."
     numbers = tuple(range(1, len(passes) + 3))
     return section(
         f"Time of one {program.name}",
         tag("p", said),
         charts.time_bars(bars),
         table(("module", *passes, "compute", "of the step"), rows, numbers=numbers),
-        *(tag("p", sentence) for sentence in (*facts.suspicions(time), *filter(None, [time.calibration.said]))),
+        *(tag("p", sentence) for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.said]))),
         tag("p", _speed(verdict, program)),
-        note=facts.basis(time),
+        note=timing.basis(time),
     )
 
 
 def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
     said = []
-    work, speed = program.workload, facts.rate(verdict, program)
+    work, speed = program.workload, timing.rate(verdict, program)
     if work is not None and speed is not None:
         each = count_text(work.tokens, "token")
         if work.unit != "tokens":
             each += f" in {work.items:,} {work.unit} ({three_digits(speed.items_per_second)} {work.unit}/s)"
-        said.append(f"{each} an execution: {facts.rate_text(speed)} tokens/s/chip.")
+        said.append(f"{each} an execution: {timing.rate_text(speed)} tokens/s/chip.")
     if program.mfu is not None:
-        full = facts.utilization_text(program, program.mfu_full)
+        full = timing.utilization_text(program, program.mfu_full)
         full = f"; {full} with full attention" if full else ""
-        said.append(f"MFU {facts.utilization_text(program, program.mfu)} with causal attention{full}.")
+        said.append(f"MFU {timing.utilization_text(program, program.mfu)} with causal attention{full}.")
     if work is not None:
         often = (
             "the number of executions is unknown"
@@ -326,7 +326,7 @@ def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
 
 
 def _collectives(program: ProgramVerdict) -> Content:
-    found = facts.wires(program)
+    found = timing.wires(program)
     if not found:
         return ""
     rows: list[list[Content]] = []

@@ -11,7 +11,7 @@ from haliax_ext.errors import named_shape
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.cost import StepTime
 from levanter.plan.load_budget import LoadBudget
-from levanter.plan.report import facts
+from levanter.plan.report import facts, timing
 from levanter.plan.report.layout import WIDTH, Align, bar, paragraph, table
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.report.words import (
@@ -55,7 +55,7 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     for verdict in verdicts:
         program, most = facts.main_program(verdict), facts.most_bytes(verdict)
         time = program.time if program is not None else None
-        speed = facts.rate(verdict, program) if program is not None else None
+        speed = timing.rate(verdict, program) if program is not None else None
         limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
         rows.append(
             (
@@ -67,12 +67,15 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
                 _step(time) if time is not None else "–",
                 span_text(time.low, time.high) if time is not None else "–",
                 three_digits(speed.expected) if speed is not None else "–",
-                _share_or_dash(facts.utilization(program, program.mfu) if program is not None else None),
-                _share_or_dash(facts.exposed_share(time) if time is not None else None),
+                _share_or_dash(timing.utilization(program, program.mfu) if program is not None else None),
+                _share_or_dash(timing.exposed_share(time) if time is not None else None),
             )
         )
     what = next((f"{v.plan.entry_point}: " for v in verdicts if v.plan is not None), "")
-    lines = [*paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {facts.MODELLED})", indent=0), ""]
+    lines = [
+        *paragraph(f"{what}{count_text(len(verdicts), 'target')} (times are {facts.MODELLED})", indent=0),
+        "",
+    ]
     lines += table(rows, align=align, header=header)
     said = "within: from everything overlapped to only what the schedule hides; MFU: attention over the causal "
     said += "half; exposed: the share of a step that is communication not hidden by compute"
@@ -257,10 +260,10 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     time = program.time
     if time is None:
         return []
-    lines = _title(f"time of one {program.name}: {facts.time_text(time)} ({facts.basis(time)})")
-    compute = facts.large_parts(program)
+    lines = _title(f"time of one {program.name}: {timing.time_text(time)} ({timing.basis(time)})")
+    compute = timing.large_parts(program)
     scale = max(time.expected, sum(part.seconds for part in compute) + time.exposed, 1e-12)
-    passes = facts.passes(compute)
+    passes = timing.passes(compute)
     names = max(len(name) for name in ["exposed communication", *(part.name for part in compute)])
     # Beside the bar: margins, its own ends, and a column of seconds for each pass and for all of them.
     width = max(16, min(_BAR, WIDTH - names - 11 * (len(passes) + 1) - 7))
@@ -276,20 +279,20 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     header = ("", *passes, "together", "") if passes else ()
     numbers: list[Align] = ["right"] * (len(passes) + 1)
     lines += table(rows, align=("left", *numbers, "left"), header=header)
-    said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in facts.bounds(program))
+    said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in timing.bounds(program))
     lines += paragraph(f"if all of it overlapped: {said}; the low end is bound by {time.bound_by}")
-    for sentence in (*facts.suspicions(time), *filter(None, [time.calibration.said])):
+    for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.said])):
         lines += paragraph(sentence)
-    speed, work = facts.rate(verdict, program), program.workload
+    speed, work = timing.rate(verdict, program), program.workload
     if speed is not None and work is not None:
         said = f"{count_text(work.tokens, 'token')} an execution"
         if work.unit != "tokens":
             said += f" in {work.items:,} {work.unit}, {three_digits(speed.items_per_second)} {work.unit}/s"
-        lines += paragraph(f"{said}: {facts.rate_text(speed)} tokens/s/chip")
+        lines += paragraph(f"{said}: {timing.rate_text(speed)} tokens/s/chip")
     if program.mfu is not None:
-        full = facts.utilization_text(program, program.mfu_full)
+        full = timing.utilization_text(program, program.mfu_full)
         full = f"; {full} with full attention" if full else ""
-        lines += paragraph(f"MFU {facts.utilization_text(program, program.mfu)} with causal attention{full}")
+        lines += paragraph(f"MFU {timing.utilization_text(program, program.mfu)} with causal attention{full}")
     return lines
 
 
@@ -298,7 +301,7 @@ def _bar(begin: float, length: float, scale: float, width: int) -> str:
 
 
 def _collectives(program: ProgramVerdict) -> list[str]:
-    found = facts.wires(program)
+    found = timing.wires(program)
     if not found:
         return []
     rows = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.budget import Resident
-from levanter.plan.report import facts
+from levanter.plan.report import facts, timing
 from levanter.plan.report.serving import serving_values
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -132,8 +132,8 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
         "offloaded": None,
         "workload": None,
         "time": _time(program),
-        "mfu": _expecting(_range(program.mfu), facts.utilization(program, program.mfu)),
-        "mfu_full_attention": _expecting(_range(program.mfu_full), facts.utilization(program, program.mfu_full)),
+        "mfu": _expecting(_range(program.mfu), timing.utilization(program, program.mfu)),
+        "mfu_full_attention": _expecting(_range(program.mfu_full), timing.utilization(program, program.mfu_full)),
         "tokens_per_second_per_chip": None,
         "job_seconds": _range(program.job_seconds),
         "collectives": [
@@ -144,7 +144,7 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
                 "exposed_seconds": wire.exposed,
                 "kinds": [{"kind": t.kind, "times": t.count, "total_bytes": t.nbytes} for t in wire.kinds],
             }
-            for wire in facts.wires(program)
+            for wire in timing.wires(program)
         ],
     }
     if isinstance(outcome, Compiled):
@@ -183,7 +183,7 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             "executions": work.executions,
             "reason": work.reason,
         }
-    if (speed := facts.rate(verdict, program)) is not None:
+    if (speed := timing.rate(verdict, program)) is not None:
         found["tokens_per_second_per_chip"] = _expecting(_range(speed.tokens_per_second_per_chip), speed.expected)
     return found
 
@@ -203,7 +203,7 @@ def _time(program: ProgramVerdict) -> dict[str, Any] | None:
         "host_transfer_seconds": time.transfers,
         "peak_flops_seconds": time.peak,
         "by_module": [
-            {"module": part.name, "seconds": part.seconds, "by_pass": part.during} for part in facts.parts(program)
+            {"module": part.name, "seconds": part.seconds, "by_pass": part.during} for part in timing.parts(program)
         ],
         "not_modelled": list(time.unknown),
         "not_calibrated": time.calibration.said or None,
