@@ -109,8 +109,8 @@ def open_saved(path: str) -> SavedModel:
     part = FrozenPart.of(ref)
     if part is not None and part.adapters is not None:
         raise UnreadableCheckpointError(
-            f"{ref.path}: contains adapters and no model; the model that they are of came from {part.origin}. What the "
-            "run saved with peft_save_path can be merged into it by peft"
+            f"{ref.path}: contains adapters and no model; the model that they are of came from {part.origin}. Give "
+            "that as hf_checkpoint, and what the run saved with peft_save_path as adapter_path"
         )
     if part is not None:
         raise UnreadableCheckpointError(
