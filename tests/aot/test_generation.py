@@ -114,3 +114,10 @@ def test_a_part_of_a_prompt_is_written_in_place():
     part = compiled("prefill_1x512")
     assert part.memory.temp <= 512 << 20
     assert part.memory.alias >= CACHE
+
+
+def test_a_part_of_a_prompt_copies_no_scales_of_an_int8_cache():
+    """512 consecutive positions of one row: weights are read, keys of the row, and little else."""
+    part = compiled("prefill_1x512", int8=True, cache={"dtype": "int8", "rows": 44})
+    assert part.figures is not None and not part.figures.copied_bytes
+    assert part.figures.hbm_bytes <= 1.25 * (LAYERS * LAYER + HEAD_WEIGHTS) // 2

@@ -36,6 +36,7 @@ class TinyEngine:
         share_prefixes: see `Schedule`.
         behind: see `Engine`.
         dtype: of weights, activations and cache.
+        cache_dtype: of the cache, where it is another.
         matrix_unit: see `ServedModel`.
     """
 
@@ -52,6 +53,7 @@ class TinyEngine:
     share_prefixes: bool = False
     behind: int = 2
     dtype: str = "float32"
+    cache_dtype: str | None = None
     matrix_unit: bool = False
 
     def engine(self) -> Engine:
@@ -79,7 +81,7 @@ def _made(asked: TinyEngine) -> tuple[GenerationPrograms, Any, Any]:
         batch_axis="batch",
         rows=asked.rows,
         max_seq_len=asked.max_seq_len,
-        dtype=jnp.dtype(asked.dtype),
+        dtype=jnp.dtype(asked.cache_dtype or asked.dtype),
         allocation=asked.allocation,
         page_size=asked.page_size,
         pages=asked.pages,

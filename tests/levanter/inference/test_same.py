@@ -132,6 +132,7 @@ def test_texts_are_the_same_in_any_order(allocation, devices):
     "changes",
     [
         {"rows": 1, "kv_heads": 16},
+        {"rows": 3, "cache_dtype": "int8"},
         pytest.param({"rows": 1, "steps": 8, "allocation": "paged"}, marks=pytest.mark.slow),
         pytest.param({"rows": 3, "kv_heads": 16, "steps": 8}, marks=pytest.mark.slow),
         pytest.param({"rows": 2, "kv_heads": 16, "axes": axes(data=2, model=2)}, marks=pytest.mark.slow),
@@ -139,7 +140,8 @@ def test_texts_are_the_same_in_any_order(allocation, devices):
     ids=str,
 )
 def test_what_joins_a_lone_row_or_query_in_a_product_changes_no_text(changes, devices):
-    """A head of keys for each query head, a row for each shard, or both: what a TPU's matrix unit is for is made."""
+    """A head of keys for each query head, a row for each shard, or both: what a TPU's matrix unit is for is made; and
+    what is new in a cache is written as Programs for TPUs do, an int8 cache's scales in pieces."""
     del devices
     given = requests()[:4]
     expected = observed(TinyEngine(**changes).engine(), given)

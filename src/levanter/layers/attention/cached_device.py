@@ -21,7 +21,7 @@ from levanter.layers.attention.blockwise import Mixing, blockwise_attention
 from levanter.layers.attention.cache_int8 import int8_vectors
 from levanter.layers.attention.divided_last import attention_divided_last
 from levanter.layers.attention.mask import AttentionMask
-from levanter.layers.attention.places import put
+from levanter.layers.attention.places import put, put_in_one_piece
 
 MOST_SCORES = 1 << 20
 """Queries × keys of a head up to which all of their scores exist at a time; more are worked through by blocks of keys.
@@ -224,10 +224,21 @@ class CachedAttention:
         new = {"pages": jnp.where(jnp.isfinite(vectors), vectors, 0)}
         if "scales" in held:
             new["pages"], new["scales"] = int8_vectors(new["pages"])
-        return {
-            name: put(array, layer, given[PLACES[name]].array, new[name], flat=self.flat)
-            for name, array in held.items()
-        }
+        written: dict[str, jax.Array] = {}
+        for name, array in held.items():
+            if name == "scales" and self.flat and _of_one_page(given):
+                where = (given[each].array for each in ("tables", "positions", "there"))
+                written[name] = put_in_one_piece(array, layer, new[name], *where)
+            else:
+                written[name] = put(array, layer, given[PLACES[name]].array, new[name], flat=self.flat)
+        return written
+
+
+def _of_one_page(given: Mapping[str, NamedArray]) -> bool:
+    """Whether a call has some consecutive positions of one row, all of them in the one page of that row."""
+    if "tables" not in given or given["tables"].array.shape != (1, 1):
+        return False
+    return 1 < given["positions"].axis_size("position") <= given["pages"].axis_size("slot")
 
 
 def _capacity(given: Mapping[str, NamedArray]) -> int:

@@ -195,3 +195,32 @@ def put(array: jax.Array, layer: jax.Array, places: jax.Array, values: jax.Array
     view = array if count == array.ndim else array.reshape(-1, *array.shape[-2:])
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return jax.lax.scatter(view, places, values.astype(array.dtype), numbers, mode=mode).reshape(array.shape)
+
+
+def put_in_one_piece(
+    scales: jax.Array, layer: jax.Array, values: jax.Array, tables: jax.Array, positions: jax.Array, there: jax.Array
+) -> jax.Array:
+    """A device's part of the scales of a cache, with those of consecutive positions of one row in it.
+
+    For many positions a TPU's compiler scatters by way of another layout of all scales, there and back in every layer.
+    Here a piece is read, changed and written.
+
+    Args:
+        scales: `[layers, kv_head, kv, page, slot]`.
+        layer: the index of the layer that they are of.
+        values: `[kv, 1, position, kv_head]`.
+        tables: `[1, 1]`: the page.
+        positions: `[1, position]`, of which those come first that are there.
+        there: its shape.
+    """
+    count, slots = positions.shape[1], scales.shape[-1]
+    first = positions[0, 0]
+    # A piece that would go beyond the page begins before the first position, and has its values that much later.
+    start = jnp.clip(first, 0, slots - count)
+    new = jnp.transpose(values[:, 0], (2, 0, 1)).astype(scales.dtype)
+    new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, ((0, 0), (0, 0), (count, 0))), count + start - first, count, axis=2)
+    index = jnp.arange(count) + start - first
+    written = (index >= 0) & (index < jnp.sum(there))
+    at = (layer, 0, 0, tables[0, 0], start)
+    held = jax.lax.dynamic_slice(scales, at, (1, *scales.shape[1:3], 1, count))
+    return jax.lax.dynamic_update_slice(scales, jnp.where(written, new[None, :, :, None], held), at)
