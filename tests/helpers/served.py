@@ -16,6 +16,7 @@ from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.running import Running, running
 from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
+from levanter.commands.shell.devices import set_jax_options
 from levanter.config import load_written
 from levanter.inference.device import DeviceRows
 from levanter.inference.engine import Engine, schedule_of
@@ -89,6 +90,8 @@ def loaded(folder: Path, scratch: Path, **keys: object) -> Iterator[Loaded]:
     path = scratch / "serve.yaml"
     path.write_text(json.dumps({"hf_checkpoint": str(folder), "trainer": TRAINER, "inference": inference, **keys}))
     read = load_written(ServeConfig, ["--config_path", str(path)])
+    # As every entry point does: one that ran in this process later would change what compiled Programs are found by.
+    assert set_jax_options(read.config.trainer) == []
     target = Target(name="local", platform="cpu", kind="cpu", devices=1)
     plan = serve.describe(read.config, target, written=read.written).check()
     work = plan.work
