@@ -88,24 +88,24 @@ class MaskedTemplate:
         ids, _ = self.tokenizer.encode_with_offsets(text)
         return Masked(ids=ids, spans=(Span(0, len(ids)),))
 
-    def assistant(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str, *, last: bool = False) -> Masked:
+    def assistant(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str, *, since: int = 0) -> Masked:
         """A conversation of which the assistant's tokens count.
 
         Args:
             messages: the conversation, each message with its role.
             more: what the template may know besides.
             origin: where it is from, for messages.
-            last: whether only the last of the assistant's turns counts.
+            since: the first message that may count.
 
         Raises:
             DataError: the template refuses it, or what counts can neither be read off the template nor derived.
         """
         turns = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
-        turns = turns[-1:] if last else turns
+        turns = [number for number in turns if number >= since]
         text, marked = self.template.render(messages, more, origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if self.template.marks_generation:
-            if last and turns:
+            if since and turns:
                 _, before = self.template.render(messages[: turns[0]], more, origin)
                 marked = marked[len(before) :]
             spans = (_tokens(offsets, start, stop) for start, stop in marked)

@@ -127,10 +127,11 @@ def tokenizer(request) -> FastTokenizer:
     return TOKENIZERS[request.param]()
 
 
-def masked(tokenizer, template, messages, **more):
+def masked(tokenizer, template, messages, *, last=False):
     bos, eos = (tokenizer.token(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
     chat = ChatTemplate(text=template, bos_token=bos, eos_token=eos)
-    return MaskedTemplate(template=chat, tokenizer=tokenizer).assistant(messages, {}, "here", **more)
+    since = max(n for n, message in enumerate(messages) if message["role"] == "assistant") if last else 0
+    return MaskedTemplate(template=chat, tokenizer=tokenizer).assistant(messages, {}, "here", since=since)
 
 
 def oracle(tokenizer, template, messages):

@@ -63,7 +63,9 @@ class CacheDatasetConfig(TrainLmConfig):
 
 def main(config: CacheDatasetConfig, *, written: Written | None = None) -> int:
     """Builds what is missing and prints what exists."""
-    del written  # what a training run would refuse does not affect its rows
+    # What a training run would refuse does not affect its rows.
+    if config.hf_checkpoint is not None and (written is None or "data.tokenizer" not in written):
+        config = replace(config, data=replace(config.data, tokenizer=config.hf_checkpoint))
     join_processes(config.trainer.distributed)
     with process_0_first("preparing data", seconds=ONE_FOR_ALL_SECONDS):
         _build(config, show=is_process_0())

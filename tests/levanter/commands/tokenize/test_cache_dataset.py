@@ -53,6 +53,17 @@ def training_file(folder):
     }
 
 
+def test_a_run_that_begins_from_a_checkpoint_has_its_tokenizer(folder, capsys):
+    document = training_file(folder)
+    del document["data"]["tokenizer"], document["model"]
+    document["hf_checkpoint"] = str(folder)
+    assert run(write(folder, document)) == 0
+    assert f"tokenizer: {folder}, 256 ids" in capsys.readouterr().out
+    # As one that names it.
+    assert run(write(folder, training_file(folder))) == 0
+    assert "nothing was missing" in capsys.readouterr().out
+
+
 def test_from_a_training_file(folder, capsys):
     path = write(folder, training_file(folder))
     assert run(path) == 0

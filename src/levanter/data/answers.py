@@ -1,0 +1,106 @@
+"""Conversations as ids with loss weights: what the assistant wrote counts, and must end where a model is to stop."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from levanter.data.assistant_mask import ASSISTANT, Masked, MaskedTemplate
+from levanter.data.chat import ChatTemplate
+from levanter.data.errors import DataError
+from levanter.data.store_write import Encoded
+from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
+
+NOTHING = Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32))
+"""A conversation in which nothing can count, since the assistant says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerEncoder:
+    """Makes ids and weights of conversations.
+
+    Attributes:
+        template: messages to text.
+        tokenizer: text to ids, special tokens in the text included.
+        allow_unstopped: whether what counts of an answer may end without a token that a model stops at.
+    """
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    allow_unstopped: bool = False
+
+    def everything(self, messages: Sequence[Any], more: Mapping[str, Any], origin: str) -> Encoded:
+        """A conversation all of which counts.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        return self._weighted(self._masked.everything(messages, more, origin), origin)
+
+    def counted(
+        self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], origin: str, *, since: int = 0
+    ) -> Encoded:
+        """A conversation of which the assistant's tokens count; `NOTHING` where it says nothing.
+
+        Args:
+            messages: the conversation.
+            more: what the template may know besides.
+            origin: where it is from, for messages.
+            since: the first message of which something may count.
+
+        Raises:
+            DataError: the template refuses it, or it cannot be told what counts, or nothing does, or an answer has no
+                end.
+        """
+        masked = self._masked.assistant(messages, more, origin, since=since)
+        if not masked.counted[1:].any():
+            said = [m for m in messages[since:] if m["role"] == ASSISTANT and (m.get("content") or m.get("tool_calls"))]
+            if not said:
+                return NOTHING
+            raise DataError(
+                f"{origin}: nothing counts in the loss: the assistant has {len(said)} messages, and nothing of them is "
+                "within the template's {% generation %}"
+            )
+        if not self.allow_unstopped:
+            spans = masked.spans[-1:] if self.template.marks_generation else masked.spans
+            for span in spans:
+                self._check_end(masked, span.first, span.stop, origin)
+        return self._weighted(masked, origin)
+
+    def _weighted(self, masked: Masked, origin: str) -> Encoded:
+        ids, bos = masked.ids, self.tokenizer.bos_id
+        if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
+            raise DataError(
+                f"{origin}: begins with {self.tokenizer.decode([bos])} (id {bos}) twice: nothing but the template and "
+                "what it is given writes one; take one of them out"
+            )
+        weights = np.zeros(len(ids), np.float32)
+        weights[:-1] = masked.counted[1:]
+        return Encoded(ids, weights)
+
+    def _check_end(self, masked: Masked, first: int, stop: int, origin: str) -> None:
+        """Refuses an answer that does not end in a token by which a model stops: it would learn to go on and on."""
+        for i in masked.ids[first:stop][::-1].tolist():
+            if i in self._ends:
+                return
+            if self.tokenizer.decode([i]).strip():
+                break
+        tail = self.tokenizer.decode(masked.ids[max(first, stop - 8) : stop])
+        raise DataError(
+            f"{origin}: what counts of an answer ends in {tail!r}, not in a special token: the model would not learn "
+            "to stop there; enclose the end of the turn in {% generation %} too, or set allow_unstopped: true"
+        )
+
+    @cached_property
+    def _masked(self) -> MaskedTemplate:
+        return MaskedTemplate(template=self.template, tokenizer=self.tokenizer)
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """The ids that may end an answer: tokens that were added to the vocabulary, and EOS."""
+        added = self.tokenizer.added_ids if isinstance(self.tokenizer, TemplateTokenizer) else frozenset()
+        silent = np.flatnonzero(self.tokenizer.byte_lengths() == 0).tolist()
+        own = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        return frozenset((*added, *silent, *own))

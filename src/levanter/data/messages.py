@@ -1,0 +1,89 @@
+"""Messages of a conversation as records have them, checked, and what a template may know beside them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from levanter.config.errors import did_you_mean
+from levanter.data.assistant_mask import ASSISTANT
+from levanter.data.chat import NO_TEXT
+from levanter.data.errors import DataError, raise_problems
+
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "environment")
+"""The roles that templates know. Others are named in `format.roles`."""
+_TOOLS = "tools"
+_NOT_HERE = {
+    "chat_template": "a template for one record is not read; give format.chat_template",
+    "messages": "they are a key of the record",
+    "tokenize": "it is ours to set",
+    "return_dict": "it is ours to set",
+    "return_assistant_tokens_mask": "it is ours to set",
+}
+
+
+def checked_messages(
+    given: Sequence[Any], record: Mapping[str, Any], origin: str, *, system: str | None, roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Messages with the record's system message in front, and with roles as templates call them.
+
+    Args:
+        given: as they are in the record.
+        record: the record.
+        origin: where it is from, for messages.
+        system: the key of a record that holds a system message; None for none.
+        roles: what a template calls roles that it does not know.
+
+    Raises:
+        DataError: lists all that is no message.
+    """
+    if system is not None and record.get(system):
+        prompt = record[system]
+        given = [{**(prompt if isinstance(prompt, Mapping) else {"content": prompt}), "role": "system"}, *given]
+    raise_problems([f"{origin}: {problem}" for problem in _problems(given, roles)])
+    # Parquet fills in what some messages have and others do not.
+    return [
+        {key: each for key, each in message.items() if each is not None or key == "content"}
+        | {"role": roles.get(message["role"], message["role"])}
+        for message in given
+    ]
+
+
+def _problems(messages: Sequence[Any], named: Mapping[str, str]) -> Iterator[str]:
+    known = (*named, *named.values(), *(role for role in ROLES if role not in named))
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping):
+            yield f"message {number}: expected an object with role and content, found {type(message).__name__}"
+            continue
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            yield f"message {number}: has no role (its keys are {', '.join(map(repr, message)) or 'none'})"
+        elif role not in known:
+            yield (
+                f"message {number}: unknown role {role!r}{did_you_mean(role, known)}; known are "
+                f"{', '.join(dict.fromkeys(known))}; format.roles says what others are (roles: {{{role}: …}})"
+            )
+        if isinstance(content, str) and (found := NO_TEXT.search(content)) is not None:
+            at = found.start()
+            yield f"message {number}: its content has U+{ord(found.group()):04X} at {at}: no text has that"
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            found = "missing" if content is None else f"{type(content).__name__}, and only text is read"
+            yield f"message {number}: its content is {found}"
+
+
+def template_arguments(record: Mapping[str, Any], key: str | None, origin: str) -> dict[str, Any]:
+    """What the template may know of a record besides its messages: `tools`, and what is under a key.
+
+    Args:
+        record: the record.
+        key: its key; None for none.
+        origin: where the record is from, for messages.
+
+    Raises:
+        DataError: it is no mapping, or says what is ours to say.
+    """
+    more = (record.get(key) if key is not None else None) or {}
+    if not isinstance(more, Mapping):
+        raise DataError(f"{origin}: {key!r} is {type(more).__name__}, expected an object")
+    raise_problems([f"{origin}: {key}.{name}: {why}" for name, why in _NOT_HERE.items() if name in more])
+    tools = {_TOOLS: record[_TOOLS]} if record.get(_TOOLS) else {}
+    # Whether an answer is to follow is not the record's to say; upstream leaves it out, too.
+    return {**tools, **{name: each for name, each in more.items() if name != "add_generation_prompt"}}

@@ -1,0 +1,191 @@
+"""Records of preferences → pairs of texts, of which one was preferred (`format: {type: preference_chat}`).
+
+Three shapes are read, found by their keys:
+
+- whole conversations (`chosen`, `rejected`), which begin alike: what they have in common is the prompt;
+- a prompt and two completions (`prompt`, `chosen`, `rejected`), each a list of messages;
+- the same two as plain texts, without roles. No template is used then; a text ends with EOS, and begins with BOS where
+  the tokenizer has one.
+
+What counts is what the assistant says behind the prompt, its end of turn included. The prompt of whole conversations
+is cut at a message: of two answers that begin with the same words all words count, since of two probabilities of one
+token behind one text the difference is 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from levanter.data.answers import AnswerEncoder
+from levanter.data.assistant_mask import ASSISTANT
+from levanter.data.chat import NO_TEXT, ChatTemplate
+from levanter.data.errors import DataError
+from levanter.data.formats import PreferenceChatLmDatasetFormat
+from levanter.data.messages import checked_messages, template_arguments
+from levanter.data.record_values import record_value
+from levanter.data.store_write import Encoded
+from levanter.data.tokenizer import Tokenizer
+
+Shape = Literal["conversations", "prompt and messages", "prompt and texts", "texts"]
+PROMPT = "prompt"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreferencePair:
+    """Two texts with the same beginning.
+
+    Attributes:
+        chosen, rejected: ids and loss weights, as of conversations.
+    """
+
+    chosen: Encoded
+    rejected: Encoded
+
+    @property
+    def same(self) -> bool:
+        """Whether both are one text, which teaches nothing."""
+        return np.array_equal(self.chosen.ids, self.rejected.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairEncoder:
+    """Preferences.
+
+    Attributes:
+        format: their keys.
+        template: messages to text; None where there is none, which plain texts do without.
+        tokenizer: text to ids.
+        bos, eos: ids put before and behind plain texts; None for none.
+    """
+
+    format: PreferenceChatLmDatasetFormat
+    template: ChatTemplate | None
+    tokenizer: Tokenizer
+    bos: int | None = None
+    eos: int | None = None
+
+    def shape(self, record: tuple[Any, str]) -> Shape:
+        """Which of the shapes a record has.
+
+        Raises:
+            DataError: none.
+        """
+        value, origin = record
+        chosen, rejected = (self._given(value, key, origin) for key in self._keys)
+        kinds = {type(each) for each in (chosen, rejected)}
+        has_prompt = value.get(PROMPT) is not None
+        if has_prompt:
+            kinds.add(type(self._given(value, PROMPT, origin)))
+        if len(kinds) > 1:
+            keys = ", ".join((*((PROMPT,) if has_prompt else ()), *self._keys))
+            raise DataError(f"{origin}: {keys}: expected all of them as lists of messages, or all of them as text")
+        if kinds == {str}:
+            return "prompt and texts" if has_prompt else "texts"
+        return "prompt and messages" if has_prompt else "conversations"
+
+    def encode(self, records: Sequence[tuple[Any, str]]) -> list[PreferencePair]:
+        """The pair of each record.
+
+        Raises:
+            DataError: a record of none of the shapes; two texts without a common prompt; an empty completion; and what
+                is wrong with conversations.
+        """
+        return [self._pair(record) for record in records]
+
+    def _pair(self, record: tuple[Any, str]) -> PreferencePair:
+        value, origin = record
+        shape = self.shape(record)
+        given = [value[key] for key in self._keys]
+        if shape in ("prompt and texts", "texts"):
+            prompt = value[PROMPT] if shape == "prompt and texts" else _common_text(*given, origin=origin)
+            answers = given if shape == "prompt and texts" else [text[len(prompt) :] for text in given]
+            return PreferencePair(
+                **dict(zip(("chosen", "rejected"), self._texts(prompt, answers, origin), strict=True))
+            )
+        if self.template is None:
+            raise DataError(f"{origin}: messages need a chat template; the tokenizer {self.tokenizer.name} has none")
+        more = template_arguments(value, self.format.chat_template_kwargs, origin)
+        before = value[PROMPT] if shape == "prompt and messages" else []
+        both = [
+            self._messages([*before, *each], value, f"{origin}, {key}")
+            for each, key in zip(given, self._keys, strict=True)
+        ]
+        since = self._since(both, len(both[0]) - len(given[0]) if before else None, origin)
+        made = []
+        for messages, key in zip(both, self._keys, strict=True):
+            where = f"{origin}, {key}"
+            if not any(message["role"] == ASSISTANT for message in messages[since:]):
+                raise DataError(f"{where}: empty completion: the assistant says nothing behind the prompt")
+            if not self.format.mask_user_turns:
+                made.append(self._answers.everything(messages, more, where))
+            else:
+                made.append(self._answers.counted(messages, more, where, since=since))
+        return PreferencePair(chosen=made[0], rejected=made[1])
+
+    def _since(self, both: Sequence[list[dict[str, Any]]], given: int | None, origin: str) -> int:
+        """Where the prompt ends: behind the messages that were given as such, or that both have in common."""
+        chosen, rejected = both
+        if given is None:
+            pairs = enumerate(zip(chosen, rejected, strict=False))
+            given = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+            if given == len(chosen) == len(rejected):
+                # Twice the same: its last answer is what would have been preferred.
+                given -= 1
+        if given < 1:
+            first = [f"{message['role']}: {str(message.get('content'))[:40]!r}" for message in (chosen[0], rejected[0])]
+            raise DataError(f"{origin}: no common prompt: one begins with {first[0]}, the other with {first[1]}")
+        return given
+
+    def _texts(self, prompt: str, answers: Sequence[str], origin: str) -> list[Encoded]:
+        """Plain texts: BOS, prompt, answer, EOS; prompt and answer each tokenized for itself."""
+        before = [] if self.bos is None else [self.bos]
+        after = [] if self.eos is None else [self.eos]
+        made = []
+        for answer, key in zip(answers, self._keys, strict=True):
+            if not answer:
+                raise DataError(f"{origin}, {key}: empty completion: there is nothing behind the prompt")
+            asked, said = self.tokenizer.encode_batch([prompt, answer])
+            ids = np.concatenate([before, asked, said, after]).astype(np.int32)
+            weights = np.ones(len(ids), np.float32)
+            weights[: max(len(before) + len(asked) - 1, 0)] = 0.0
+            weights[-1] = 0.0
+            made.append(Encoded(ids, weights))
+        return made
+
+    def _given(self, value: object, key: str, origin: str) -> str | list[Any]:
+        found = record_value(value, key, object, origin)
+        if not isinstance(found, str | list):
+            raise DataError(f"{origin}: {key!r} is {type(found).__name__}, expected a list of messages, or text")
+        if not found:
+            raise DataError(f"{origin}: {key!r} is empty")
+        if isinstance(found, str) and (bad := NO_TEXT.search(found)) is not None:
+            raise DataError(f"{origin}: {key!r} has U+{ord(bad.group()):04X} at {bad.start()}: no text has that")
+        return found
+
+    def _messages(self, given: Sequence[Any], value: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
+        return checked_messages(given, value, origin, system=self.format.system_prompt, roles={})
+
+    @property
+    def _keys(self) -> tuple[str, str]:
+        return self.format.chosen_field, self.format.rejected_field
+
+    @cached_property
+    def _answers(self) -> AnswerEncoder:
+        assert self.template is not None
+        return AnswerEncoder(template=self.template, tokenizer=self.tokenizer)
+
+
+def _common_text(chosen: str, rejected: str, *, origin: str) -> str:
+    """The words that two texts begin with in common; a blank before the word where they part is not among them."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    at = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if at and chosen[at - 1] == " ":
+        at -= 1
+    if not at:
+        raise DataError(
+            f"{origin}: no common prompt: one begins with {chosen[:40]!r}, the other with {rejected[:40]!r}"
+        )
+    return chosen[:at]
