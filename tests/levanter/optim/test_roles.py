@@ -141,7 +141,7 @@ def test_the_arrays_of_an_operand_are_what_their_field_is():
     found = parameters(Linear(weight=operand, bias=hax.ones(Out), In=("embed",)))
     assert {path: (p.role, p.class_path, p.factors) for path, p in found.items()} == {
         "weight.base": ("matrix", "Linear.weight", (("mlp",), ("embed",))),
-        "weight.down": ("matrix", "Linear.weight", (("low_rank",), ("embed",))),
-        "weight.up": ("matrix", "Linear.weight", (("mlp",), ("low_rank",))),
+        "weight.a": ("matrix", "Linear.weight", (("low_rank",), ("embed",))),
+        "weight.b": ("matrix", "Linear.weight", (("mlp",), ("low_rank",))),
         "bias": ("bias", "Linear.bias", None),
     }
