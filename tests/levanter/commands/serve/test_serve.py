@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,10 @@ def test_whom_it_answers_is_in_the_plan(tmp_path):
 def test_a_misspelt_key_is_told_the_nearest():
     with pytest.raises(ConfigError, match="api_key"):
         load_written(ServeConfig, ["--config_path", str(CONFIG), "--api_kye", "x"])
+
+
+def test_threads_take_short_turns_while_requests_are_answered():
+    before = sys.getswitchinterval()
+    with serve.short_turns():
+        assert sys.getswitchinterval() == pytest.approx(serve.TURN)
+    assert sys.getswitchinterval() == before
