@@ -1,20 +1,23 @@
 """The state of a run that trains adapters: made from a key alone, beside a model that is frozen."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from haliax_ext.abstract import abstract
-from haliax_ext.mapping import Mappings
+from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings
+from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
+from levanter.layers.low_rank import RANK
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.targets import TargetGroup
-from levanter.models.adapters.tree import Adapters
+from levanter.models.adapters.tree import PAIRS, Adapters
 from levanter.models.base import LmHeadModel
-from levanter.models.precision import Precision
+from levanter.models.precision import Precision, cast_floating
 from levanter.trainer.parts import ModelAveragingConfig
 from levanter.trainer.state import StatePlan, TrainState, start
 
@@ -36,6 +39,21 @@ class Adapted:
     targets: tuple[TargetGroup, ...]
     config: LoraConfig
     every: tuple[TargetGroup, ...]
+
+    def base_dtype(self, precision: Precision) -> np.dtype:
+        """In what the frozen model is held."""
+        named = self.config.base_dtype
+        return np.dtype(precision.compute if named is None else jnp.dtype(named))
+
+    def placed(self, mappings: Mappings, mesh: MeshSpec) -> Mappings:
+        """The mappings that place the factors as they are asked to be; those of a model's own arrays are the same."""
+        if self.config.placement == "as_base":
+            return mappings
+        # What is whole on every device on purpose is no fault.
+        meant = DeclaredReplication(has=RANK, lacks="", mesh_axes=mesh.names, reason="adapter.placement: whole")
+        nowhere = AxisMapping(dict.fromkeys(sorted({name for group in self.targets for name in group.axis_names})))
+        overrides = (*mappings.overrides, (PAIRS, nowhere))
+        return replace(mappings, overrides=overrides, declared=(*mappings.declared, meant))
 
     def abstract_state(
         self, optimizer: optax.GradientTransformation, averaging: ModelAveragingConfig | None
@@ -64,12 +82,12 @@ class Adapted:
         return start(adapters, optimizer, for_steps, averaging)  # pyright: ignore[reportArgumentType]
 
 
-def init_base_program(plan: StatePlan, build: Callable[[jax.Array], LmHeadModel], precision: Precision) -> Program:
-    """The Program that makes a model to adapt from a key, where none is loaded; in the compute dtype."""
+def init_base_program(plan: StatePlan, build: Callable[[jax.Array], LmHeadModel], dtype: np.dtype) -> Program:
+    """The Program that makes a model to adapt from a key, where none is loaded; in the dtype that it is held in."""
 
     def initialize(key: jax.Array) -> LmHeadModel:
         for_model, _ = jax.random.split(key)
-        return precision.cast_to_compute(build(for_model))
+        return cast_floating(build(for_model), dtype)
 
     return Program(
         name=INIT_BASE,

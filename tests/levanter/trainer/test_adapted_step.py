@@ -1,7 +1,7 @@
 """Train steps of adapters on a frozen model: against torch, on every mesh; and what the compiled step does not do."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import haliax as hax
@@ -99,16 +99,18 @@ class Setup:
     mappings: Mappings
     accumulation: int = 1
     precision: str = "f32"
+    placement: str = "as_base"
 
     def program(self):
         precision, optimizer = Precision.parse(self.precision), ADAM.build(STEPS)
         Vocab = hax.Axis("vocab", VOCAB)
         module = abstract(lambda: CONFIG.build(Vocab, key=jax.random.PRNGKey(0)))
         every = groups_of(module, CONFIG.weight_rules(Vocab))
-        lora = LoraConfig(target_modules=list(TARGETS), r=R, alpha=ALPHA)
+        lora = LoraConfig(target_modules=list(TARGETS), r=R, alpha=ALPHA, placement=self.placement)
         adapted = Adapted(targets=find_targets(every, lora), config=lora, every=every)
         state, frozen = adapted.abstract_state(optimizer, None), cast(module, precision.compute)
-        plan = plan_state(state, self.mappings, self.spec, frozen=frozen)
+        placed = adapted.placed(self.mappings, self.spec)
+        plan = plan_state(state, placed, self.spec, frozen=frozen)
         plan.whole.check()
         objective = LmObjective(chunk=6, weights=False, segments=False)
         program = step_program(
@@ -190,6 +192,8 @@ MESHES = {
     "8x1": on(8, 1),
     "model, group, data": three_axes(),
     "2x4, accumulated": on(2, 4, accumulation=2),
+    "2x4, whole": on(2, 4, placement="whole"),
+    "4x2, whole, accumulated": on(4, 2, placement="whole", accumulation=2),
 }
 
 
@@ -235,6 +239,24 @@ def test_no_gradient_of_a_frozen_weight_exists(devices):
     own = sum(int(np.prod(leaf.shape)) for leaf in leaves(program.input("state").value))
     assert sum(int(np.prod(x.shape)) for x in jax.tree.leaves(lowered.out_info)) <= own + 64
     assert set(program.donate) == {"state"}
+
+
+def test_factors_may_be_whole_on_every_device():
+    """Nothing cuts them, nor their statistics; the base lies where it did; and what is meant is no fault."""
+    setup = on(2, 4, placement="whole")
+    plan, program = setup.program()
+    other, _ = on(2, 4).program()
+    for each in plan.whole.leaves:
+        if "low_rank" in each.leaf.names:
+            assert not any(each.mesh_axes) and each.bytes_per_device == each.leaf.nbytes, each.leaf.path
+    assert {each.spec for each in plan.loaded.leaves} == {each.spec for each in other.loaded.leaves}
+    assert not plan.whole.errors
+    # A chip so small that a factor is a large part of it: what is whole on purpose is still no fault.
+    state, frozen = (program.input(name).value for name in ("state", "frozen"))
+    small = plan_state(state, plan.parameters.mappings, setup.spec, frozen=frozen, hbm_bytes=10_000)
+    small = replace(small.whole, findings=tuple(f for f in small.whole.findings if f.path.startswith("pairs.")))
+    assert not small.errors
+    assert any("declared, adapter.placement: whole" in note.message for note in small.notes)
 
 
 def test_the_plan_has_a_group_of_adapters():

@@ -121,7 +121,8 @@ def first_programs(run: TrainedRun) -> list[Program]:
     """The Programs that make the first state and the frozen part: all of it, or what loaded weights lack."""
     plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
     if run.adapted is not None:
-        first = [] if run.config.reference is not None else [init_base_program(plan, run.build, run.precision)]
+        base = init_base_program(plan, run.build, run.adapted.base_dtype(run.precision))
+        first = [] if run.config.reference is not None else [base]
         first.append(run.adapted.init_program(plan, run.transformation, averaging))
     elif run.config.reference is not None:
         first = [init_optimizer_program(run.state, plan, run.transformation, averaging)]

@@ -166,12 +166,14 @@ def _trained(
     trainer, resolved = settled.config.trainer, settled.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
     adapted = found_adapters(settled.config, model, Vocab, abstract(example))
+    mappings = resolved.mappings
     if adapted is None:
         state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
         frozen = abstract_frozen(example, settled.precision, partition)
     else:
         state = adapted.abstract_state(settled.transformation, trainer.model_averaging)
-        frozen = cast(abstract(example), settled.precision.compute)
+        frozen = cast(abstract(example), adapted.base_dtype(settled.precision))
+        mappings = adapted.placed(mappings, resolved.spec)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
         config=settled.config,
@@ -185,7 +187,7 @@ def _trained(
         partition=partition,
         frozen=frozen,
         adapted=adapted,
-        state_plan=plan_state(state, resolved.mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
+        state_plan=plan_state(state, mappings, resolved.spec, frozen=frozen, hbm_bytes=hbm_bytes),
         compiler=settled.compiler,
         platform=target.platform,
         kind=objective,

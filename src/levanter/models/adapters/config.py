@@ -44,6 +44,9 @@ class LoraConfig(AdapterConfig):
         zero_init_b: whether B begins as 0.
         a_init_mode: how A begins: as `zero`; `random`, a normal of standard deviation 1/√in, cut off at two of them;
             `peft`, uniform between ±1/√in. One of the two factors must begin as 0, and not both.
+        placement: where the factors lie: `as_base`, cut wherever a mapping cuts the matrix that they are of; or
+            `whole`, on every device.
+        base_dtype: in what the frozen model is held; null for the compute dtype.
     """
 
     target_modules: list[str] | str | None = None
@@ -56,6 +59,8 @@ class LoraConfig(AdapterConfig):
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
     zero_init_b: bool = False
     a_init_mode: Literal["zero", "random", "peft"] = "zero"
+    placement: Literal["as_base", "whole"] = "as_base"
+    base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

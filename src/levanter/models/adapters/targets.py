@@ -18,6 +18,7 @@ from haliax_ext.mapping import path_matches
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRule, WeightRules
 from levanter.layers.linear import Linear
+from levanter.layers.low_rank import RANK
 from levanter.layers.quantized import COPIES, ROUTER, projections
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.groups import HEAD, parameter_group
@@ -89,6 +90,12 @@ class TargetGroup:
         """The rank from which on a product of factors is no smaller than the matrix may be."""
         rows = sum(_size(member.Out) for member in self.members)
         return min(rows, _size(self.In))
+
+    @property
+    def axis_names(self) -> frozenset[str]:
+        """The axes of its factors."""
+        axes = (*self.copies, *self.In, *(axis for member in self.members for axis in member.Out))
+        return frozenset((RANK, *(axis.name for axis in axes)))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import pytest
 from helpers.train_processes import write_run
 from safetensors.numpy import load_file, save_file
 
+from haliax_ext.abstract import leaves
 from levanter.checkpoint import CheckpointMismatchError, UnreadableCheckpointError, checkpoint_at
 from levanter.commands.model.saved_model import open_saved
 from levanter.commands.train import lora_lm
@@ -121,6 +122,18 @@ def test_the_plan_says_what_is_trained(trained):
     (full,), (lora,) = ([each for each in p.workloads if each.program == "train_step"] for p in (whole, plan))
     matrices = LAYERS * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) + 61 * 16
     assert lora.flops_full - full.flops_full == lora.tokens * (6 * COUNT - 2 * matrices)
+
+
+def test_the_base_may_be_held_in_another_dtype_and_the_factors_whole(trained):
+    config, _, _ = trained
+    trainer = replace(config.trainer, mp="p=f32,c=bfloat16")
+    narrow = describe_here(replace(config, trainer=trainer))
+    assert {leaf.dtype.name for leaf in leaves(narrow.work.frozen)} == {"bfloat16"}
+    lora = replace(config.adapter, base_dtype="float32", placement="whole")
+    plan = describe_here(replace(config, trainer=trainer, adapter=lora))
+    assert {leaf.dtype.name for leaf in leaves(plan.work.frozen)} == {"float32"}
+    assert plan.resident_bytes["frozen mlp"] == 2 * narrow.resident_bytes["frozen mlp"]
+    assert plan.resident_bytes["adapters"] == plan.resident_bytes["gradients"] == 4 * COUNT
 
 
 def test_a_checkpoint_holds_adapters_and_names_their_base(trained, pretrained):
