@@ -109,10 +109,13 @@ class Case:
         return [str(ROOT / word) if word.startswith("config/") else word for word in self.argv]
 
 
-_MIXTRAL = (
+_LIKE_8X7B = (
     "--configs", "config/train/llama3_8b_v6e-128.yaml", "config/model/mixtral_8x22b.yaml",
-    "--model.max_seq_len=4096", "--model.hidden_dim=4096", "--model.intermediate_dim=14336", "--model.num_layers=32",
-    "--model.num_heads=32", "--data.tokenizer=null", "--trainer.train_batch_size=64", "--trainer.mesh.axes.model=4",
+    "--model.max_seq_len=4096", "--model.hidden_dim=4096", "--model.intermediate_dim=14336", "--model.num_heads=32",
+    "--data.tokenizer=mistralai/Mixtral-8x22B-v0.1", "--trainer.train_batch_size=64",
+)  # fmt: skip
+_MIXTRAL = (
+    *_LIKE_8X7B, "--model.num_layers=32", "--trainer.mesh.axes.model=4",
     "--trainer.mesh.shared_mapping={expert: model, mlp: null}",
 )  # fmt: skip
 CASES = (
@@ -148,6 +151,15 @@ CASES = (
     Case(
         name="train_8x7b_v5p-64", entry_point="train_lm", target="v5p-64", program="train_step", argv=_MIXTRAL,
         what="Mixtral 8x7B, FSDP 8 × experts 4", fsdp_alone=False,
+    ),
+    Case(
+        # As many layers as leave room on eight chips; a scan over more is the same text.
+        name="train_moe_v6e-8", entry_point="train_lm", target="v6e-8", program="train_step",
+        argv=(
+            *_LIKE_8X7B, "--model.num_layers=4", "--trainer.mesh.axes.model=1",
+            "--trainer.per_device_parallelism=2",
+        ),
+        what="4 layers of Mixtral 8x7B, FSDP 8", held_out=True,
     ),
     Case(
         name="train_d24_v6e-8", entry_point="train_lm", target="v6e-8", program="train_step",

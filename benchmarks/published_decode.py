@@ -34,8 +34,9 @@ from levanter.config import load_written
 from levanter.hardware import parse_accelerator
 from levanter.inference.served import Served
 from levanter.plan.aot import Compiled, compile_programs
+from levanter.plan.calibration import GENERATING_SCALE
 from levanter.plan.comms import Network
-from levanter.plan.cost import CYCLE_SCALE, step_time
+from levanter.plan.cost import step_time
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.targets import target_of_pod
 
@@ -259,7 +260,7 @@ def read() -> dict[str, Figures]:
     return {name: Figures.read(each) for name, each in json.loads(FIGURES.read_text()).items()}
 
 
-def _compiled(case: Case, *, prompts: bool) -> tuple[Sums | None, Served, float]:
+def _compiled(case: Case, *, prompts: bool, keep_text: Path | None = None) -> tuple[Sums | None, Served, float]:
     """A Program's sums, what the run holds, and GiB of a chip."""
     pod = parse_accelerator(case.target)
     with TemporaryDirectory(prefix="published-") as scratch:
@@ -281,6 +282,7 @@ def _compiled(case: Case, *, prompts: bool) -> tuple[Sums | None, Served, float]
             {"entry_point": "generate", "argv": ["--config_path", str(path)]},
             target=pod,
             programs=(name,),
+            keep_text=keep_text and keep_text / case.name,
             kept=KeptAnswers.here(),
             plan=plan,
         )
@@ -327,11 +329,11 @@ def floor_row(case: Case) -> str:
     return f"{front}| {1e3 * floor.seconds:.2f} ms | {rate:,.3g} | {floor.binds} |"
 
 
-def compiled(case: Case, before: Figures | None = None) -> Figures:
+def compiled(case: Case, before: Figures | None = None, *, keep_text: Path | None = None) -> Figures:
     """Compiles both Programs of a case, or, where there are figures from before, the decode step alone; of one that is
-    only planned, the decode step."""
+    only planned, the decode step. With a folder for the compiler's text, that is kept."""
     pod = parse_accelerator(case.target)
-    decode, served, gib = _compiled(case, prompts=False)
+    decode, served, gib = _compiled(case, prompts=False, keep_text=keep_text)
     if case.half == "planned" or decode is None:
         prompt = None
     else:
@@ -425,6 +427,7 @@ def main() -> int:
     parser.add_argument("--planned", action="store_true", help="Llama 2 on v5e, of which little is published")
     parser.add_argument("--floors", action="store_true", help="without a compiler: the floors of the planned ones")
     parser.add_argument("--fit", action="store_true", help="print what fits the cases that calibrate best")
+    parser.add_argument("--keep-text", type=Path, help="a folder for the compiler's text")
     asked = parser.parse_args()
     if asked.floors:
         print("| case | a chip | a token, at least | tokens/s/chip, at most | binds |")
@@ -444,17 +447,17 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     for case in chosen:
         if not asked.from_figures:
-            kept[case.name] = compiled(case, kept.get(case.name) if asked.steps else None)
+            kept[case.name] = compiled(case, kept.get(case.name) if asked.steps else None, keep_text=asked.keep_text)
             if asked.write:
                 # Another run may have kept others meanwhile.
                 kept |= {name: each for name, each in _kept().items() if name != case.name}
                 FIGURES.write_text(json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1) + "\n")
-        print(row(case, kept[case.name], CYCLE_SCALE), flush=True)
+        print(row(case, kept[case.name], GENERATING_SCALE), flush=True)
     if not asked.planned and not asked.cases:
         print("\nno anchors:")
         for what, why in EXCLUDED.items():
             print(f"- {what}: {why}")
-        print(f"\n{tested(kept, CYCLE_SCALE)}")
+        print(f"\n{tested(kept, GENERATING_SCALE)}")
     if asked.fit:
         print(f"best fit of the calibrating cases: cycles of each generation × {fitted(kept)}")
     return 0

@@ -1,6 +1,6 @@
 """Published training speeds compared with modelled ones of our own train step, for the same shapes. No TPU.
 
-    python benchmarks/published_step_times.py [llama2_7b_v4-32 …] [--from-figures] [--write]
+    python benchmarks/published_step_times.py [llama2_7b_v4-32 …] [--from-figures] [--write] [--also=--key=value …]
 
 Each case is a config of `config/train/published/`: the train step of `levanter.main.train_lm` is compiled for the pod
 by the real TPU compiler, and the time is modelled from what the compiler prints (`levanter.plan.cost`). The sums that
@@ -204,6 +204,7 @@ def compiled(
     shallow: bool | None = None,
     keep_text: Path | None = None,
     compiler: CompilerMode = "tuned",
+    also: Sequence[str] = (),
 ) -> tuple[Figures, StepTime]:
     """Compiles a case and models its time.
 
@@ -212,6 +213,7 @@ def compiled(
         shallow: compile at `SHALLOW` layers; by default where activations go to host memory.
         keep_text: a folder for the compiler's text.
         compiler: `tuned` as by default, or `default` for a comparison.
+        also: more of the run's command line, for an experiment. It may not change what a step works on.
     """
     policy = getattr(model_of(case), "gradient_checkpointing", True)
     shallow = offloads(policy) if shallow is None else shallow
@@ -220,6 +222,7 @@ def compiled(
         argv += ["--model.num_layers", str(SHALLOW)]
     if isinstance(policy, Mapping) and offloads(policy):
         argv += ["--model.gradient_checkpointing", json.dumps(on_the_chip(policy))]
+    argv += also
     with TemporaryDirectory(prefix="published-") as scratch:
         folder = Path(scratch) if keep_text is None else keep_text / case.config
         (outcome,) = compile_programs(
@@ -232,6 +235,7 @@ def compiled(
         )
         if not isinstance(outcome, Compiled):
             raise SystemExit(f"{case.config}: refused: {outcome.refusal}")
+        print(f"{case.config}: compiled in {outcome.compile_seconds:.0f} s", file=sys.stderr, flush=True)
         text = (folder / "train_step.hlo.txt").read_text()
     peak, options = outcome.peak_bytes, options_of(case, compiler)
     return summed(
@@ -379,9 +383,10 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="print what fits the calibration half best")
     parser.add_argument("--compiler", choices=("tuned", "default"), default="tuned", help="default: only to compare")
     parser.add_argument("--keep-text", type=Path, help="a folder for the compiler's text")
+    parser.add_argument("--also", action="append", default=[], help="more of the run's command line, for an experiment")
     asked = parser.parse_args()
-    if asked.write and asked.compiler != "tuned":
-        parser.error("--write keeps what runs by default: leave out --compiler")
+    if asked.write and (asked.compiler != "tuned" or asked.also):
+        parser.error("--write keeps what runs by default: leave out --compiler and --also")
     figures = read() if FIGURES.exists() else {}
     chosen = [case for case in CASES if case.config in asked.cases or not asked.cases]
     if asked.missing:
@@ -393,7 +398,7 @@ def main() -> int:
     for case in chosen:
         if not asked.from_figures:
             before = figures.get(case.config)
-            now, _ = compiled(case, keep_text=asked.keep_text, compiler=asked.compiler)
+            now, _ = compiled(case, keep_text=asked.keep_text, compiler=asked.compiler, also=asked.also)
             figures[case.config] = now if before is None else replace(now, fitted=basis(case, before))
         print(row(case, figures[case.config]), flush=True)
         if asked.write:

@@ -11,12 +11,13 @@ from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.asked import beside_of, beyond_room, bounded_of
 from levanter.plan.budget import Budget
 from levanter.plan.by_arithmetic import estimated_time
-from levanter.plan.calibration import scale_with_options, with_other_options
+from levanter.plan.calibration import GENERATING_SCALE, of_generating, scale_with_options, with_other_options
 from levanter.plan.comms import Network
 from levanter.plan.cost import StepTime, mfu, step_time
 from levanter.plan.inquiry import Inquiry
 from levanter.plan.offload import offloaded
 from levanter.plan.report.words import span_text
+from levanter.plan.rows import serving_of
 from levanter.plan.verdict import ProgramVerdict
 from levanter.plan.why_not import why_not
 from levanter.run import RunPlan, Workload
@@ -105,16 +106,29 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
     time_ = step_time(
         outcome.figures, network, model_flops=flops, parameters=_parameters(plan), experts=experts or None
     )
-    if time_ is not None and _other_options(plan, verdict.name):
-        generation, options = pod.generation.name, plan.program(verdict.name).compiler_options
-        time_ = replace(
-            time_,
-            calibration=with_other_options(time_.calibration, generation),
-            cycle_scale=scale_with_options(time_.cycle_scale, generation, options),
-        )
+    if time_ is not None:
+        time_ = calibrated(time_, plan, verdict.name, pod.generation.name)
     if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
         time_ = replace(time_, transfers=verdict.offloaded.seconds)
     return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
+
+
+def calibrated(time: StepTime, plan: RunPlan, program: str, generation: str) -> StepTime:
+    """The time of a Program with the scale and the range of what it does and of what it is compiled with.
+
+    Args:
+        time: with those of a train step.
+        plan: the run.
+        program: the Program's name.
+        generation: the chips', by name.
+    """
+    if serving_of(plan) is not None and generation in GENERATING_SCALE:
+        rests_on = of_generating(time.calibration, generation)
+        return replace(time, calibration=rests_on, cycle_scale=GENERATING_SCALE[generation])
+    if not _other_options(plan, program):
+        return time
+    scale = scale_with_options(time.cycle_scale, generation, plan.program(program).compiler_options)
+    return replace(time, calibration=with_other_options(time.calibration, generation), cycle_scale=scale)
 
 
 def _other_options(plan: RunPlan, name: str) -> bool:

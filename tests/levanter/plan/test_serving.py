@@ -12,7 +12,9 @@ from helpers.verdicts import compiled, fitting_verdict, loading, tiny_budget, ti
 
 from levanter.hardware import parse_accelerator
 from levanter.plan.aot import Compiled
+from levanter.plan.calibration import TimeCalibration, of_generating
 from levanter.plan.cost import LinkUse, StepTime
+from levanter.plan.cost_stage import calibrated
 from levanter.plan.report import render, to_html, to_json
 from levanter.plan.report.layout import WIDTH
 from levanter.plan.report.serving import as_text, serving_sheets
@@ -67,6 +69,18 @@ def test_rates_by_hand():
         assert load.dollars == pytest.approx(1.2 * 8 / (load.rows / DECODE * 3600) * 1e6)
     assert [load.floor.binds for load in found.loads] == ["weights"] * 4
     assert found.loads[2].share == pytest.approx(17.2 / 40, abs=0.005)
+
+
+def test_generating_on_v6e_has_a_scale_of_its_own():
+    """Fitted to published loads; elsewhere, and in runs that generate nothing, what train steps have stays."""
+    time, plan = StepTime(cycles=1.0, kernels_at_peak=0.0, kernels_expected=0.0, memory=0.0, links=()), verdict().plan
+    on_v6e = calibrated(replace(time, cycle_scale=0.8), plan, "decode_46", "v6e")
+    assert on_v6e.expected == pytest.approx(0.85) and on_v6e.calibration == of_generating(TimeCalibration(), "v6e")
+    assert (on_v6e.low, on_v6e.high) == pytest.approx((0.7 * 0.85, 1.3 * 0.85))
+    step = (SimpleNamespace(name="step", compiler_options={}),)
+    assert calibrated(replace(time, cycle_scale=0.8), tiny_plan(computing=step), "step", "v6e").cycle_scale == 0.8
+    served = tiny_plan(computing=step, work=plan.work)
+    assert calibrated(time, served, "step", "v5p").cycle_scale == 1.0
 
 
 def test_steps_of_a_call_share_its_time():
