@@ -159,6 +159,7 @@ class Searchable:
         training: whether there is a backward pass, with gradients and an optimizer's state.
         parameters: the parameters.
         statistics: the optimizer's, a step's counters left out.
+        frozen: the paths of those parameters that are not trained.
         sizes: the model's logical axes, `vocab` and `position` included.
         tensor_axes: those that tensor parallelism shards in the layers; axes of one entry share the devices.
         layers: how many there are.
@@ -174,6 +175,7 @@ class Searchable:
     training: bool
     parameters: tuple[Leaf, ...]
     statistics: tuple[Leaf, ...] = ()
+    frozen: frozenset[str] = frozenset()
     sizes: Mapping[str, int]
     tensor_axes: tuple[tuple[str, ...], ...]
     layers: int
@@ -357,6 +359,7 @@ class EntryPoint(Generic[C, W, R]):
         uses_devices: whether devices are looked for; without, process 0 does the work, on no mesh.
         tracked: whether the run's trackers are started.
         left: what an interrupted run can go back to, in a line.
+        in_full: likewise `describe`, of the same run with the model's own weights trained where it trains adapters.
     """
 
     name: str
@@ -369,3 +372,4 @@ class EntryPoint(Generic[C, W, R]):
     uses_devices: bool = True
     tracked: bool = True
     left: Callable[[RunPlan[W], Session], str] | None = None
+    in_full: Describe[C, W] | None = None

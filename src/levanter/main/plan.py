@@ -30,12 +30,13 @@ from levanter.io import Output, atomic_write, probe, setup_logging
 from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
 
 if TYPE_CHECKING:
+    from levanter.plan.compare import Comparison
     from levanter.plan.inquiry import Question, Scope
     from levanter.plan.search.run_layouts import Searched
     from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.run import EntryPoint, RunPlan, Target
 
-LOCAL = "local"
+LOCAL, FULL = "local", "full"
 
 
 class PlanUsageError(ValueError):
@@ -58,6 +59,7 @@ class PlanRequest:
         search: whether to look for better meshes.
         keep_hlo: a folder in which the compiler's output is kept.
         cache: whether compiler results are cached, and cached ones reused.
+        compare: whether the same run without adapters is planned beside it.
     """
 
     entry_point: Listed
@@ -71,9 +73,10 @@ class PlanRequest:
     search: bool = False
     keep_hlo: str | None = None
     cache: bool = True
+    compare: bool = False
 
 
-_WITH_VALUE = ("target", "json", "html", "assume_tokens", "chip_hour_price", "goal", "keep_hlo")
+_WITH_VALUE = ("target", "json", "html", "assume_tokens", "chip_hour_price", "goal", "keep_hlo", "compare")
 _OF_PLAN_BLOCK = ("assume_tokens", "chip_hour_price", "goal")
 """Options that are keys of the block `plan:`."""
 _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
@@ -99,6 +102,7 @@ options:
   --search             look for meshes that fit better or run faster
   --goal GOAL          what a search for runs that generate text looks for: max_rows, latency_ms, or
                        tokens_per_second (default)
+  --compare full       runs that train adapters: plan the same run without them beside it, every weight trained
   --no_cache           recompile everything, and cache nothing
   --json FILE          the verdicts as JSON; `-` for standard output
   --html FILE          the verdicts as one self-contained page
@@ -169,9 +173,11 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
     targets = [name.strip() for value in values["target"] for name in value.split(",") if name.strip()]
     if not targets and not wants_help:
         problems.append("no target: give --target v4-256 (any accelerator; several are planned in turn) or local")
+    if any(value != FULL for value in values["compare"]):
+        problems.append(f"--compare {values['compare'][0]}: what a run is compared with is `{FULL}`, full fine-tuning")
     if {"all_programs", "timed_only"} <= switches:
         problems.append("--all_programs and --timed_only contradict each other")
-    for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo"):
+    for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo", "compare"):
         if len(values[name]) > 1:
             problems.append(f"--{name} is given {len(values[name])} times")
     if problems:
@@ -193,6 +199,7 @@ def asked_for(argv: Sequence[str]) -> PlanRequest:
         search="search" in switches,
         keep_hlo=one("keep_hlo"),
         cache="no_cache" not in switches,
+        compare=bool(values["compare"]),
     )
 
 
@@ -200,7 +207,7 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
     """Called by the compile worker: describes the run of the same command line again.
 
     Args:
-        payload: `entry_point`, `argv`, and for a searched layout `candidate`.
+        payload: `entry_point`, `argv`, for a searched layout `candidate`, and `compare` for the run without adapters.
         target: as the worker sees it.
     """
     from levanter.commands.shell.devices import set_jax_options
@@ -209,6 +216,9 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
     entry_point = ENTRY_POINTS[payload["entry_point"]].load()
     loaded = load_written(entry_point.config, payload["argv"])
     set_jax_options(loaded.config.trainer)
+    if payload.get("compare"):
+        assert entry_point.in_full is not None
+        return entry_point.in_full(loaded.config, target, written=loaded.written)
     return entry_point.describe(with_candidate(loaded.config, payload), target, written=loaded.written)
 
 
@@ -273,18 +283,49 @@ def _planned(asked: PlanRequest) -> int:
             require_inputs=asked.require_inputs,
             kept=KeptAnswers.here() if asked.cache else None,
         )
+        if asked.compare and entry_point.in_full is None:
+            raise PlanUsageError(f"--compare {FULL}: {name} trains no adapters, so there is nothing to compare")
         verdicts: list[Verdict] = []
+        comparisons: list[Comparison] = []
         searches: dict[str, Searched] = {}
         for target in targets:
             folder = None if asked.keep_hlo is None else Path(asked.keep_hlo) / target.replace(":", "_")
             say(f"planning {asked.entry_point.name} for {target}")
             one = replace(question, target=target, keep_text=folder)
             verdicts.append(preflight(one, progress=say))
+            if asked.compare:
+                comparisons += _compared(one, entry_point, loaded, verdicts[-1], say)
             if asked.search:
                 searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
-    _report(asked, verdicts, searches)
+    _report(asked, verdicts, searches, comparisons)
     codes = {verdict.exit_code for verdict in verdicts}
     return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
+
+
+def _compared(
+    question: "Question",
+    entry_point: "EntryPoint[Any, Any, Any]",
+    loaded: Loaded[Any],
+    verdict: "Verdict",
+    say: Callable[[str], None],
+) -> list["Comparison"]:
+    """The same run without adapters beside it; nothing where the run itself cannot be described."""
+    from levanter.plan.compare import compare
+    from levanter.plan.preflight import preflight
+
+    assert entry_point.in_full is not None
+    in_full = entry_point.in_full
+    say(f"planning full fine-tuning for {question.target}")
+    full = replace(
+        question,
+        describe=lambda target: in_full(loaded.config, target, written=loaded.written),
+        payload={**question.payload, "compare": FULL},
+        scope="timed",
+        keep_text=None if question.keep_text is None else question.keep_text / FULL,
+        require_inputs=False,
+    )
+    found = compare(verdict, preflight(full, progress=say))
+    return [] if found is None else [found]
 
 
 def _searched(
@@ -358,11 +399,20 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _report(asked: PlanRequest, verdicts: Sequence["Verdict"], searches: Mapping[str, "Searched"]) -> None:
+def _report(
+    asked: PlanRequest,
+    verdicts: Sequence["Verdict"],
+    searches: Mapping[str, "Searched"],
+    comparisons: Sequence["Comparison"],
+) -> None:
     """Prints the verdicts, and writes them to the requested files."""
-    from levanter.plan.report import render, to_html, to_json
+    from levanter.plan.report import compared_text, compared_values, render, to_html, to_json
 
     document, texts, pages = to_json(verdicts), [render(verdicts)], []
+    for compared in comparisons:
+        texts.append(compared_text(compared))
+        pages.append((f"beside full fine-tuning on {compared.target}", texts[-1]))
+        document.setdefault("comparisons", []).append(compared_values(compared))
     for target, found in searches.items():
         texts.append(found.text)
         pages.append((f"search on {target}", found.text))

@@ -17,6 +17,7 @@ from haliax_ext.errors import gib
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.plan.aot import CompileCrash, Compiled, Refused
 from levanter.plan.asked import beyond_room, largest
+from levanter.plan.between_slices import note_between_slices
 from levanter.plan.blame import raised_in_library
 from levanter.plan.budget import Budget, budget_of
 from levanter.plan.compile_stage import compile_stage
@@ -80,7 +81,7 @@ def _verdict(
         stages=tuple(inquiry.stages),
         exit_code=inquiry.exit_code,
         headline=headline,
-        notes=() if plan is None else plan.notes,
+        notes=() if plan is None else (*plan.notes, *filter(None, [note_between_slices(plan)])),
     )
 
 

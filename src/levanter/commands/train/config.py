@@ -1,6 +1,6 @@
 """The configuration of `train_lm`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from levanter.config.plan_options import PlanOptions
@@ -121,6 +121,17 @@ class TrainLmConfig(Ranged):
         if self.trainer.allow_partial_checkpoint:
             problems.append("trainer.allow_partial_checkpoint: is not implemented for adapters; leave it out")
         return problems
+
+    @property
+    def without_adapter(self) -> "TrainLmConfig":
+        """The same run with the model's own weights trained.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self.lora is None:
+            raise ValueError("adapter: there is none, so the run trains the model's own weights already")
+        return replace(self, adapter=None, peft_save_path=None, merged_hf_save_path=None)
 
     @property
     def exports(self) -> str | None:

@@ -7,6 +7,8 @@ from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
 from levanter.models.adapters.config import LoraConfig
+from levanter.models.llama.config import LlamaConfig
+from levanter.models.registry import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer.config import TrainerConfig
 
@@ -25,6 +27,8 @@ class LoraLmConfig(Ranged):
         peft_save_path, merged_hf_save_path, hf_save_steps: where, and how often, adapters are saved as peft reads
             them, and whole models with the adapters merged in.
         peft_hf_upload, merged_hf_upload: not supported yet.
+        model: how the model is run (`gradient_checkpointing`, …); its architecture is the checkpoint's. A complete
+            block is enough to plan a run whose checkpoint is not reachable.
         trust_remote_code: accepted for compatibility; no code of a checkpoint is ever run.
         plan: assumptions for planning that a run would find out by itself.
     """
@@ -40,6 +44,7 @@ class LoraLmConfig(Ranged):
     merged_hf_save_path: PathText | None = None
     merged_hf_upload: str | None = None
     hf_save_steps: PositiveInt = 1000
+    model: LmConfig = field(default_factory=LlamaConfig)
     trust_remote_code: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
 
@@ -64,5 +69,6 @@ class LoraLmConfig(Ranged):
             merged_hf_save_path=self.merged_hf_save_path,
             merged_hf_upload=self.merged_hf_upload,
             hf_save_steps=self.hf_save_steps,
+            model=self.model,
             plan=self.plan,
         )

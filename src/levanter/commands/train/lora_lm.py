@@ -33,6 +33,13 @@ def describe(config: LoraLmConfig, target: Target, *, written: Written | None = 
     return replace(describe_training(config.training, target, written=written), entry_point=NAME)
 
 
+def describe_in_full(config: LoraLmConfig, target: Target, *, written: Written | None = None) -> TrainPlan:
+    """Describes the same run without adapters, every weight trained; see `describe`."""
+    written = Written.in_python(config) if written is None else written
+    plan = describe_training(config.training.without_adapter, target, written=written)
+    return replace(plan, entry_point=NAME)
+
+
 ENTRY_POINT = EntryPoint(
     name=NAME,
     config=LoraLmConfig,
@@ -42,6 +49,7 @@ ENTRY_POINT = EntryPoint(
     conclude=TRAINING.conclude,
     facts=TRAINING.facts,
     left=TRAINING.left,
+    in_full=describe_in_full,
 )
 
 

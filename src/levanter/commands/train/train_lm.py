@@ -18,7 +18,6 @@ import optax
 
 from haliax_ext.abstract import abstract, cast
 from haliax_ext.parts import parts_program
-from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from haliax_ext.saving import saving_programs
 from levanter.commands.model.compiler import CompilerChoice, choose_compiler
@@ -130,7 +129,7 @@ def describe(
         notes=resolved.notes,
         resident_bytes=state_plan.bytes_by_group,
         beside=bytes_beside(state_plan, programs, saving),
-        searchable=_searchable(run, state_plan.parameters, state_plan.whole, Vocab),
+        searchable=_searchable(run, state_plan, Vocab),
         work=TrainWork(
             config=config,
             model=model,
@@ -150,6 +149,12 @@ def describe(
             validation=settled.validation,
         ),
     )
+
+
+def describe_in_full(config: TrainLmConfig, target: Target, *, written: Written | None = None) -> TrainPlan:
+    """Describes the same run without its adapters, every weight trained; see `describe`."""
+    written = Written.in_python(config) if written is None else written
+    return describe(config.without_adapter, target, written=written)
 
 
 def _trained(
@@ -309,8 +314,9 @@ def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer 
     return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
 
 
-def _searchable(run: TrainedRun, parameters: ShardingPlan, whole: ShardingPlan, Vocab: hax.Axis) -> Searchable | str:
+def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable | str:
     """What the layout search needs to know."""
+    parameters, whole = plan.parameters, plan.whole
     rows, own = run.config.trainer.train_batch_size, {each.leaf.path for each in parameters.leaves}
     if not isinstance(rows, int):
         return "trainer.train_batch_size is a schedule; search with a single size"
@@ -323,6 +329,7 @@ def _searchable(run: TrainedRun, parameters: ShardingPlan, whole: ShardingPlan, 
             for each in whole.leaves
             if each.leaf.path.startswith((OPTIMIZER, AVERAGE)) and each.leaf.path not in own
         ),
+        frozen=plan.frozen,
         sizes={**sizes, "vocab": Vocab.size, "position": run.config.positions},
         tensor_axes=run.model.tensor_axes,
         layers=len(run.model.layers),
@@ -360,6 +367,7 @@ ENTRY_POINT = EntryPoint(
     conclude=conclude,
     facts=run_facts,
     left=lambda plan, session: what_is_left(plan.work.config, session.run_id),
+    in_full=describe_in_full,
 )
 
 

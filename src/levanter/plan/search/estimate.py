@@ -2,12 +2,13 @@
 
 Only for ranking, and for saying why a neighbour lost; times that are reported come from the compiler. Counted are
 
-    gathers     parameters cut over a mesh axis that does not cut the computation, once a pass over the layers
+    gathers     parameters cut over a mesh axis that does not cut the computation, once a pass over the layers, frozen
+                ones too
     memory      weights read once a pass, parameters and statistics once a step, and what each layer makes on the way,
                 written and read once a pass
     tensor      the sum over what tensor parallelism cuts, in every part of a layer: for attention and `mlp` two
                 all-reduces of the residual stream a layer and pass
-    gradients   reduced over the mesh axes that cut the batch
+    gradients   reduced over the mesh axes that cut the batch; those of what is trained
     compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
 
 Of compute, HBM and links (gathers and gradients) the largest is waited for, and the rest hides behind it for the most
@@ -60,6 +61,7 @@ class SearchSubject:
         training: whether there is a backward pass.
         parameters: the model's leaves, in their storage dtype.
         statistics: other leaves that stay on the chips (optimizer state).
+        frozen: the paths of parameters that are not trained: they have no gradients.
         activations: the named activations of a forward pass, with a batch of 1.
         batch_axis: the logical name of the batch axis.
         axes: the model's axes, and the names that mappings may use.
@@ -75,6 +77,7 @@ class SearchSubject:
     training: bool
     parameters: tuple[Leaf, ...]
     statistics: tuple[Leaf, ...]
+    frozen: frozenset[str]
     activations: tuple[Leaf, ...]
     batch_axis: str
     axes: ModelAxes
@@ -85,6 +88,17 @@ class SearchSubject:
     global_batch: int | None
     flops_per_token: float
     compute_bytes: int
+
+    @property
+    def trained(self) -> tuple[Leaf, ...]:
+        """The parameters that have gradients."""
+        return tuple(leaf for leaf in self.parameters if leaf.path not in self.frozen)
+
+    @property
+    def frozen_share(self) -> float:
+        """How much of the parameters is not trained, by elements."""
+        whole = sum(math.prod(leaf.shape) for leaf in self.parameters)
+        return 1 - sum(math.prod(leaf.shape) for leaf in self.trained) / max(whole, 1)
 
 
 def subject_of(plan: RunPlan) -> SearchSubject:
@@ -101,6 +115,7 @@ def subject_of(plan: RunPlan) -> SearchSubject:
         training=found.training,
         parameters=found.parameters,
         statistics=found.statistics,
+        frozen=found.frozen,
         activations=tuple(
             replace(p.leaf, axes=tuple((n, 1 if n == found.batch_axis else s) for n, s in p.leaf.axes))
             for p in plan.activations.leaves
@@ -231,7 +246,8 @@ def price(
     flops = subject.flops_per_token * tokens * (passes.compute if subject.training else 1.0)
     on_device = _activation_bytes(subject.activations, subject, mappings, mesh, whole_rows)
     kept = _kept(subject, mappings, mesh, on_device, remat=remat) if subject.training else 0
-    moved = plan.bytes_per_device * (2 if subject.training else 0)
+    kept_still = sum(each.bytes_per_device for each in plan.leaves if each.leaf.path in subject.frozen)
+    moved = (plan.bytes_per_device - kept_still) * (2 if subject.training else 0)
     moved += steps * passes.traffic * (_weights_read(subject, mappings, mesh) + _activations_moved(subject, on_device))
     return Estimate(
         argument_bytes=plan.bytes_per_device,
@@ -267,8 +283,9 @@ def _passes(subject: SearchSubject, *, remat: bool) -> _Passes:
     if not remat:
         # The backward pass makes two products of each of the forward pass.
         return _Passes(forward=2, tensor=2, traffic=3, compute=1.0)
-    # The backward pass goes through each layer forward once more: a third of forward and backward.
-    return _Passes(forward=2, tensor=3, traffic=4, compute=4 / 3)
+    # The backward pass goes through each layer forward once more: a third of forward and backward, or half of them
+    # where no product makes the gradient of a weight.
+    return _Passes(forward=2, tensor=3, traffic=4, compute=1 + 1 / (3 - subject.frozen_share))
 
 
 def _weights_read(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec) -> int:
@@ -320,7 +337,7 @@ def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec
     """Gradients are summed over the mesh axes that cut the batch, and end where their parameters are."""
     batch = [axis for axis in mappings.compute.mesh_axes(subject.batch_axis) if mesh.shape.get(axis, 1) > 1]
     total = 0.0
-    for leaf in subject.parameters:
+    for leaf in subject.trained:
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}
         elements = math.prod(size for _, size in leaf.axes) // mesh.ways(tuple(stored - set(batch)))
         scattered = tuple(a for a in batch if a in stored)
@@ -337,7 +354,7 @@ def _kept(
     subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, on_device: Mapping[str, int], *, remat: bool
 ) -> int:
     """Bytes of what the backward pass is handed of all layers, and of the gradients that it fills meanwhile."""
-    plan = plan_sharding(subject.parameters, mappings, mesh)
+    plan = plan_sharding(subject.trained, mappings, mesh)
     gradients = sum(math.prod(p.shard_shape) for p in plan.leaves) * GRADIENT_BYTES
     each = on_device[RESIDUAL] if remat else KEPT_WITHOUT_REMAT * _of_layer(on_device)
     return gradients + math.ceil(subject.layers * each)

@@ -51,6 +51,7 @@ def subject_of(
         statistics=tuple(
             Leaf(f"optimizer.{slot}.{x.path}", x.axes, x.dtype) for slot in ("mu", "nu") for x in parameters if training
         ),
+        frozen=frozenset(),
         activations=tuple(Leaf(a.name, a.axes, np.dtype(a.dtype)) for a in activations),
         batch_axis="batch",
         axes=ModelAxes(sizes={**sizes, "vocab": VOCAB, "position": positions}, known=KNOWN_AXES, aliases=ALIASES),
