@@ -1,7 +1,6 @@
 """A comparison with full fine-tuning, shown: a table for people, values for `--json`."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from levanter.plan.compare import Comparison, Side
 from levanter.plan.report import facts, timing
@@ -32,7 +31,7 @@ def compared_text(found: Comparison) -> str:
     return "\n".join([*lines, *paragraph(said)]) + "\n"
 
 
-def compared_values(found: Comparison) -> dict[str, Any]:
+def compared_values(found: Comparison) -> dict[str, object]:
     """The comparison as plain values."""
     return {
         "target": found.target,
@@ -94,7 +93,7 @@ def _utilization(side: Side) -> float | None:
     return None if side.step is None else timing.utilization(side.step, side.step.mfu)
 
 
-def _row(name: str, own: float | None, other: float | None, show: Any) -> Row:
+def _row(name: str, own: float | None, other: float | None, show: Callable[[float], str]) -> Row:
     ratio = f"{other / own:.2f}" if own and other else ""
     return (name, _NONE if own is None else show(own), _NONE if other is None else show(other), ratio)
 
@@ -103,7 +102,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / _GB:,.3g} GB" if nbytes < 1000 * _GB else f"{nbytes / _GB:,.0f} GB"
 
 
-def _values(side: Side) -> dict[str, Any]:
+def _values(side: Side) -> dict[str, object]:
     time = None if side.step is None else side.step.time
 
     def network(received: Received | None) -> Mapping[str, float] | None:
