@@ -39,19 +39,21 @@ class FrozenPart:
         origin: where the frozen parameters come from, in words.
         digests: of each frozen parameter, by path, in hexadecimal; empty text where it is not known yet.
         adapters: of the adapters that are trained instead, each target with its rank; None where parameters are.
+        dtype: in what the frozen parameters were held, which their digests depend on; None if that is not known.
     """
 
     patterns: tuple[str, ...]
     origin: str
     digests: Mapping[str, str] = field(repr=False)
     adapters: Mapping[str, int] | None = None
+    dtype: str | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What is saved beside the arrays of a checkpoint."""
         adapters = {} if self.adapters is None else {"adapters": dict(self.adapters)}
-        trainable = list(self.patterns)
-        return {FROZEN: {"trainable": trainable, "from": self.origin, "digests": dict(self.digests), **adapters}}
+        said = {"trainable": list(self.patterns), "from": self.origin, "digests": dict(self.digests)}
+        return {FROZEN: {**said, **adapters, **({} if self.dtype is None else {"dtype": self.dtype})}}
 
     @staticmethod
     def of(ref: CheckpointRef) -> "FrozenPart | None":
@@ -64,6 +66,7 @@ class FrozenPart:
             origin=said["from"],
             digests=said["digests"],
             adapters=said.get("adapters"),
+            dtype=said.get("dtype"),
         )
 
 
@@ -172,6 +175,18 @@ def _digest(leaf: Leaf, x: jax.Array) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, n)
         factor = factor + index * np.uint32((2 * _GOLDEN * (2 * n + 1)) % 2**32)
     return jnp.sum(x.astype(jnp.uint32) * factor, dtype=jnp.uint32)
+
+
+def digest_on_host(x: np.ndarray) -> str:
+    """The digest of an array in memory, as it is saved."""
+    bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
+    factor = np.ones((), np.uint32)
+    for n, size in enumerate(x.shape):
+        step = np.uint32((2 * _GOLDEN * (2 * n + 1)) % 2**32)
+        # Integers of 32 bits that wrap, as on a device.
+        index = (np.arange(size, dtype=np.uint64) * np.uint64(step)).astype(np.uint32)
+        factor = factor + index.reshape((size, *([1] * (x.ndim - n - 1))))
+    return f"{int(np.sum(bits * factor, dtype=np.uint32)):08x}"
 
 
 def on_host(digests: Mapping[str, jax.Array]) -> dict[str, str]:

@@ -9,7 +9,7 @@ needs memory for the largest of them. The folder appears under its name once it 
 adapter into its base, in float32 with one rounding, and says what the rounding took.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,10 @@ from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.rules import WeightMismatchError
-from haliax_ext.saving import Readable
-from haliax_ext.sources import Index, TensorSource
+from haliax_ext.sources import TensorSource
 from levanter.checkpoint import same_names
 from levanter.commands.export.config import ConvertLmConfig
-from levanter.commands.export.merging import Merge, find_merge
+from levanter.commands.export.merging import Merge, Slices, find_merge
 from levanter.commands.model.origin import ModelBlock, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.saved_model import SavedModel, find_saved
 from levanter.commands.shell.outputs import output_checks
@@ -97,7 +96,8 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
     Vocab = hax.Axis("vocab", model.vocab_size or rows)
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
     merge = None
-    if config.adapter_path is not None:
+    if config.adapter_path is not None or origin.adapters is not None:
+        checks += _refused_of_adapters(config)
         of_model = replace(model, vocab_size=rows)
         merge, found_of = find_merge(config.adapter_path, origin, of_model, Vocab, module, leaves(module))
         checks += found_of
@@ -149,6 +149,13 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
     )
 
 
+def _refused_of_adapters(config: ConvertLmConfig) -> list[Check]:
+    """What is not implemented for a checkpoint that turns out to be one of adapters."""
+    asked = {"int8": config.int8, "override_vocab_size": config.override_vocab_size is not None}
+    errors = [ValueError(f"{key}: not implemented for merged adapters; leave it out") for key in asked if asked[key]]
+    return [Check(name="adapter", status="error", message=str(error), error=error) for error in errors]
+
+
 def _known_rows(model: LmConfig, tokenizer: Tokenizer | None, config: ConvertLmConfig, checks: Sequence[Check]) -> int:
     """How many ids a model has whose checkpoint is absent and whose configuration does not say.
 
@@ -196,31 +203,6 @@ def _output(config: ConvertLmConfig) -> list[Check]:
     return output_checks("output_dir", config.output_dir)
 
 
-class _Leaves(Mapping[str, Readable]):
-    """The leaves of a checkpoint, each read slice by slice."""
-
-    def __init__(self, source: TensorSource):
-        self._source = source
-
-    def __getitem__(self, path: str) -> Readable:
-        return _LeafInFile(self._source, path)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source.tensors)
-
-    def __len__(self) -> int:
-        return len(self._source.tensors)
-
-
-@dataclass(frozen=True)
-class _LeafInFile:
-    source: TensorSource
-    path: str
-
-    def __getitem__(self, index: Index, /) -> np.ndarray:
-        return self.source.read(self.path, index)
-
-
 def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Session | None = None) -> str:
     """Writes the folder.
 
@@ -237,7 +219,7 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
     with Progress("exporting", total=work.files.nbytes, unit="bytes", show=show) as progress:
         folder = write_export(
             work.files,
-            _Leaves(work.source) if merged is None else merged,
+            Slices(work.source) if merged is None else merged,
             config.output_dir if is_remote(config.output_dir) else local_path(config.output_dir),
             beside=Beside(
                 tokenizer=work.tokenizer,

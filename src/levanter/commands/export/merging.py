@@ -1,18 +1,21 @@
 """An adapter to be merged into its base while that is exported."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import haliax as hax
 import numpy as np
 
-from haliax_ext.abstract import Leaf
+from haliax_ext.abstract import Leaf, leaves
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightMismatchError, WeightRules
-from haliax_ext.sources import TensorSource
+from haliax_ext.saving import Readable
+from haliax_ext.sources import Index, TensorSource
+from levanter.checkpoint import CheckpointMismatchError
 from levanter.commands.model.origin import Origin
+from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
-from levanter.compat.hf.peft import PeftAdapter, open_peft
+from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, open_peft, plan_peft, read_when_asked
 from levanter.compat.hf.peft.merge import MergedLeaves, stored_leaves
 from levanter.models.adapters.targets import TargetGroup, groups_of
 from levanter.models.registry import LmConfig
@@ -28,26 +31,30 @@ class Merge:
         rules: of its weights.
         adapter: the adapter; None where it is not available here.
         targets: the modules that it changes.
+        saved: the checkpoint of ours that it is out of; None where it is in files of peft.
     """
 
     own: tuple[Leaf, ...]
     rules: WeightRules
     adapter: PeftAdapter | None
     targets: tuple[TargetGroup, ...]
+    saved: SavedAdapters | None = None
 
     def leaves(self, source: TensorSource, dtype: np.dtype | None) -> MergedLeaves:
         """The base's leaves with the adapter in them, each read when it is asked for."""
         assert self.adapter is not None, "a plan without its adapter must not run: RunPlan.check() comes first"
+        if self.saved is not None:
+            self.saved.check_base(self.rules, self.own, source)
         return MergedLeaves(source, self.rules, self.own, self.adapter, self.targets, dtype)
 
 
 def find_merge(
-    adapter_path: str, origin: Origin, model: LmConfig, Vocab: hax.Axis, module: PyTree, own: Sequence[Leaf]
+    adapter_path: str | None, origin: Origin, model: LmConfig, Vocab: hax.Axis, module: PyTree, own: Sequence[Leaf]
 ) -> tuple[Merge, list[Check]]:
     """What merging an adapter into a checkpoint means; reads headers only.
 
     Args:
-        adapter_path: where the adapter is.
+        adapter_path: where the adapter is; None for that of the checkpoint.
         origin: the checkpoint.
         model: its architecture, with `vocab_size`.
         Vocab: rows of its embedding.
@@ -67,18 +74,68 @@ def find_merge(
             )
         if source is not None:
             rules.match(stored, source.tensors)
-        adapter = open_peft(adapter_path)
-        targets = adapter.targets(groups_of(module, rules), rules)
+        every = groups_of(module, rules)
+        if adapter_path is None:
+            adapter, targets = _of_checkpoint(origin, every, rules)
+        else:
+            adapter = open_peft(adapter_path)
+            targets = adapter.targets(every, rules)
     except (MissingCheckpointFileError, UnreachableError) as error:
         return nothing, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
-    except (CheckpointError, WeightMismatchError) as error:
+    except (CheckpointError, CheckpointMismatchError, WeightMismatchError, UnsupportedTargetError) as error:
         return nothing, [Check(name="adapter", status="error", message=str(error), error=error)]
     said = f"{adapter.where}: {len(targets)} kinds of modules, rank {_some({group.rank for group in targets})}"
     checks = [Check(name="adapter", status="ok", message=said)]
-    if adapter.config.base is not None and adapter.config.base != origin.reference:
+    if adapter_path is not None and adapter.config.base is not None and adapter.config.base != origin.reference:
         message = f"the adapter says that it is of {adapter.config.base}; it is merged into {origin.reference}"
         checks.append(Check(name="adapter", status="note", message=message))
-    return replace(nothing, adapter=adapter, targets=targets), checks
+    saved = origin.adapters if adapter_path is None else None
+    return replace(nothing, adapter=adapter, targets=targets, saved=saved), checks
+
+
+def _of_checkpoint(
+    origin: Origin, every: Sequence[TargetGroup], rules: WeightRules
+) -> tuple[PeftAdapter, tuple[TargetGroup, ...]]:
+    """The adapter of one of our checkpoints, and the modules that it changes."""
+    saved = origin.adapters
+    assert saved is not None
+    if origin.rules is not None:
+        raise CheckpointError(
+            saved.where,
+            f"its adapters are of a checkpoint of ours ({saved.part.origin}), and are merged into Hugging Face files "
+            "only; export that checkpoint, and merge what peft_save_path has into the export",
+        )
+    targets = saved.targets(every)
+    own = leaves(saved.tree(targets))
+    plan = plan_peft(
+        targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference, in_files=False
+    )
+    return read_when_asked(plan, Slices(saved.source), where=saved.where), targets
+
+
+class Slices(Mapping[str, Readable]):
+    """The tensors of a source, each read slice by slice."""
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+
+    def __getitem__(self, path: str) -> Readable:
+        return _Slices(self._source, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.tensors)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    source: TensorSource
+    path: str
+
+    def __getitem__(self, index: Index, /) -> np.ndarray:
+        return self.source.read(self.path, index)
 
 
 def _some(ranks: set[int]) -> str:

@@ -1,15 +1,18 @@
 """A pretrained model with an adapter bound to it, loaded from the files of both."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import haliax as hax
 import numpy as np
+from haliax import NamedArray
 
-from haliax_ext.abstract import cast
+from haliax_ext.abstract import cast, leaves
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import AdjacentSource, ByteRange, Index, RemoteAccess, RemoteSource, TensorInfo, TensorSource
+from levanter.checkpoint import CheckpointMismatchError, same_names
+from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, open_peft
 from levanter.compat.hf.peft.names import peft_rules
@@ -18,6 +21,9 @@ from levanter.models.adapters.tree import Adapters, factors
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import Check
+
+Adapter = PeftAdapter | SavedAdapters
+"""The files of an adapter: what peft or `peft_save_path` wrote, or one of our checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,47 +38,88 @@ class AdaptedModel:
 
     module: PyTree
     rules: WeightRules
-    adapter: PeftAdapter
+    adapter: Adapter
 
 
 def find_adapted(
-    path: str | None, module: PyTree, rules: WeightRules, config: LmConfig, Vocab: hax.Axis, precision: Precision
+    adapter: str | SavedAdapters | None,
+    module: PyTree,
+    rules: WeightRules,
+    config: LmConfig,
+    Vocab: hax.Axis,
+    precision: Precision,
 ) -> tuple[AdaptedModel | None, list[Check]]:
-    """The model with the adapter at a path; None, and why, where there is none or it cannot be bound.
+    """The model with an adapter; None, and why, where there is none or it cannot be bound.
 
     Args:
-        path: an adapter as peft or `peft_save_path` wrote it; None for none.
-        module: the model, abstract.
+        adapter: the path of one as peft or `peft_save_path` wrote it; that of a checkpoint of ours; None for none.
+        module: the model, abstract; projections of it may be integers.
         rules: where its leaves come from.
         config: its architecture, with `vocab_size`.
         Vocab: rows of its embedding.
         precision: in whose compute dtype the factors are loaded.
     """
-    if path is None:
+    if adapter is None:
         return None, []
     named = config.weight_rules(Vocab)
     try:
-        adapter = open_peft(path)
-        targets = adapter.targets(groups_of(module, named), named)
+        if isinstance(adapter, SavedAdapters):
+            opened, targets = adapter, adapter.targets(groups_of(module, named))
+            tree = cast(opened.tree(targets), precision.compute)
+            own = same_names(leaves(tree), padded=adapter.padded)
+        else:
+            opened = open_peft(adapter)
+            targets = opened.targets(groups_of(module, named), named)
+            tree = cast(opened.tree(targets), precision.compute)
+            own = peft_rules(targets, named)
     except (MissingCheckpointFileError, UnreachableError) as error:
         return None, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
-    except CheckpointError as error:
+    except (CheckpointError, CheckpointMismatchError) as error:
         return None, [Check(name="adapter", status="error", message=str(error), error=error)]
-    tree = cast(adapter.tree(targets), precision.compute)
     ranks = ", ".join(str(rank) for rank in sorted({group.rank for group in targets}))
-    message = f"{adapter.where}: of {len(targets)} kinds of projections, rank {ranks}"
-    found = AdaptedModel(module=tree.bound_to(module), rules=_bound(rules, named, targets, tree), adapter=adapter)
+    message = f"{opened.where}: of {len(targets)} kinds of projections, rank {ranks}"
+    found = AdaptedModel(module=tree.bound_to(module), rules=_bound(rules, own, targets, tree), adapter=opened)
     return found, [Check(name="adapter", status="ok", message=message)]
 
 
-def _bound(rules: WeightRules, named: WeightRules, targets: Sequence[TargetGroup], tree: Adapters) -> WeightRules:
-    """Where the leaves of the bound model come from."""
-    own = peft_rules(targets, named)
+def _bound(rules: WeightRules, own: WeightRules, targets: Sequence[TargetGroup], tree: Adapters) -> WeightRules:
+    """Where the leaves of the bound model come from.
+
+    Args:
+        rules: where those of the base do.
+        own: where those of the factors do.
+        targets: what is adapted.
+        tree: the factors.
+    """
     table = own.by_target()
     adapted = {f"{member.path}.weight" for group in targets for member in group.members}
-    base = (replace(rule, target=f"{rule.target}.base") if rule.target in adapted else rule for rule in rules.rules)
+    read = {rule.path for rule in rules.derived}
+
+    def moved(path: str) -> str:
+        """The path of a base's leaf in the bound model: of its matrix, or of a part of that."""
+        whole = next((each for each in adapted if path == each or path.startswith(f"{each}.")), None)
+        return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
+
+    # What is read to be derived from is no leaf.
+    base = (rule if rule.target in read else replace(rule, target=moved(rule.target)) for rule in rules.rules)
+    derived = tuple(
+        replace(rule, targets=tuple(map(moved, rule.targets)), like=moved(rule.like), derive=_Moved(rule.derive, moved))
+        for rule in rules.derived
+    )
     of_factors = (replace(table[factor.own], target=factor.bound) for factor in factors(tree))
-    return replace(rules, rules=(*base, *of_factors), aliases=(*rules.aliases, *own.aliases))
+    aliases = (*rules.aliases, *own.aliases)
+    return replace(rules, rules=(*base, *of_factors), derived=derived, aliases=aliases)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What is derived, under the paths that it has in a bound model."""
+
+    derive: Callable[[NamedArray], Mapping[str, NamedArray]]
+    path: Callable[[str], str]
+
+    def __call__(self, weight: NamedArray) -> Mapping[str, NamedArray]:
+        return {self.path(path): x for path, x in self.derive(weight).items()}
 
 
 class WithAdapter:

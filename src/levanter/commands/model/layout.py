@@ -22,10 +22,9 @@ from haliax_ext.loading import LoadedArrays, load
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
-from levanter.commands.model.adapted import WithAdapter
+from levanter.commands.model.adapted import Adapter, WithAdapter
 from levanter.commands.model.origin import Origin
 from levanter.commands.shell.sameness import require_same_weights
-from levanter.compat.hf.peft import PeftAdapter
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.activations import transformer_activations
@@ -83,7 +82,7 @@ def planned_loading(
     *,
     memory_bytes: int | None = None,
     rules: WeightRules | None = None,
-    adapter: PeftAdapter | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[LoadPlan | None, list[Check]]:
     """Which bytes of a checkpoint each host reads; an absent one is taken to hold what the rules expect.
 

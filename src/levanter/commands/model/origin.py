@@ -15,6 +15,7 @@ import numpy as np
 from haliax_ext.abstract import Leaf
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
+from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.locate import locate_first
@@ -75,6 +76,7 @@ class Origin:
         is_int8: of a weight's name in the checkpoint, whether it is stored as 8-bit integers and scales.
         rules: leaves → where they come from, if that is not the model family's table of Hugging Face names.
         padded: whether the vocabulary's rows are rounded up to a multiple of their shards, as in training.
+        adapters: those of one of our checkpoints, which this is the base of; None for none.
     """
 
     reference: str | None
@@ -86,6 +88,7 @@ class Origin:
     is_int8: Callable[[str], bool] = _none
     rules: Callable[..., WeightRules] | None = None
     padded: bool = False
+    adapters: SavedAdapters | None = None
 
     @property
     def has_int8(self) -> bool:

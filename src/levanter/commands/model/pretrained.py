@@ -12,22 +12,22 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh
 
-from haliax_ext.abstract import abstract, cast, leaves
+from haliax_ext.abstract import Leaf, abstract, cast, leaves
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.loading import LoadedArrays
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
-from levanter.commands.model.adapted import AdaptedModel, WithAdapter, find_adapted
+from levanter.commands.model.adapted import AdaptedModel, Adapter, WithAdapter, find_adapted
 from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
 from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.commands.model.saved_model import find_saved
-from levanter.compat.hf.peft import PeftAdapter
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
 from levanter.layers.quantized import contracted_first
@@ -76,6 +76,19 @@ class ModelChoice:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class BaseLeaves:
+    """A model without its adapter, as its files have it.
+
+    Attributes:
+        rules: where its leaves come from.
+        own: its leaves.
+    """
+
+    rules: WeightRules
+    own: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PretrainedModel:
     """A pretrained model as this run will hold it.
 
@@ -92,6 +105,7 @@ class PretrainedModel:
         activations: the named activations under the compute mapping.
         load_plan: which bytes each host reads; None if `sharding` has errors.
         adapter: the adapter that is bound to it; None for none.
+        base: what an adapter of a checkpoint of ours is compared with; None for nothing.
         compiler_options: XLA's, for the Programs that work with it.
         checks: those made so far.
         notes: decisions the user did not write.
@@ -108,7 +122,8 @@ class PretrainedModel:
     sharding: ShardingPlan
     activations: ShardingPlan
     load_plan: LoadPlan | None
-    adapter: PeftAdapter | None
+    adapter: Adapter | None
+    base: BaseLeaves | None
     compiler_options: Mapping[str, str]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
@@ -200,10 +215,11 @@ def describe_pretrained(
     Vocab = vocabulary_axis(vocab, resolved)
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
     rules = origin.weight_rules(config, Vocab, leaves(module))
+    base = None if origin.adapters is None else BaseLeaves(rules=rules, own=tuple(leaves(module)))
     int8, quantizing = _quantized(choice, origin, module, rules)
     if int8 is not None:
         module, rules = int8.module, int8.rules
-    adapted, adapting = _adapted(choice, int8, module, rules, config, Vocab, precision)
+    adapted, adapting = _adapted(choice, origin, module, rules, config, Vocab, precision)
     adapter = None
     if adapted is not None:
         module, rules, adapter = adapted.module, adapted.rules, adapted.adapter
@@ -241,6 +257,7 @@ def describe_pretrained(
         activations=activations,
         load_plan=load_plan,
         adapter=adapter,
+        base=base,
         compiler_options=compiler.working[work],
         checks=tuple(checks),
         notes=resolved.notes,
@@ -249,18 +266,18 @@ def describe_pretrained(
 
 def _adapted(
     choice: ModelChoice,
-    int8: QuantizedModel | None,
+    origin: Origin,
     module: PyTree,
     rules: WeightRules,
     config: LmConfig,
     Vocab: hax.Axis,
     precision: Precision,
 ) -> tuple[AdaptedModel | None, list[Check]]:
-    if choice.adapter is None or int8 is None:
-        return find_adapted(choice.adapter, module, rules, config, Vocab, precision)
-    error = QuantizationError(
-        "adapter_path: adapters of int8 weights are not implemented yet; leave quantize out, or merge the adapter "
-        "first (export_lm_to_hf --adapter_path)"
+    if choice.adapter is None or origin.adapters is None:
+        return find_adapted(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
+    error = ValueError(
+        f"adapter_path: {choice.saved} contains adapters of its own, and a model takes those of one place; leave "
+        "adapter_path out, or give the model that they are of as hf_checkpoint"
     )
     return None, [Check(name="adapter", status="error", message=str(error), error=error)]
 
@@ -285,6 +302,9 @@ def _quantized(
 def load_pretrained(model: PretrainedModel, mesh: Mesh, *, show: bool) -> LoadedArrays:
     """Streams the weights into their final shards on `mesh`, with progress over all of them."""
     assert model.load_plan is not None, "a plan with errors must not run: RunPlan.check() comes first"
+    if isinstance(model.adapter, SavedAdapters):
+        assert model.base is not None, "adapters of a checkpoint are compared with their base"
+        model.adapter.check_base(model.base.rules, model.base.own, model.checkpoint.source)
     return load_weights(
         model.load_plan,
         model.sharding,

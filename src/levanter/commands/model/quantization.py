@@ -159,14 +159,17 @@ def _stored(
 
 def quantization_check(model: QuantizedModel, sharding: ShardingPlan) -> Check:
     """What is int8, and the bytes of integers, scales and all that is neither, exactly."""
-    own = {f"{path}.weight.{part}": part for path in model.projections for part in ("q", "scale")}
+    parts_of = ((path, part) for path in model.projections for part in ("q", "scale"))
+    # Where an adapter is bound, the integers are one floor below.
+    own = {f"{path}.weight{base}.{part}": part for path, part in parts_of for base in ("", ".base")}
     kinds = {"q": "integers", "scale": "scales", "": "the rest"}
     every, here = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
     tables: list[str] = []
-    for leaf in leaves(model.module):
+    for each in sharding.leaves:
+        leaf = each.leaf
         kind = own.get(leaf.path, "")
         every[kind] += leaf.nbytes
-        here[kind] += sharding.by_path[leaf.path].bytes_per_device
+        here[kind] += each.bytes_per_device
         if "vocab" in leaf.names and not kind:
             tables.append(f"{leaf.nbytes:,} in {leaf.path} ({leaf.dtype.name})")
     parts = ", ".join(f"{every[kind]:,} of {name}" for kind, name in kinds.items())

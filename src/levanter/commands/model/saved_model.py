@@ -7,11 +7,12 @@ those of any other checkpoint, by slices and straight into their shards; the opt
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import numpy as np
 
+from haliax_ext.sources import TensorSource
 from levanter.checkpoint import (
     CheckpointRef,
     CheckpointSource,
@@ -20,7 +21,16 @@ from levanter.checkpoint import (
     checkpoint_at,
     same_names,
 )
-from levanter.commands.model.origin import PASSTHROUGH, ModelBlock, Origin, from_block, merged
+from levanter.commands.model.origin import (
+    PASSTHROUGH,
+    ModelBlock,
+    OpenedModel,
+    Origin,
+    find_origin,
+    from_block,
+    merged,
+)
+from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.config import ConfigError, parse_text, plain
@@ -72,12 +82,28 @@ class SavedModel:
         Raises:
             CheckpointError: it cannot be read here, or has more ids than the model has embeddings.
         """
-        assert self.config.vocab_size is not None
-        if self.tokenizer_name is None or self.tokenizer_name == PASSTHROUGH:
-            return PassthroughTokenizer(self.config.vocab_size)
-        found = load_tokenizer(self.tokenizer_name)
-        check_vocabulary(found, self.config.vocab_size, where=self.description)
-        return found
+        return _tokenizer(self)
+
+
+class _WithTokenizer(Protocol):
+    @property
+    def config(self) -> LmConfig: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def tokenizer_name(self) -> str | None: ...
+
+
+def _tokenizer(of: _WithTokenizer) -> Tokenizer:
+    """The tokenizer of the training data; token ids where there was none."""
+    assert of.config.vocab_size is not None
+    if of.tokenizer_name is None or of.tokenizer_name == PASSTHROUGH:
+        return PassthroughTokenizer(of.config.vocab_size)
+    found = load_tokenizer(of.tokenizer_name)
+    check_vocabulary(found, of.config.vocab_size, where=of.description)
+    return found
 
 
 def model_metadata(model: LmConfig, *, tokenizer: str | None) -> dict[str, Any]:
@@ -109,8 +135,7 @@ def open_saved(path: str) -> SavedModel:
     part = FrozenPart.of(ref)
     if part is not None and part.adapters is not None:
         raise UnreadableCheckpointError(
-            f"{ref.path}: contains adapters and no model; the model that they are of came from {part.origin}. Give "
-            "that as hf_checkpoint, and what the run saved with peft_save_path as adapter_path"
+            f"{ref.path}: contains adapters and no model; the model that they are of came from {part.origin}"
         )
     if part is not None:
         raise UnreadableCheckpointError(
@@ -124,6 +149,66 @@ def open_saved(path: str) -> SavedModel:
         source=CheckpointSource(ref, prefix=PREFIX),
         tokenizer_name=ref.metadata.get("tokenizer"),
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Base:
+    """The model that adapters are of, with the tokenizer of their training data."""
+
+    base: OpenedModel
+    config: LmConfig
+    description: str
+    tokenizer_name: str | None
+
+    @property
+    def source(self) -> TensorSource:
+        return self.base.source
+
+    def tokenizer(self) -> Tokenizer:
+        return self.base.tokenizer() if self.tokenizer_name is None else _tokenizer(self)
+
+
+def _adapted(ref: CheckpointRef, part: FrozenPart, model: ModelBlock | None) -> Origin:
+    """The model that the adapters of a checkpoint are of, with them beside it."""
+    adapters = SavedAdapters.of(ref, part, prefix=PREFIX)
+    config, where = _architecture(ref), f"{ref.path}/metadata.json"
+    said = ref.metadata["config"]
+    reference, begun = _begun(said)
+    if reference is not None:
+        origin = find_origin(reference, None)
+    elif begun is not None:
+        origin = find_saved(begun, None)
+    else:
+        raise UnreadableCheckpointError(
+            f"{ref.path}: contains adapters of a model that was made from the seed, which is in no checkpoint; train "
+            "them on one that is (hf_checkpoint, initialize_model_from_checkpoint_path)"
+        )
+    keys = {*family_of(type(config)).architecture_fields, *_ALSO} & {each.name for each in fields(config)}
+    own = merged(ModelBlock(config=config, keys=frozenset(keys)), origin.architecture, where=where)
+    description = f"{origin.description}, with the adapters of {ref.path} (step {ref.step})"
+    named = ref.metadata.get("tokenizer")
+    opened = origin.checkpoint
+    if opened is not None:
+        opened = _Base(base=opened, config=own, description=description, tokenizer_name=named)
+    return replace(
+        origin,
+        reference=named or origin.reference,
+        checkpoint=opened,
+        architecture=merged(model, own, where=where),
+        description=description,
+        checks=(*origin.checks, Check(name="model", status="ok", message=description)),
+        adapters=replace(adapters, padded=("vocab",)),
+    )
+
+
+def _begun(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The Hugging Face files that a run began from, or its checkpoint of ours."""
+    named = config.get("hf_checkpoint") or config.get("initialize_from_hf")
+    if named is True:
+        block = config.get("model")
+        named = block.get("reference_checkpoint") if isinstance(block, Mapping) else None
+    begun = config.get("initialize_model_from_checkpoint_path")
+    return (named if isinstance(named, str) else None), (begun if isinstance(begun, str) else None)
 
 
 def _architecture(ref: CheckpointRef) -> LmConfig:
@@ -157,6 +242,10 @@ def find_saved(path: str, model: ModelBlock | None, *, key: str = "checkpoint_pa
         ConfigMismatchError: the block contradicts its architecture.
     """
     try:
+        ref = checkpoint_at(path)
+        part = FrozenPart.of(ref)
+        if part is not None and part.adapters is not None:
+            return _adapted(ref, part, model)
         found = open_saved(path)
     except MissingCheckpointError as error:
         return from_block(path, model, MissingCheckpointError(f"{key}: {error}"), rules=same_names, padded=True)

@@ -36,7 +36,15 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
         adapters=adapters,
         origin=f"trainer.seed {trainer.seed}" if begun_from is None else begun_from,
         digests=dict.fromkeys(sorted(plan.frozen), ""),
+        dtype=_held(plan),
     )
+
+
+def _held(plan: StatePlan) -> str | None:
+    """In what the frozen parameters are held; None where they are not all alike."""
+    leaves = (each.leaf for each in plan.parameters.leaves if each.leaf.path in plan.frozen)
+    dtypes = {leaf.dtype.name for leaf in leaves if leaf.dtype.kind not in "iub"}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def spared_flops(

@@ -132,6 +132,38 @@ def gathered(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, wher
     return PeftAdapter(where=where, config=plan.config, source=_Held(found))
 
 
+def read_when_asked(plan: PeftPlan, arrays: Mapping[str, Readable], *, where: str) -> PeftAdapter:
+    """An adapter whose tensors are put together when they are read.
+
+    Args:
+        plan: from `plan_peft`.
+        arrays: the factors by path, read slice by slice.
+        where: how messages call it.
+    """
+    return PeftAdapter(where=where, config=plan.config, source=_Planned(plan, arrays))
+
+
+class _Planned:
+    """Tensors that a plan makes of arrays, as a source."""
+
+    def __init__(self, plan: PeftPlan, arrays: Mapping[str, Readable]):
+        self._arrays, self._plan = arrays, {tensor.name: tensor for tensor in plan.tensors}
+        self.tensors = {name: TensorInfo(name, x.shape, x.dtype, x.nbytes) for name, x in self._plan.items()}
+
+    def byte_ranges(self, name: str, index: Index) -> Sequence[ByteRange]:
+        """None: it is nowhere as a whole."""
+        del name, index
+        return ()
+
+    def read(self, name: str, index: Index, out: np.ndarray | None = None) -> np.ndarray:
+        """See `TensorSource`."""
+        ((_, whole),) = tensors_of((self._plan[name],), self._arrays)
+        if out is None:
+            return whole[index]
+        out[...] = whole[index]
+        return out
+
+
 class _Held:
     """Tensors in memory as a source."""
 
