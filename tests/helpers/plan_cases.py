@@ -14,7 +14,7 @@ from haliax_ext.errors import gib
 from haliax_ext.plan_report import summarize
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
-from levanter.commands.train import train_lm
+from levanter.commands.train import lora_config, lora_lm, train_lm
 from levanter.config import load_written
 from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
@@ -26,6 +26,7 @@ CONFIGS = Path(__file__).parents[2] / "config"
 ENTRY_POINTS: Mapping[str, tuple[type, Any]] = {
     "eval_careless_lm": (eval_careless_lm.EvalCarelessLmConfig, eval_careless_lm.describe),
     "eval_lm": (eval_lm.EvalLmConfig, eval_lm.describe),
+    "lora_lm": (lora_config.LoraLmConfig, lora_lm.describe),
     "train_lm": (train_lm.TrainLmConfig, train_lm.describe),
 }
 
@@ -69,8 +70,8 @@ class Case:
 
     @property
     def figures(self) -> bool:
-        """Whether the compiler's figures are kept: for what CI compiles and what `docs/405b.md` shows."""
-        return self.ci or self.entry_point == "eval_lm"
+        """Whether the compiler's figures are kept: for what CI compiles, and what documents show."""
+        return self.ci or self.entry_point in ("eval_lm", "lora_lm")
 
     def describe(self, target: Target) -> RunPlan:
         """The run on a target."""
@@ -125,6 +126,10 @@ def _windows(name: str, target: str, *, config: str, **keys: Any) -> Case:
 
 def _training(name: str, config: str, target: str, *overrides: str, **keys: Any) -> Case:
     return Case(name=name, entry_point="train_lm", config=f"train/{config}", target=target, overrides=overrides, **keys)
+
+
+def _adapted(config: str, target: str, **keys: Any) -> Case:
+    return Case(name=f"lora_{config}", entry_point="lora_lm", config=f"lora/{config}", target=target, **keys)
 
 
 def _published() -> list[Case]:
@@ -206,6 +211,12 @@ CASES: Mapping[str, Case] = {
             "llama_0.78b_64k_as_published_kept", f"{_DEPTH_24}_as_published", "v6e-8",
             "--model.gradient_checkpointing=false", exit_code=3, compiled=3, ci=True,
         ),
+        _adapted("llama3_8b_v5p-8", "v5p-8", compiled=None),
+        _adapted("llama3_8b_v6e-8", "v6e-8", compiled=None),
+        _adapted("llama3_8b_2xv6e-16", "2xv6e-16", compiled=None),
+        _adapted("llama3_70b_v5e-16", "v5e-16", compiled=None),
+        _adapted("llama3_70b_v6e-64", "v6e-64", compiled=None),
+        _adapted("mixtral_8x7b_v6e-16", "v6e-16", compiled=None),
         *_published(),
     )
 }  # fmt: skip

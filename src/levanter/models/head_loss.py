@@ -100,6 +100,9 @@ def _sums_forward(x, head, targets, weights, Chunks, how, z_weight):
     asked, learns = x.array.perturbed, any(each.perturbed for each in jax.tree.leaves(head))
     assert not weights.array.perturbed, "the sums are not differentiated by their weights"
     x, head, targets, weights = jax.tree.map(lambda each: each.value, (x, head, targets, weights))
+    if not learns:
+        # One that nothing is added up for is gathered once, where it is cut, and not for each chunk.
+        head = hax.auto_sharded(head)
     given = functools.partial(_cotangents, z_weight=z_weight)
     found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learns=learns)
     kept = _Gradients(of_x=found.of_x if asked else None, of_head=found.of_head)
