@@ -113,11 +113,23 @@ def said(name: str, gaps: Sequence[float]) -> tuple[float, float]:
 
 
 def tiny(folder: Path) -> Path:
-    """A folder with a tiny model: that of the tests."""
+    """A folder with a tiny model, that of the tests, whose tokens are words.
+
+    Of a token that is no text by itself (half of a character, which is what most tokens of random weights and bytes
+    are) no client hears before the next one, and a gap would be the time of two tokens.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from helpers.served import model_folder
+    from tokenizers import Tokenizer, decoders, models
 
-    return folder if (folder / "config.json").exists() else model_folder(folder)
+    if not (folder / "config.json").exists():
+        model_folder(folder)
+        size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        words = ["<pad>", "<s>", "</s>", *(f"w{n} " for n in range(3, size))]
+        made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<pad>"))
+        made.decoder = decoders.Fuse()
+        made.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def main() -> int:

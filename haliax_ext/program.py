@@ -41,6 +41,29 @@ Jit = Callable[["Program", Mesh], Callable[..., Any]]
 """What makes a Program callable: `Program.jit`, or a wrapper that synchronizes the processes around its first call."""
 
 
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A value of which only the arrays are of interest: whoever calls a Program often goes through what he passes once.
+
+    A jitted Program takes one in the place of any input, and gives one where all of its inputs are (and it has some).
+
+    Attributes:
+        arrays: every array of the value, by path.
+    """
+
+    arrays: dict[str, Array]
+
+    @staticmethod
+    def of(value: PyTree) -> "Flat":
+        """A value gone through."""
+        return Flat(_arrays(value))
+
+    def part(self, name: str) -> "Flat":
+        """What is below a name."""
+        below = name + "."
+        return Flat({path.removeprefix(below): x for path, x in self.arrays.items() if path.startswith(below)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Input:
     """One argument of a Program.
@@ -108,12 +131,11 @@ class Program:
         compiled = self._on(mesh)
 
         def call(*values: PyTree) -> PyTree:
-            assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
-            for declared, value in zip(self.inputs, values, strict=True):
-                _assert_same_arrays(self.name, declared, value)
+            given = self._checked(values)
             with self._scope(mesh), refusing_options(self.name, self.compiler_options):
-                flat = compiled.jitted(*[_arrays(value) for value in values])
-            return compiled.rebuild(flat)
+                found = compiled.jitted(*given)
+            flat = values and all(isinstance(value, Flat) for value in values)
+            return Flat(found) if flat else compiled.rebuild(found)
 
         return functools.update_wrapper(call, self.function)
 
@@ -123,11 +145,10 @@ class Program:
         Nothing runs here, and nothing is donated. Processes that compile at their own pace can meet behind it.
         """
         compiled = self._on(mesh)
-        for declared, value in zip(self.inputs, values, strict=True):
-            _assert_same_arrays(self.name, declared, value)
+        given = self._checked(values)
         with self._scope(mesh), refusing_options(self.name, self.compiler_options):
             # JAX finds this executable again when the jit is called with arrays of these shardings.
-            executable = compiled.jitted.lower(*[_arrays(value) for value in values]).compile()
+            executable = compiled.jitted.lower(*given).compile()
         compiled.prepared = True
         stated = executable.memory_analysis()
         compiled.memory = None if stated is None else memory_figures(cast(MemoryStats, stated))
@@ -139,6 +160,18 @@ class Program:
     def memory(self, mesh: Mesh) -> MemoryFigures | None:
         """What the executable that `prepare` made takes on a device; None where there is none, or it does not say."""
         return self._on(mesh).memory
+
+    def _checked(self, values: tuple[PyTree, ...]) -> list[dict[str, Array]]:
+        """The arrays of what is passed, which are those that were planned for."""
+        assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
+        given = [_arrays(value) for value in values]
+        for declared, planned, arrays in zip(self.inputs, self._planned, given, strict=True):
+            _assert_same_arrays(self.name, declared.name, planned, arrays)
+        return given
+
+    @functools.cached_property
+    def _planned(self) -> "tuple[_Shapes, ...]":
+        return tuple(_shapes(_arrays(each.value)) for each in self.inputs)
 
     @contextlib.contextmanager
     def _scope(self, mesh: AnyMesh) -> Generator[None]:
@@ -203,6 +236,8 @@ class _Compiled:
 
 def _arrays(tree: PyTree) -> dict[str, Array]:
     """Every array of `tree`, by path; a name's own `array` field is not part of the path."""
+    if isinstance(tree, Flat):
+        return tree.arrays
     raw = ((path, x.array if is_named(x) else x) for path, x in leaves_with_paths(tree))
     return {path: array for path, array in raw if is_array(array)}
 
@@ -234,14 +269,21 @@ def _shardings(tree: PyTree, placement: Placement, mesh: AnyMesh) -> dict[str, N
     }
 
 
-def _assert_same_arrays(program: str, declared: Input, value: PyTree) -> None:
-    want = {path: (x.shape, x.dtype) for path, x in _arrays(declared.value).items()}
-    have = {path: (x.shape, x.dtype) for path, x in _arrays(value).items()}
+_Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], Any]]
+"""Of arrays by path: shape and dtype."""
+
+
+def _shapes(arrays: Mapping[str, Array]) -> _Shapes:
+    return {path: (x.shape, x.dtype) for path, x in arrays.items()}
+
+
+def _assert_same_arrays(program: str, name: str, want: _Shapes, arrays: Mapping[str, Array]) -> None:
+    have = _shapes(arrays)
     if want != have:
         different = sorted(p for p in want.keys() | have.keys() if want.get(p) != have.get(p))
         lines = "\n".join(f"  {p}: planned {want.get(p)}, got {have.get(p)}" for p in different[:10])
         raise AssertionError(
-            f"program {program}, input {declared.name}: these are not the arrays that it was planned for\n{lines}"
+            f"program {program}, input {name}: these are not the arrays that it was planned for\n{lines}"
         )
 
 

@@ -13,7 +13,7 @@ from haliax_ext.compiler_options import CompilerOptionError
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
-from haliax_ext.program import Input, Program, named_jit
+from haliax_ext.program import Flat, Input, Program, named_jit
 
 Batch, Embed, Mlp = hax.make_axes(batch=8, embed=16, mlp=32)
 MAPPINGS = Mappings(
@@ -123,6 +123,35 @@ def test_donation_reuses_the_buffer(devices):
     out = prog.jit(mesh)(hax.NamedArray(given, (Batch, Embed)))
     assert given.is_deleted()
     assert out.array.sharding.spec[0] == "data"
+
+
+def test_what_was_gone_through_before_gives_the_same(devices):
+    """A value as its arrays by path, for one input or for all of them, where it was placed or on the host."""
+    spec = MeshSpec.of(data=4, model=2)
+    mesh = spec.build(devices)
+    prog, plan = program(spec)
+    _, model, x = real_inputs(plan, mesh)
+    call = prog.jit(mesh)
+    y, mean = call(model, x)
+    mixed, _ = call(Flat.of(model), x)
+    assert isinstance(mixed, hax.NamedArray)
+    np.testing.assert_array_equal(np.asarray(mixed.array), np.asarray(y.array))
+    flat = call(Flat.of(model), Flat.of(x))
+    assert isinstance(flat, Flat) and flat.arrays.keys() == {"0", "1"}
+    np.testing.assert_array_equal(np.asarray(flat.arrays["0"]), np.asarray(y.array))
+    np.testing.assert_array_equal(np.asarray(flat.arrays["1"]), np.asarray(mean.array))
+    on_host = call(Flat.of(model), Flat({"": np.asarray(x.array)}))
+    np.testing.assert_array_equal(np.asarray(on_host.arrays["0"]), np.asarray(y.array))
+    whole = Flat.of({"a": model, "ab": x})
+    assert whole.part("a").arrays.keys() == Flat.of(model).arrays.keys()
+    with pytest.raises(AssertionError, match="input x: these are not the arrays"):
+        call(Flat.of(model), Flat({"": np.asarray(x.array).T}))
+
+
+def test_a_program_without_inputs_gives_named_arrays(devices):
+    prog = Program(name="zeros", function=lambda: {"a": hax.zeros(Embed)}, inputs=())
+    found = prog.jit(MeshSpec.of(data=8).build(devices))()
+    assert found["a"].axes == (Embed,)
 
 
 def test_wrong_arrays_are_our_own_bug(devices):

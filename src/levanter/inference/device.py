@@ -13,15 +13,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.batches import place
-from haliax_ext.program import Input, Jit, Program
+from haliax_ext.program import Flat, Input, Jit, Program
 from haliax_ext.pytree import PyTree
 from levanter.inference.generation import GenerationPrograms
-from levanter.inference.programs import SampledRows
 from levanter.inference.row_params import RowSampling, host_params
 from levanter.inference.step_plan import DecodeRow, PrefillPart
 
 Masks: TypeAlias = Mapping[int, np.ndarray]
 """By row: which ids it may sample next, uint32, a bit each, lowest first."""
+
+Drawn: TypeAlias = Mapping[str, jax.Array]
+"""The arrays of `SampledRows` by path, maybe still being computed."""
 
 
 class RowCalls(Protocol):
@@ -39,7 +41,7 @@ class RowCalls(Protocol):
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
         masks: Masks | None = None,
-    ) -> SampledRows:
+    ) -> Drawn:
         """Takes parts of prompts."""
         ...
 
@@ -49,7 +51,7 @@ class RowCalls(Protocol):
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
         masks: Masks | None = None,
-    ) -> SampledRows:
+    ) -> Drawn:
         """Gives rows their next tokens."""
         ...
 
@@ -67,10 +69,15 @@ class DeviceRows:
     def __init__(self, programs: GenerationPrograms, mesh: Mesh, model: PyTree, *, jit: Jit = Program.jit):
         self._programs = programs
         self._mesh, self._model, self._jit = mesh, model, jit
+        self._flat_model = Flat.of(model)
+        # One CPU reads what is on the host where it is, so nothing has to be placed.
+        self._on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
         self._calls: dict[str, Callable[..., PyTree]] = {}
-        self._open: dict[str, PyTree] = {}
-        self._before: dict[tuple[str, str], tuple[np.ndarray | Mapping[str, np.ndarray], PyTree]] = {}
-        self._cache, self._state = self._call(programs.start)
+        self._open: dict[str, Flat] = {}
+        self._before: dict[tuple[str, str], tuple[np.ndarray | Mapping[str, np.ndarray], Flat]] = {}
+        self._params: dict[int, tuple[list[RowSampling | None], dict[str, np.ndarray]]] = {}
+        cache, state = self._call(programs.start)
+        self._cache, self._state = Flat.of(cache), Flat.of(state)
 
     @property
     def programs(self) -> GenerationPrograms:
@@ -84,7 +91,7 @@ class DeviceRows:
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
         masks: Masks | None = None,
-    ) -> SampledRows:
+    ) -> Drawn:
         """Takes parts of prompts.
 
         Args:
@@ -113,7 +120,7 @@ class DeviceRows:
             for name, value in zip(names, values, strict=True):
                 given[name][part.lane] = value
         own = {part.lane: masks[part.place] for part in parts if part.place in masks} if masks else {}
-        return self._step(self.programs.prefill[bucket], given, host_params(of_lane), own)
+        return self._step(self.programs.prefill[bucket], given, self._of_rows(of_lane), own)
 
     def decode(
         self,
@@ -121,7 +128,7 @@ class DeviceRows:
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
         masks: Masks | None = None,
-    ) -> SampledRows:
+    ) -> Drawn:
         """Gives rows their next tokens.
 
         Args:
@@ -134,34 +141,45 @@ class DeviceRows:
         given: dict[str, np.ndarray] = {"tables": tables, "going": np.zeros(len(sampling), np.int32)}
         given["going"][[row.place for row in rows]] = 1
         given["going"][list(masks or ())] = 2
-        return self._step(self.programs.decode, given, host_params(sampling), masks or {})
+        return self._step(self.programs.decode, given, self._of_rows(sampling), masks or {})
+
+    def _of_rows(self, sampling: Sequence[RowSampling | None]) -> dict[str, np.ndarray]:
+        """`host_params` of rows; those of the call before of as many rows, where they are sampled as then."""
+        before = self._params.get(len(sampling))
+        if before is None or any(a is not b for a, b in zip(before[0], sampling, strict=True)):
+            before = self._params[len(sampling)] = (list(sampling), host_params(sampling))
+        return before[1]
 
     def _step(
         self, program: Program, given: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray], masks: Masks
-    ) -> SampledRows:
+    ) -> Drawn:
         named: dict[str, np.ndarray | Mapping[str, np.ndarray]] = {"params": params, **given}
         values = [
             self._masks(program, one, masks) if one.name == "masks" else self._placed(program, one, named[one.name])
             for one in program.inputs[3:]
         ]
-        self._cache, self._state, drawn = self._call(program, self._model, self._cache, self._state, *values)
-        for array in jax.tree.leaves(drawn):
-            array.copy_to_host_async()
+        found = self._call(program, self._flat_model, self._cache, self._state, *values)
+        self._cache, self._state, drawn = found.part("0"), found.part("1"), found.part("2").arrays
+        if not self._on_host:
+            for array in drawn.values():
+                array.copy_to_host_async()
         return drawn
 
-    def _placed(self, program: Program, wanted: Input, value: np.ndarray | Mapping[str, np.ndarray]) -> PyTree:
+    def _placed(self, program: Program, wanted: Input, value: np.ndarray | Mapping[str, np.ndarray]) -> Flat:
         """An input on the devices; what is the same as in the call before is there already. Placing takes longer than
         looking: there are more than a dozen small arrays in a call, and from step to step few of them change."""
+        if self._on_host:
+            return Flat(dict(value) if isinstance(value, Mapping) else {"": value})
         key = (program.name, wanted.name)
         before = self._before.get(key)
         if before is None or not _same(before[0], value):
-            before = self._before[key] = (value, place(wanted, value, self._mesh))
+            before = self._before[key] = (value, Flat.of(place(wanted, value, self._mesh)))
         return before[1]
 
-    def _masks(self, program: Program, wanted: Input, masks: Masks) -> PyTree:
+    def _masks(self, program: Program, wanted: Input, masks: Masks) -> Flat:
         """The masks of a call's rows. Where nobody has one they are on the devices already: they are large."""
         if masks or program.name not in self._open:
-            placed = place(wanted, whole_masks(wanted.value.array.shape, masks), self._mesh)
+            placed = Flat.of(place(wanted, whole_masks(wanted.value.array.shape, masks), self._mesh))
             if masks:
                 return placed
             self._open[program.name] = placed
@@ -175,7 +193,7 @@ class DeviceRows:
 
 def _same(a: np.ndarray | Mapping[str, np.ndarray], b: np.ndarray | Mapping[str, np.ndarray]) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return all(np.array_equal(a[name], b[name]) for name in b)
+        return a is b or all(np.array_equal(a[name], b[name]) for name in b)
     return np.array_equal(a, b)  # pyright: ignore[reportArgumentType]
 
 
@@ -202,8 +220,8 @@ class RowsOnHost:
     finite: np.ndarray
 
 
-def fetched(drawn: SampledRows) -> RowsOnHost:
+def fetched(drawn: Drawn) -> RowsOnHost:
     """What was drawn, on this host; waits for it."""
-    own = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), drawn)
-    sampled = {name: getattr(own.sampled, name).array for name in ("tokens", "logprobs", "top_ids", "top_logprobs")}
-    return RowsOnHost(**sampled, ok=own.sampled.ok.array, there=own.there.array, finite=own.finite.array)
+    own = {path: np.asarray(x.addressable_data(0)) for path, x in drawn.items()}
+    sampled = {name: own[f"sampled.{name}"] for name in ("tokens", "logprobs", "top_ids", "top_logprobs", "ok")}
+    return RowsOnHost(**sampled, there=own["there"], finite=own["finite"])

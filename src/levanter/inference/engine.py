@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from levanter.inference.constraint import Constraint, ConstraintError, Constraints
-from levanter.inference.device import RowCalls, RowsOnHost, fetched
+from levanter.inference.device import Drawn, RowCalls, RowsOnHost, fetched
 from levanter.inference.generation import GenerationPrograms
-from levanter.inference.programs import SampledRows
 from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
 from levanter.inference.row_params import RowSampling
 from levanter.inference.schedule import QueueFullError, Schedule
@@ -61,7 +60,7 @@ class _Call:
 
     parts: tuple[PrefillPart, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
-    drawn: SampledRows
+    drawn: Drawn
 
 
 @dataclass(eq=False)
@@ -88,6 +87,7 @@ class Engine:
     _calls: "deque[_Call]" = field(default_factory=deque, init=False)
     _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
     _lost: dict[ChoiceId, str] = field(default_factory=dict, init=False)
+    _sampled: dict[ChoiceId, RowSampling] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._standing = self.schedule.start()
@@ -152,7 +152,7 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> None:
         """Sends a step's calls. Rows first that have text: who ends a prompt in this step goes on in the next one."""
-        sampling = [None if row is None else _sampling(row.request, row.id) for row in plan.after.rows]
+        sampling = self._sampling_of(plan)
         if plan.decode:
             masks = self._masks([(row.id, row.place) for row in plan.decode], plan)
             drawn = self.device.decode(plan.decode, plan.tables, sampling, masks)
@@ -161,6 +161,19 @@ class Engine:
             masks = self._masks([(part.id, part.place) for part in plan.prefill if part.ends], plan)
             drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling, masks)
             self._calls.append(_Call(parts=plan.prefill, drawn=drawn))
+
+    def _sampling_of(self, plan: StepPlan) -> list[RowSampling | None]:
+        """How each row is sampled: the same object in every step, so that who has seen it need not look again."""
+        known, self._sampled = self._sampled, {}
+        found: list[RowSampling | None] = []
+        for row in plan.after.rows:
+            if row is None:
+                found.append(None)
+                continue
+            own = known.get(row.id)
+            own = self._sampled[row.id] = _sampling(row.request, row.id) if own is None else own
+            found.append(own)
+        return found
 
     def _masks(self, chosen: list[tuple[ChoiceId, int]], plan: StepPlan) -> dict[int, np.ndarray]:
         """Which ids rows may sample next, by place, of those whose texts have to conform to something."""
@@ -191,8 +204,9 @@ class Engine:
                 yield from self._tokens(part.id, drawn, [at])
             else:
                 self._standing = self._standing.read_part(part.id, part.start + len(part.tokens))
+        there: list[list[bool]] = drawn.there.tolist() if call.rows else []
         for row in call.rows:
-            places = [(step, row.place) for step, there in enumerate(drawn.there[:, row.place]) if there]
+            places = [(step, row.place) for step, rows in enumerate(there) if rows[row.place]]
             yield from self._tokens(row.id, drawn, places)
 
     def _tokens(self, of: ChoiceId, drawn: RowsOnHost, places: list[tuple[int, ...]]) -> Iterator[Event]:
@@ -203,6 +217,7 @@ class Engine:
         ids = tuple(int(drawn.tokens[at]) for at in good)
         self._standing = self._standing.read(of, ids)
         request, made = row.request, len(row.made)
+        count = request.params.logprobs
         for at, id_ in zip(good, ids, strict=True):
             made += 1
             is_end = id_ in request.stop_ids
@@ -217,9 +232,11 @@ class Engine:
             if is_end or made >= row.limit:
                 # Before anybody hears of it, so that who gives up the choice now does no more than that.
                 self.give_up(of)
-            asked, count = request.params.logprobs is not None, request.params.logprobs or 0
-            top = zip(drawn.top_ids[at][:count].tolist(), drawn.top_logprobs[at][:count].tolist(), strict=True)
-            yield Token(of=of, id=id_, logprob=float(drawn.logprobs[at]) if asked else None, top=tuple(top))
+            if count is None:
+                yield Token(of=of, id=id_)
+            else:
+                top = zip(drawn.top_ids[at][:count].tolist(), drawn.top_logprobs[at][:count].tolist(), strict=True)
+                yield Token(of=of, id=id_, logprob=float(drawn.logprobs[at]), top=tuple(top))
             if is_end or made >= row.limit:
                 yield Finished(of=of, reason="stop" if is_end else "length", matched=id_ if is_end else None)
             if self._standing.find(of) is None:

@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from levanter.inference.device import Masks, RowCalls
+from levanter.inference.device import Drawn, Masks, RowCalls
 from levanter.inference.generation import GenerationPrograms
 from levanter.inference.params import SamplingParams
-from levanter.inference.programs import SampledRows
 from levanter.inference.prompt_scores import PromptScores, ScoresPrompts
 from levanter.inference.requests import ChoiceId
 from levanter.inference.row_params import RowSampling
@@ -139,7 +138,7 @@ class Leading:
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
         masks: Masks | None = None,
-    ) -> SampledRows:
+    ) -> Drawn:
         """See `DeviceRows.prefill`."""
         told = [[p.place, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.left] for p in parts]
         self._tell("prefill", tables, sampling, masks, bucket=list(bucket), parts=told)
@@ -151,7 +150,7 @@ class Leading:
         tables: np.ndarray,
         sampling: Sequence[RowSampling | None],
         masks: Masks | None = None,
-    ) -> SampledRows:
+    ) -> Drawn:
         """See `DeviceRows.decode`."""
         self._tell("decode", tables, sampling, masks, rows=[[row.place, row.start, row.tokens] for row in rows])
         return self._rows.decode(rows, tables, sampling, masks)
@@ -190,7 +189,7 @@ def follow(rows: RowCalls, heard: Heard, scorer: ScoresPrompts | None = None) ->
         How many calls there were.
     """
     changes, count = _Changes(), 0
-    flying: deque[SampledRows] = deque()
+    flying: deque[Drawn] = deque()
     while (told := hear(heard))["call"] != "end":
         count += 1
         if told["call"] == "score":

@@ -11,14 +11,14 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from levanter.inference.pages import PagePool
 from levanter.inference.prefix import known_pages, page_names
 from levanter.inference.requests import ChoiceId, Request
-from levanter.inference.standing import Row, Standing
+from levanter.inference.standing import Row, Standing, changed
 from levanter.inference.step_plan import DecodeRow, PrefillPart, StepPlan
 
 
@@ -124,7 +124,7 @@ class Schedule:
             Row(id=ChoiceId(request.id, n), request=request, order=standing.arrived + n, limit=limit)
             for n in range(request.params.n)
         )
-        return replace(standing, queue=standing.queue + rows, arrived=standing.arrived + len(rows))
+        return changed(standing, queue=standing.queue + rows, arrived=standing.arrived + len(rows))
 
     def ended(self, standing: Standing, id: ChoiceId) -> Standing:
         """The standing without a choice, whose pages are free at once; itself if it has ended before.
@@ -136,7 +136,7 @@ class Schedule:
         if row is None:
             return standing
         if row.place is None:
-            return replace(standing, queue=tuple(each for each in standing.queue if each.id != id))
+            return changed(standing, queue=tuple(each for each in standing.queue if each.id != id))
         work = _Work(self, standing)
         work.vacate(row)
         return work.standing()
@@ -202,7 +202,7 @@ class _Work:
 
     def standing(self) -> Standing:
         pools = tuple(self._pools.get(n, pool) for n, pool in enumerate(self._given.pools))
-        return replace(
+        return changed(
             self._given,
             queue=tuple(self.queue),
             rows=tuple(self.rows),
@@ -258,12 +258,12 @@ class _Work:
                 self._give_way(youngest)
                 gave_way.append(youngest.id)
             if missing > 0 and self.rows[place] is not None:
-                self.put(replace(row, pages=row.pages + self.pool(shard).take(missing)))
+                self.put(changed(row, pages=row.pages + self.pool(shard).take(missing)))
         return tuple(gave_way)
 
     def _give_way(self, row: Row) -> None:
         self.vacate(row)
-        waits = replace(row, place=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, gave_way=True)
+        waits = changed(row, place=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, gave_way=True)
         self.queue = sorted([*self.queue, waits], key=lambda each: each.order)
 
     def _decodes(self, row: Row) -> bool:
@@ -349,7 +349,7 @@ class _Work:
             pool.share(shared)
             pages = shared + pool.take(schedule.pages_for(row.known) - len(shared))
         self.put(
-            replace(
+            changed(
                 row,
                 place=place,
                 target=row.known,
@@ -370,7 +370,7 @@ class _Work:
                 continue
             tokens = self._tokens(row)
             planned.append(DecodeRow(id=row.id, place=row.place, start=row.written, tokens=tokens))
-            self.put(replace(row, written=row.written + tokens, due=(*row.due, tokens)))
+            self.put(changed(row, written=row.written + tokens, due=(*row.due, tokens)))
         return tuple(sorted(planned, key=lambda each: each.place))
 
     def prefill(self) -> tuple[tuple[int, int] | None, tuple[PrefillPart, ...]]:
@@ -397,7 +397,7 @@ class _Work:
                 left=row.left,
             )
             parts.append(part)
-            self.put(replace(row, written=end, due=(*row.due, 1) if ends else row.due))
+            self.put(changed(row, written=end, due=(*row.due, 1) if ends else row.due))
         return bucket, tuple(parts)
 
     def _lanes(self, waiting: Sequence[Row], bucket: tuple[int, int]) -> Mapping[int, Row]:
@@ -427,4 +427,4 @@ class _Work:
         names = page_names(row.tokens[: full * self.schedule.page_size], self.schedule.page_size, row.names[:full])
         for page, name in zip(row.pages[row.named : full], names[row.named : full], strict=True):
             pool.name(page, name)
-        return replace(row, names=names, named=full)
+        return changed(row, names=names, named=full)

@@ -93,23 +93,53 @@ class Streamed(Answering):
         del scope, receive
         headers = {"content-type": sse.MEDIA_TYPE, **sse.HEADERS, **self._named}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._write(send, {"type": "http.response.start", "status": 200, "headers": raw})
+        write = _Watched(send, late=self._ticket.cut.set)
         try:
-            async for event in self._events:
-                await self._write(send, _more(event))
-        except ApiError as error:
-            await self._write(send, _more(sse.event(error.body)))
-        await self._write(send, _more(sse.DONE))
-        await self._write(send, {"type": "http.response.body", "body": b"", "more_body": False})
+            await write({"type": "http.response.start", "status": 200, "headers": raw})
+            try:
+                async for event in self._events:
+                    await write(_more(event))
+            except ApiError as error:
+                await write(_more(sse.event(error.body)))
+            await write(_more(sse.DONE))
+            await write({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            write.end()
 
-    async def _write(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                await send(message)
-        except TimeoutError:
-            self._ticket.cut.set()
-            # Who waits for that signal ends this.
-            await asyncio.Event().wait()
+
+class _Watched:
+    """Sends messages, and says when one has not been taken for `READ_SECONDS`.
+
+    One timer looks after all of them: to set one for each message took as long as to send it.
+
+    Args:
+        send: ASGI's.
+        late: is called when a message is late.
+    """
+
+    def __init__(self, send: Send, *, late: Callable[[], None]):
+        self._send, self._late = send, late
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._timer = self._loop.call_later(READ_SECONDS, self._look)
+
+    async def __call__(self, message: Message) -> None:
+        """Sends a message."""
+        self._since = self._loop.time()
+        await self._send(message)
+        self._since = None
+
+    def end(self) -> None:
+        """Looks no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since >= READ_SECONDS:
+            self._late()
+        else:
+            self._timer = self._loop.call_at(since + READ_SECONDS, self._look)
 
 
 def _more(body: bytes) -> Message:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +25,9 @@ MOST_BEHIND = 1 << 20
 """Bytes that may wait for a client that reads a stream slowly."""
 MOST_RETRY = 300
 """Seconds that a client is sent away for."""
+MOST_WAITED = 1.0
+"""Seconds that the engine waits at most until what it handed over is sent: an event loop that stands still for so long
+does so for other reasons."""
 READERS = 2
 """Threads that read requests and make tokens of them."""
 T = TypeVar("T")
@@ -140,6 +144,7 @@ class Service:
         self._tickets: dict[str, Ticket] = {}
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._sent = threading.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._on_end: list[Callable[[], None]] = []
@@ -273,9 +278,15 @@ class Service:
         self._on_end.append(call)
 
     def _hand_over(self, made: Sequence[Delivery]) -> None:
-        """Brings what the engine's thread has to the event loop."""
+        """Brings what the engine's thread has to the event loop, and lets that have the interpreter until it is sent.
+
+        The thread would take turns with it otherwise, at every write to a client: those that are written to last would
+        hear of a step when the next one is made already, and sometimes two steps at a time.
+        """
         assert self._loop is not None
+        self._sent.clear()
         self._loop.call_soon_threadsafe(self._arrived, made)
+        self._sent.wait(MOST_WAITED)
 
     def _ended(self) -> None:
         """Tells the event loop that the engine's thread is about to end."""
@@ -284,6 +295,13 @@ class Service:
             self._loop.call_soon_threadsafe(call)
 
     def _arrived(self, made: Sequence[Delivery]) -> None:
+        try:
+            self._take(made)
+        finally:
+            # Behind the tasks that this has woken, each of which writes what it got.
+            asyncio.get_running_loop().call_soon(self._sent.set)
+
+    def _take(self, made: Sequence[Delivery]) -> None:
         for delivery in made:
             request = delivery.of.request if isinstance(delivery, Piece) else delivery.request
             if (ticket := self._tickets.get(request)) is None:

@@ -19,6 +19,7 @@ from levanter.inference.params import SamplingParams
 from levanter.inference.prefix import known_pages, page_names
 from levanter.inference.requests import ChoiceId, Request
 from levanter.inference.schedule import QueueFullError, RefusedError, Schedule
+from levanter.inference.standing import Row, changed
 
 LAST = 10_000
 """A token that ends a row."""
@@ -578,3 +579,13 @@ class TestPages:
         assert len(one) == 2 and one[1] != other[1] and one[0] != other[0]
         assert page_names([1, 2, 3, 4], 2, one[:1]) == one
         assert page_names([2**31 - 1, 0], 1)[0] != page_names([0, 2**31 - 1], 1)[0]
+
+
+def test_a_changed_value_is_what_dataclasses_would_make():
+    request = Request(id="a", tokens=(1, 2), params=SamplingParams(), seed=0)
+    row = Row(id=ChoiceId("a", 0), request=request, order=3, limit=4, made=(7,), due=(1,))
+    new = changed(row, made=(7, 8), due=())
+    assert new == dataclasses.replace(row, made=(7, 8), due=())
+    assert row.made == (7,), "what is changed stays what it is"
+    with pytest.raises(AssertionError, match=r"Row has none of \['mde'\]"):
+        changed(row, mde=())

@@ -17,7 +17,9 @@ from helpers.served import loaded
 from levanter.commands.serve.serve import application_of
 from levanter.inference import engine as engine_module
 from levanter.inference.engine import Engine
+from levanter.inference.requests import ChoiceId
 from levanter.serving import answering, service
+from levanter.serving.deliveries import Piece
 from levanter.serving.events import Admitted, ChoiceEnded, Produced, Rejected
 from levanter.serving.inbox import EndAll
 
@@ -183,6 +185,42 @@ def test_who_reads_slowly_is_cut_off_and_others_are_not(model, monkeypatch):
         patched.setattr(service, "MOST_BEHIND", 600)
         asyncio.run(run())
     monkeypatch.setattr(answering, "READ_SECONDS", 0.01)
+    asyncio.run(run())
+
+
+def test_a_step_is_sent_before_the_engine_goes_on(model, monkeypatch):
+    """Whoever waits for a token has it when the engine's thread is let go; a loop that stands still keeps it no longer
+    than agreed."""
+
+    async def run() -> None:
+        made, got, order = model.service(), [], []
+        made._loop = asyncio.get_running_loop()
+        of = ChoiceId("a", 0)
+        ticket = service.Ticket([], route="", give_up=lambda _: None, streamed=True)
+        ticket._open.add(of)
+        made._tickets["a"] = ticket
+
+        async def client() -> None:
+            async for pieces in ticket.deliveries():
+                got.extend(piece.text for piece in pieces)
+                order.append(got[-1])
+
+        def engine() -> None:
+            for n in range(50):
+                made._hand_over([Piece(of=of, text=str(n), reason="stop" if n == 49 else None, at=0.0)])
+                order.append("engine")
+
+        reads = asyncio.create_task(client())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine)
+        await reads
+        assert got == [str(n) for n in range(50)]
+        assert order == [each for n in range(50) for each in (str(n), "engine")]
+        monkeypatch.setattr(service, "MOST_WAITED", 0.01)
+        # Nobody reads what is handed over while this thread, the loop's own, stands here.
+        made._hand_over([])
+        await made.off_loop(lambda: None)
+
     asyncio.run(run())
 
 

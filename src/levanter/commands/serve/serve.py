@@ -48,6 +48,10 @@ NAME = "serve"
 TURN = 5e-5
 """Seconds that a thread of a server keeps the interpreter while another one wants it."""
 
+NEW_OBJECTS = 10_000
+"""Objects that a server makes, beside those that are gone again, before it looks for garbage among them: it stands still
+while it looks, and with Python's 700 it looked at every tenth step."""
+
 
 class NotInstalledError(ValueError):
     """The packages that speak HTTP are not installed."""
@@ -255,7 +259,13 @@ def answer(plan: RunPlan[ServeWork], ready: Running, listening: socket, address:
         limits=work.server.limits,
         opened=opened,
     )
-    with interrupts_taken(server.stop), _termination(server.stop), last_words(service.fail), short_turns():
+    with (
+        interrupts_taken(server.stop),
+        _termination(server.stop),
+        last_words(service.fail),
+        short_turns(),
+        rare_collections(),
+    ):
         server.run(listening)
 
 
@@ -272,6 +282,17 @@ def short_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Has the interpreter look for garbage less often."""
+    before = gc.get_threshold()
+    gc.set_threshold(NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

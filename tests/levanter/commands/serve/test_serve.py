@@ -1,5 +1,6 @@
 """`serve` as a command: planned like `generate`, with an address, a key and a queue."""
 
+import gc
 import re
 import socket
 import sys
@@ -146,3 +147,10 @@ def test_threads_take_short_turns_while_requests_are_answered():
     with serve.short_turns():
         assert sys.getswitchinterval() == pytest.approx(serve.TURN)
     assert sys.getswitchinterval() == before
+
+
+def test_garbage_is_looked_for_less_often_while_requests_are_answered():
+    before = gc.get_threshold()
+    with serve.rare_collections():
+        assert gc.get_threshold() == (serve.NEW_OBJECTS, *before[1:])
+    assert gc.get_threshold() == before
