@@ -158,6 +158,7 @@ class LoadPlan:
         skipped: paths of optional leaves that the source lacks.
         initial: leaves that are made and not read.
         remote: how the source is read, where it is on another machine.
+        name: what the names of its Programs begin with, where a run loads more than one model.
     """
 
     sharding: ShardingPlan
@@ -166,6 +167,7 @@ class LoadPlan:
     skipped: tuple[str, ...] = ()
     initial: tuple[LeafInit, ...] = ()
     remote: RemoteReads | None = None
+    name: str = "load"
 
     @property
     def leaves(self) -> tuple[LeafLoad, ...]:
@@ -285,7 +287,7 @@ class LoadPlan:
     @cached_property
     def initialize_program(self) -> Program:
         """The Program that makes the leaves of `initial`."""
-        return initialize_program(self.initial, self.sharding)
+        return replace(initialize_program(self.initial, self.sharding), name=f"{self.name}.initialize")
 
     def step_programs(self, step: LoadStep) -> tuple[Program, ...]:
         """The Programs of a step: none (direct), the exchange, or making room and the exchange of a piece."""
@@ -307,12 +309,12 @@ class LoadPlan:
                 exchanges = [load.exchange for load in alike.loads if load.exchange is not None]
                 path, piece = exchanges[0].leaf.path, step.piece
                 if piece is None:
-                    name = f"load.exchange.{self.steps.index(alike)}"
+                    name = f"{self.name}.exchange.{self.steps.index(alike)}"
                     if name not in made:
                         made[name] = whole_program(name, exchanges, self.sharding)
                     programs.append(made[name])
                 else:
-                    begin, put = f"load.begin.{path}", f"load.exchange.{path}.{piece[1] - piece[0]}"
+                    begin, put = f"{self.name}.begin.{path}", f"{self.name}.exchange.{path}.{piece[1] - piece[0]}"
                     if begin not in made:
                         made[begin] = begin_program(begin, exchanges[0], self.sharding)
                     if put not in made:
@@ -326,8 +328,8 @@ class LoadPlan:
     ) -> tuple[Program, ...]:
         path = exchange.leaf.path
         if step.piece is None:
-            return (derive_program(f"load.derive.{path}", exchange, derived, self.sharding),)
-        begin, put = f"load.begin.{path}", f"load.derive.{path}.{step.piece[1] - step.piece[0]}"
+            return (derive_program(f"{self.name}.derive.{path}", exchange, derived, self.sharding),)
+        begin, put = f"{self.name}.begin.{path}", f"{self.name}.derive.{path}.{step.piece[1] - step.piece[0]}"
         if begin not in made:
             made[begin] = begin_derived_program(begin, derived.results, self.sharding)
         if put not in made:

@@ -199,6 +199,7 @@ class RunPlan(Generic[W]):
         sharding: where every parameter goes.
         activations: the named activations, planned under the compute mapping.
         load: which bytes are read by whom; None where weights are made, not read.
+        load_beside: likewise of a second model that the first one is compared with; None for none.
         computing: the Programs of the work itself, in order; those of loading are in `load`.
         saving: the Programs that bring results to the hosts, behind or between those.
         workloads: how much the Programs do, for those that make up the job's time.
@@ -224,12 +225,15 @@ class RunPlan(Generic[W]):
     work: W = field(repr=False)
     resident_bytes: Mapping[str, int] | None = None
     beside: Mapping[str, int] = field(default_factory=dict[str, int])
+    load_beside: LoadPlan | None = None
     searchable: Searchable | str = "this run has no timed workload, so there is nothing to search"
 
     @property
     def loading(self) -> tuple[Program, ...]:
         """The Programs that bring weights to where they belong."""
-        return () if self.load is None else self.load.programs
+        plans = [plan for plan in (self.load, self.load_beside) if plan is not None]
+        found = {program.name: program for plan in plans for program in plan.programs}
+        return tuple(found.values())
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -271,6 +275,8 @@ class RunPlan(Generic[W]):
         lines += ["", summarize(self.sharding)]
         if self.load is not None:
             lines += ["", self.load.summary]
+        if self.load_beside is not None:
+            lines += ["", f"reference: {self.load_beside.summary}"]
         lines += ["", "runs: " + " → ".join(program.name for program in self.computing)]
         for when, programs in (("before", self.loading), ("for saving", self.saving)):
             if programs:

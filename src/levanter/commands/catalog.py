@@ -85,6 +85,14 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "training, by upstream's keys of sft_mixture too",
             ),
             ("lora_lm", "train.lora_lm", "train.lora_config", "LoraLmConfig", "training of low-rank adapters"),
+            ("train_dpo", "train.train_dpo", "train.dpo_config", "TrainDpoConfig", "training on preferences"),
+            (
+                "lora_dpo",
+                "train.lora_dpo",
+                "train.lora_dpo_config",
+                "LoraDpoConfig",
+                "training of low-rank adapters on preferences",
+            ),
             (
                 "export_lm_to_hf",
                 "export.export_lm_to_hf",

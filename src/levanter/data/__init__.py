@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from haliax_ext.on_demand import export_on_demand
 
 if TYPE_CHECKING:
+    from levanter.data.component_formats import FORMATS as FORMATS
+    from levanter.data.component_formats import PAIRS as PAIRS
     from levanter.data.component_formats import has_chats as has_chats
     from levanter.data.config import BlockShuffleConfig as BlockShuffleConfig
     from levanter.data.config import CacheOptions as CacheOptions
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
     from levanter.data.formats import ChatLmDatasetFormat as ChatLmDatasetFormat
     from levanter.data.formats import LmDatasetFormatBase as LmDatasetFormatBase
     from levanter.data.formats import PrebuiltLmDatasetFormat as PrebuiltLmDatasetFormat
+    from levanter.data.formats import PreferenceChatLmDatasetFormat as PreferenceChatLmDatasetFormat
     from levanter.data.formats import SupervisedLmDatasetFormat as SupervisedLmDatasetFormat
     from levanter.data.formats import TextLmDatasetFormat as TextLmDatasetFormat
     from levanter.data.formats import format_name as format_name
     from levanter.data.held_out import held_out_sequences as held_out_sequences
     from levanter.data.loader import batches as batches
     from levanter.data.manifest import StoreError as StoreError
+    from levanter.data.pairs import PairRows as PairRows
+    from levanter.data.pairs import pair_targets as pair_targets
     from levanter.data.passthrough import PassthroughTokenizer as PassthroughTokenizer
     from levanter.data.readers import read_records as read_records
     from levanter.data.row_sequences import joined as joined

@@ -21,6 +21,7 @@ from levanter.data.formats import (
     ChatLmDatasetFormat,
     LmDatasetFormatBase,
     PrebuiltLmDatasetFormat,
+    PreferenceChatLmDatasetFormat,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
 )
@@ -33,7 +34,10 @@ FORMATS: Formats = (
     SupervisedLmDatasetFormat,
     PrebuiltLmDatasetFormat,
 )
-"""What is read here."""
+"""What a language model is trained and evaluated on."""
+
+PAIRS: Formats = (PreferenceChatLmDatasetFormat,)
+"""What preferences are read from."""
 
 
 def with_template(component: DatasetComponentBase, template: str | None) -> DatasetComponentBase:
@@ -51,7 +55,7 @@ def with_template(component: DatasetComponentBase, template: str | None) -> Data
     source = getattr(component, "source", None)
     for holder in (component, source):
         format = getattr(holder, "format", None)
-        if isinstance(format, ChatLmDatasetFormat):
+        if isinstance(format, ChatLmDatasetFormat | PreferenceChatLmDatasetFormat):
             text = _text_of(template if format.chat_template is None else format.chat_template)
             changed = replace(holder, format=replace(format, chat_template=text))  # type: ignore[type-var]
             component = changed if holder is component else replace(component, source=changed)  # type: ignore
@@ -82,17 +86,21 @@ def _text_of(template: str | None) -> str | None:
         raise DataError(str(error)) from error
 
 
-def format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
-    """A component's format, and how its documents are packed. All children of one have one format."""
+def format_and_pack(
+    where: str, component: DatasetComponentBase, formats: Formats = FORMATS
+) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
+    """A component's format, one of `formats`, and how its documents are packed. All children of one have one format."""
     if isinstance(component, DatasetComponent):
-        format = format_of(where, component, FORMATS)
+        format = format_of(where, component, formats)
         raise_problems([f"{where}.format.{problem}" for problem in _format_problems(format)])
         pack = component.pack if component.pack is not None else getattr(format, "pack", None)
         if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
             raise DataError(f"{where}.pack: documents per row must be at least 1, got {pack}")
         return format, pack
     if isinstance(component, ConcatDatasetComponent):
-        found = [format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]
+        found = [
+            format_and_pack(f"{where}.children.{name}", child, formats) for name, child in component.children.items()
+        ]
         if not found:
             raise DataError(f"{where}.children: is empty")
         if any(each != found[0] for each in found):
@@ -101,6 +109,10 @@ def format_and_pack(where: str, component: DatasetComponentBase) -> tuple[LmData
         if own:
             raise DataError(f"{where}.children.{own[0]}.cache_dir: children share the token store of {where}")
         return found[0]
+    if TextLmDatasetFormat not in formats:
+        raise DataError(
+            f"{where}: texts in the configuration are no pairs; expected a source of preference_chat records"
+        )
     return TextLmDatasetFormat(), None
 
 
@@ -116,6 +128,14 @@ def _format_problems(format: LmDatasetFormatBase) -> Iterator[str]:
                 yield str(error)
         if format.turns != "all" and not format.mask_user_turns:
             yield f"turns: {format.turns} says which of the assistant's turns count; with mask_user_turns: false all do"
+    if isinstance(format, PreferenceChatLmDatasetFormat):
+        if format.pack:
+            yield "pack: true: several pairs to a row are not implemented yet; set it to false"
+        if format.chat_template is not None:
+            try:
+                ChatTemplate(text=format.chat_template, bos_token="", eos_token="").check()
+            except DataError as error:
+                yield str(error)
     if isinstance(format, PrebuiltLmDatasetFormat):
         if format.loss_weight_transform not in (None, "shift_left"):
             yield f"loss_weight_transform: `shift_left` or null, got {format.loss_weight_transform!r}"

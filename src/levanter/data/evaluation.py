@@ -17,7 +17,7 @@ from levanter.data.config import (
     DatasetComponentBase,
     LmDataConfig,
 )
-from levanter.data.documents import Documents, FileDocuments, component_parts
+from levanter.data.documents import Documents, FileDocuments, Formats, component_parts
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
 from levanter.data.formats import (
     ChatLmDatasetFormat,
@@ -72,7 +72,9 @@ class EvaluationData:
     notes: tuple[str, ...]
 
 
-def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_training: bool = False) -> EvaluationData:
+def resolve_evaluation(
+    config: LmDataConfig, *, split: str | None = None, in_training: bool = False, formats: Formats = FORMATS
+) -> EvaluationData:
     """Resolves the `data:` block into the sets to evaluate, without reading a document.
 
     Args:
@@ -80,6 +82,7 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
         split: `train` to evaluate on training data, `validation`, or None for each component's own `split`.
         in_training: whether this is the evaluation of a training run, which has the sequences that are held out
             (`data.num_validation_sequences`), uses the keys of training, and may do without any validation set.
+        formats: of records that are scored.
 
     Raises:
         DataError: with everything that is wrong at once: missing files with the nearest names, patterns without a
@@ -94,8 +97,8 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
             continue
         try:
             component = with_template(component, config.chat_template)
-            parts = component_parts(where, component, split, formats=FORMATS)
-            format, pack = _format_and_pack(where, component) if parts else (TextLmDatasetFormat(), None)
+            parts = component_parts(where, component, split, formats=formats)
+            format, pack = _format_and_pack(where, component, formats) if parts else (TextLmDatasetFormat(), None)
         except (DataError, MissingFileError) as error:
             listed = absent if isinstance(error, MissingFileError) else problems
             each = error.problems if isinstance(error, ManyDataErrors) else [str(error)]
@@ -135,14 +138,16 @@ def resolve_evaluation(config: LmDataConfig, *, split: str | None = None, in_tra
 
 
 def _format_and_pack(
-    where: str, component: DatasetComponentBase
+    where: str, component: DatasetComponentBase, formats: Formats
 ) -> tuple[LmDatasetFormatBase, bool | int | str | None]:
     """A component's format and packing; texts may be of several formats, since all of it is laid end to end."""
     if isinstance(component, ConcatDatasetComponent):
-        children = [_format_and_pack(f"{where}.children.{name}", child) for name, child in component.children.items()]
+        children = [
+            _format_and_pack(f"{where}.children.{name}", child, formats) for name, child in component.children.items()
+        ]
         if all(isinstance(format, TextLmDatasetFormat) for format, _ in children):
             return TextLmDatasetFormat(), None
-    return format_and_pack(where, component)
+    return format_and_pack(where, component, formats)
 
 
 def _nothing_to_evaluate(without: list[str], split: str | None) -> str:

@@ -95,7 +95,18 @@ class PrebuiltLmDatasetFormat(LmDatasetFormatBase):
 @LmDatasetFormatBase.register_subclass("preference_chat")
 @dataclass(frozen=True, kw_only=True)
 class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
-    """Pairs of conversations, one chosen and one rejected."""
+    """Pairs of conversations, one chosen and one rejected.
+
+    Attributes:
+        chosen_field, rejected_field: the keys of a record that hold them.
+        chat_template, system_prompt, chat_template_kwargs: as of `chat`.
+        pack: whether several pairs share a row; not implemented.
+        mask_user_turns: whether only the assistant's tokens count.
+        count: of which of the assistant's turns tokens count: those behind the prompt that both have in common
+            (`completion`), or `all`.
+        slice_strategy: of a pair with a text longer than a row: keep the beginning of both (`left`) or the end
+            (`right`), leave it out (`drop`), or refuse it (`raise`).
+    """
 
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
@@ -104,6 +115,7 @@ class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
     chat_template_kwargs: str | None = "chat_template_kwargs"
     pack: bool = False
     mask_user_turns: bool = True
+    count: Literal["completion", "all"] = "completion"
     slice_strategy: Literal["left", "right", "raise", "drop"] = "raise"
 
 

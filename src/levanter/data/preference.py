@@ -7,11 +7,12 @@ Three shapes are read, found by their keys:
 - the same two as plain texts, without roles. No template is used then; a text ends with EOS, and begins with BOS where
   the tokenizer has one.
 
-What counts is what the assistant says behind the prompt, its end of turn included. The prompt of whole conversations
-is cut at a message: of two answers that begin with the same words all words count, since of two probabilities of one
-token behind one text the difference is 0.
+What counts is what the assistant says behind the prompt, its end of turn included (`count: all`: everywhere). The
+prompt of whole conversations is cut at a message: of two answers that begin with the same words all words count, since
+of two probabilities of one token behind one text the difference is 0.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +23,13 @@ import numpy as np
 from levanter.data.answers import AnswerEncoder
 from levanter.data.assistant_mask import ASSISTANT
 from levanter.data.chat import NO_TEXT, ChatTemplate
+from levanter.data.conversations import chat_template
 from levanter.data.errors import DataError
 from levanter.data.formats import PreferenceChatLmDatasetFormat
 from levanter.data.messages import checked_messages, template_arguments
 from levanter.data.record_values import record_value
 from levanter.data.store_write import Encoded
-from levanter.data.tokenizer import Tokenizer
+from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
 Shape = Literal["conversations", "prompt and messages", "prompt and texts", "texts"]
 PROMPT = "prompt"
@@ -66,6 +68,11 @@ class PairEncoder:
     tokenizer: Tokenizer
     bos: int | None = None
     eos: int | None = None
+
+    def chars(self, record: tuple[Any, str]) -> int:
+        """The characters of both texts, roughly; at least 1."""
+        value, origin = record
+        return 1 + sum(_characters(self._given(value, key, origin)) for key in self._keys)
 
     def shape(self, record: tuple[Any, str]) -> Shape:
         """Which of the shapes a record has.
@@ -122,7 +129,10 @@ class PairEncoder:
             if not self.format.mask_user_turns:
                 made.append(self._answers.everything(messages, more, where))
             else:
-                made.append(self._answers.counted(messages, more, where, since=since))
+                counted = 0 if self.format.count == "all" else since
+                made.append(self._answers.counted(messages, more, where, since=counted))
+            if not (made[-1].weights is not None and made[-1].weights[:-1].any()):
+                raise DataError(f"{where}: empty completion: nothing that the assistant says counts")
         return PreferencePair(chosen=made[0], rejected=made[1])
 
     def _since(self, both: Sequence[list[dict[str, Any]]], given: int | None, origin: str) -> int:
@@ -176,6 +186,69 @@ class PairEncoder:
     def _answers(self) -> AnswerEncoder:
         assert self.template is not None
         return AnswerEncoder(template=self.template, tokenizer=self.tokenizer)
+
+
+def _characters(given: str | list[Any]) -> int:
+    if isinstance(given, str):
+        return len(given)
+    return sum(len(str(message.get("content"))) for message in given if isinstance(message, dict))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairDocuments:
+    """Preferences as documents of a token store: of each pair the chosen text, then the rejected one.
+
+    Attributes:
+        pairs: makes them.
+    """
+
+    pairs: PairEncoder
+
+    def chars(self, record: tuple[Any, str]) -> int:
+        """See `PairEncoder.chars`."""
+        return self.pairs.chars(record)
+
+    def encode(self, records: Sequence[tuple[Any, str]]) -> list[Encoded]:
+        """Two documents for each record; see `PairEncoder.encode`."""
+        return [text for pair in self.pairs.encode(records) for text in (pair.chosen, pair.rejected)]
+
+
+def pair_template(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a set; None where neither it nor the tokenizer has one, which plain texts do without."""
+    own = tokenizer.chat_template if isinstance(tokenizer, TemplateTokenizer) else None
+    return None if format.chat_template is None and own is None else chat_template(format, tokenizer)
+
+
+def pair_identity(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides a set's ids and weights, for the manifest of its token store."""
+    template = pair_template(format, tokenizer)
+    return {
+        "chosen_field": format.chosen_field,
+        "rejected_field": format.rejected_field,
+        "system_prompt": format.system_prompt,
+        "chat_template_kwargs": format.chat_template_kwargs,
+        "chat_template": template and f"sha256 {hashlib.sha256(template.text.encode()).hexdigest()}",
+        "counted": _rule(format, template),
+    }
+
+
+def _rule(format: PreferenceChatLmDatasetFormat, template: ChatTemplate | None) -> str:
+    if not format.mask_user_turns:
+        return "every token"
+    marked = template is not None and template.marks_generation
+    how = "tokens of the template's generation spans" if marked else "derived: agreement of ids"
+    return f"{how}, {'of all turns' if format.count == 'all' else 'behind the prompt'}"
+
+
+def described_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
+    """Which template a set has, and what counts, in a line."""
+    template = pair_template(format, tokenizer)
+    counts = _rule(format, template)
+    if template is None:
+        return f"the tokenizer has no chat template, so records are plain texts; counted: {counts}"
+    whose = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
+    digest = hashlib.sha256(template.text.encode()).hexdigest()
+    return f"{whose} (sha256 {digest[:12]}…); counted: {counts}"
 
 
 def _common_text(chosen: str, rejected: str, *, origin: str) -> str:

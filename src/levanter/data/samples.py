@@ -20,16 +20,20 @@ TOKENS = 512
 """That are shown of a conversation at most."""
 
 
-def marked_sample(name: str, tokens: Tokens, tokenizer: Tokenizer) -> str:
-    """The first document of a set with weights, as text and as ids, in a few lines.
+def marked_sample(
+    name: str, tokens: Tokens, tokenizer: Tokenizer, *, number: int = 0, what: str = "the first conversation"
+) -> str:
+    """A document of a set with weights, as text and as ids, in a few lines.
 
     Args:
         name: the set's.
         tokens: its documents.
         tokenizer: the run's.
+        number: of the document.
+        what: it is.
     """
-    length = int(tokens.starts[1] - tokens.starts[0])
-    ids, weights = tokens.read(tokens.starts[:1], np.array([length]))
+    length = int(tokens.starts[number + 1] - tokens.starts[number])
+    ids, weights = tokens.read(tokens.starts[number : number + 1], np.array([length]))
     assert weights is not None
     # A weight is that of predicting *from* a place.
     counted = np.concatenate([[False], weights[:-1] > 0])
@@ -38,7 +42,7 @@ def marked_sample(name: str, tokens: Tokens, tokenizer: Tokenizer) -> str:
     marks = [bool(counted[run[0]]) for run in _runs(counted[:TOKENS])]
     left = f" … and {length - TOKENS:,} more tokens" if length > TOKENS else ""
     lines = [
-        f"{name}: the first conversation, {length:,} tokens, of which {int(counted.sum()):,} count (between ⟦ and ⟧)",
+        f"{name}: {what}, {length:,} tokens, of which {int(counted.sum()):,} count (between ⟦ and ⟧)",
         *_marked(text, marks, "").splitlines(),
         f"ids: {_marked(numbers, marks, ' ')}{left}",
     ]

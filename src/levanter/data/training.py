@@ -8,19 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from levanter.data.component_formats import FORMATS
 from levanter.data.config import BlockShuffleConfig, LmDataConfig
 from levanter.data.conversations import ChatEncoder, chat_template, described
+from levanter.data.documents import Formats
 from levanter.data.encoders import PrebuiltEncoder, SupervisedEncoder, TextEncoder
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.formats import (
     ChatLmDatasetFormat,
     PrebuiltLmDatasetFormat,
+    PreferenceChatLmDatasetFormat,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
 )
 from levanter.data.freshness import refuse_stale
 from levanter.data.manifest import StoreError, StoreIdentity, compare
 from levanter.data.mixture import plan_mixture
+from levanter.data.pairs import SIDES, pair_rows
+from levanter.data.preference import PairDocuments, PairEncoder, described_pairs, pair_template
 from levanter.data.rows import ConcatenatedRows, Overlength, Rows, TrainRows, packed_rows
 from levanter.data.samples import marked_sample
 from levanter.data.shuffle import Identity, Permutation, permutation, subkey
@@ -40,6 +45,8 @@ def build_training(
     seed: int,
     vocab_size: int | None = None,
     on_progress: Callable[[BuildProgress], None] | None = None,
+    formats: Formats = FORMATS,
+    last_held_out: float = 0.0,
 ) -> TrainingData:
     """Tokenizes what is not tokenized yet, and opens the rows of a training run.
 
@@ -51,6 +58,8 @@ def build_training(
         seed: of every order.
         vocab_size: the model's ids; the tokenizer's by default.
         on_progress: told how far tokenization is, over all sets.
+        formats: of records that are trained on.
+        last_held_out: the share of each set's rows, the last ones, that is kept for validation.
 
     Raises:
         DataError: what `resolve_training` finds; token stores that were made from something else or are damaged; sets
@@ -58,7 +67,7 @@ def build_training(
     """
     if positions < 2:
         raise ValueError(f"train_seq_len must be at least 2 (a token and the next), got {positions}")
-    resolved = resolve_training(config)
+    resolved = resolve_training(config, formats=formats)
     tokens = build_tokens(config, resolved.sets, tokenizer, on_progress)
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems(resolved.sets, tokens, limit)))
@@ -67,13 +76,17 @@ def build_training(
     for one, its in zip(resolved.sets, tokens, strict=True):
         try:
             rows = lay_rows(config, one, its, positions)
-            sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed))
+            share = last_held_out
+            sets.append(_set_rows(config, one.name, rows, first_batch=schedule.sizes[0], seed=seed, share=share))
         except DataError as error:
             problems.append(str(error))
             continue
         lines_of_sets.append(_described(one, its, sets[-1], tokenizer))
         if isinstance(one.format, ChatLmDatasetFormat):
             samples.append(marked_sample(one.name, its, tokenizer))
+        elif isinstance(one.format, PreferenceChatLmDatasetFormat):
+            what = [f"the first pair, {side}" for side in SIDES]
+            samples += [marked_sample(one.name, its, tokenizer, number=n, what=each) for n, each in enumerate(what)]
     raise_problems(problems)
     mixture = plan_mixture(
         [(schedule.first_draw(step), weights) for step, weights in resolved.stages],
@@ -176,7 +189,11 @@ def template_lines(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[st
         DataError: a set has no template.
     """
     chats = [(one.name, one.format) for one in sets if isinstance(one.format, ChatLmDatasetFormat)]
-    return [f"{name}: {described(format, tokenizer)}" for name, format in chats]
+    pairs = [(one.name, one.format) for one in sets if isinstance(one.format, PreferenceChatLmDatasetFormat)]
+    return [
+        *(f"{name}: {described(format, tokenizer)}" for name, format in chats),
+        *(f"{name}: pairs; {described_pairs(format, tokenizer)}" for name, format in pairs),
+    ]
 
 
 def _identities(
@@ -205,7 +222,7 @@ def _identities(
 
 def store_identity(config: LmDataConfig, one: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
     """What a set's token store is made from, by the configuration."""
-    around = isinstance(one.format, TextLmDatasetFormat | SupervisedLmDatasetFormat)
+    around = isinstance(one.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | PreferenceChatLmDatasetFormat)
     return StoreIdentity(
         tokenizer=tokenizer.hash,
         tokenizer_name=tokenizer.name,
@@ -227,6 +244,10 @@ def _encoder(one: TrainingSet, identity: StoreIdentity, tokenizer: Tokenizer) ->
         return SupervisedEncoder(format=format, tokenizer=tokenizer, bos=identity.bos, eos=identity.eos)
     if isinstance(format, ChatLmDatasetFormat):
         return ChatEncoder(format=format, template=chat_template(format, tokenizer), tokenizer=tokenizer)
+    if isinstance(format, PreferenceChatLmDatasetFormat):
+        template = pair_template(format, tokenizer)
+        pairs = PairEncoder(format=format, template=template, tokenizer=tokenizer, bos=identity.bos, eos=identity.eos)
+        return PairDocuments(pairs=pairs)
     return TextEncoder(tokenizer=tokenizer, bos=identity.bos, eos=identity.eos, vocab_size=tokenizer.vocab_size)
 
 
@@ -250,6 +271,8 @@ _UNCOUNTED: dict[type, str] = {
     ChatLmDatasetFormat: "nothing that the template rendered is within {% generation %}: do the messages have the "
     "role that it expects of the assistant?",
     SupervisedLmDatasetFormat: "all targets are empty",
+    PreferenceChatLmDatasetFormat: "nothing that the assistant says is counted: do the messages have the role that "
+    "the template expects of it?",
     PrebuiltLmDatasetFormat: "all weights are 0 (format.loss_weights_key)",
 }
 _COUNTED_AT_ONCE = 1 << 22
@@ -285,6 +308,11 @@ def foreign_ids(one: TrainingSet, largest: int, vocab_size: int) -> str:
 
 def lay_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: int) -> Rows:
     """How a set's documents lie in rows: `pack` of the component, or what its format says."""
+    if isinstance(one.format, PreferenceChatLmDatasetFormat):
+        try:
+            return pair_rows(tokens, half=positions, slices=one.format.slice_strategy)
+        except DataError as error:
+            raise DataError(f"data set {one.name!r}: {error}") from error
     separate = config.block_cross_document_attention
     pack = one.pack
     overlength: Overlength = "cut"
@@ -301,9 +329,14 @@ def lay_rows(config: LmDataConfig, one: TrainingSet, tokens: Tokens, positions: 
         raise DataError(f"data set {one.name!r}: {error}") from error
 
 
-def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, seed: int) -> SetRows:
+def _set_rows(
+    config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, seed: int, share: float = 0.0
+) -> SetRows:
     total = len(rows)
     held_out = (config.num_validation_sequences or {}).get(name, 0)
+    if share and total > 1:
+        # At least one, and never all of them, as upstream.
+        held_out = min(max(int(total * share), 1), total - 1)
     used = total - held_out
     if used < 1:
         raise DataError(
@@ -323,7 +356,7 @@ def _set_rows(config: LmDataConfig, name: str, rows: Rows, *, first_batch: int, 
     key = subkey(seed, "set", name)
     divided = held_out > 0 or most is not None
     split: Permutation = Identity(total)
-    if divided and config.shuffle_before_trainval_split:
+    if divided and config.shuffle_before_trainval_split and not share:
         # Not keyed by the seed: what is held out stays held out when another seed goes on with the same model.
         split = permutation("feistel", total, subkey(0, "split", name))
     return SetRows(
@@ -348,6 +381,8 @@ def _described(one: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer: Token
         f"{one.name}: {int(tokens.starts[-1]):,} tokens{counted} in {documents:,} documents",
         f"{len(rows.rows):,} rows of {rows.rows.positions} ({rows.rows.describe()})",
     ]
+    if isinstance(one.format, PreferenceChatLmDatasetFormat):
+        parts.append(described_pairs(one.format, tokenizer))
     if isinstance(one.format, ChatLmDatasetFormat):
         parts.append(described(one.format, tokenizer))
         if tokens.skipped:

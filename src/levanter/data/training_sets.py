@@ -18,11 +18,18 @@ from levanter.data.config import (
     LmDataConfig,
 )
 from levanter.data.conversations import format_identity
-from levanter.data.documents import Documents, FileDocuments, component_parts
+from levanter.data.documents import Documents, FileDocuments, Formats, component_parts
 from levanter.data.errors import AbsentTextError, DataError, ManyDataErrors, raise_problems
 from levanter.data.evaluation import tags_of
-from levanter.data.formats import ChatLmDatasetFormat, LmDatasetFormatBase, TextLmDatasetFormat, format_name
+from levanter.data.formats import (
+    ChatLmDatasetFormat,
+    LmDatasetFormatBase,
+    PreferenceChatLmDatasetFormat,
+    TextLmDatasetFormat,
+    format_name,
+)
 from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
+from levanter.data.preference import pair_identity
 from levanter.data.readers import read_documents, read_records
 from levanter.data.tokenizer import Tokenizer
 from levanter.io.paths import MissingFileError, exists, file_size, is_remote, join
@@ -117,6 +124,8 @@ class TrainingSet:
         if isinstance(self.format, ChatLmDatasetFormat):
             # What counts of a conversation is a rule of its own: a store of another one has other weights.
             return {"type": format_name(self.format), **format_identity(self.format, tokenizer)}
+        if isinstance(self.format, PreferenceChatLmDatasetFormat):
+            return {"type": format_name(self.format), **pair_identity(self.format, tokenizer)}
         return {"type": format_name(self.format), **asdict(self.format)}
 
     def __str__(self) -> str:
@@ -157,8 +166,12 @@ class TrainingSets:
         return lines
 
 
-def resolve_training(config: LmDataConfig) -> TrainingSets:
+def resolve_training(config: LmDataConfig, *, formats: Formats = FORMATS) -> TrainingSets:
     """Resolves the `data:` block into what training reads, without reading a document.
+
+    Args:
+        config: the block.
+        formats: of records that are trained on.
 
     Raises:
         DataError: with everything that is wrong at once: files that are missing, sets that are weighted and have no
@@ -174,7 +187,7 @@ def resolve_training(config: LmDataConfig) -> TrainingSets:
             continue
         where = f"data.components.{name}"
         try:
-            found = _training_set(config, where, name, component)
+            found = _training_set(config, where, name, component, formats)
         except MissingFileError as error:
             absent.append(_at(where, error))
         except ManyDataErrors as error:
@@ -238,10 +251,12 @@ def _stages(
     return [(step, weights) for step, weights in stages], names
 
 
-def _training_set(config: LmDataConfig, where: str, name: str, component: DatasetComponentBase) -> TrainingSet | None:
+def _training_set(
+    config: LmDataConfig, where: str, name: str, component: DatasetComponentBase, formats: Formats
+) -> TrainingSet | None:
     folder = store_folder(config, name, component, "train")
     component = with_template(component, config.chat_template)
-    format, pack = format_and_pack(where, component)
+    format, pack = format_and_pack(where, component, formats)
     built = None if folder is None else _manifest(where, folder)
     finished = built is not None and built.shards is not None
     note = other = "" if built is not None else _other_cache(folder)
@@ -256,7 +271,7 @@ def _training_set(config: LmDataConfig, where: str, name: str, component: Datase
         parts = None
     else:
         try:
-            parts = component_parts(where, component, "train", formats=FORMATS)
+            parts = component_parts(where, component, "train", formats=formats)
         except MissingFileError as error:
             if not finished:
                 raise

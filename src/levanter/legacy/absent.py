@@ -1,6 +1,6 @@
 """Upstream entry points that are not implemented yet: their documents are read and checked, then refused by name.
 
-    python -m levanter.main.train_dpo --config_path my_dpo.yaml
+    python -m levanter.main.train_asr --config_path my_asr.yaml
 
 Reading comes first, so that a document's mistakes and its old spellings are shown, `--help` explains the keys, and
 `levanter.main.migrate` can rewrite it. None of these entry points has a file: `levanter.legacy.imports` makes its
@@ -39,16 +39,6 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         config_name="ExportHfToLmConfig",
         what="converting a Hugging Face checkpoint to our format",
         instead="not needed: every entry point reads Hugging Face files directly",
-    ),
-    "train_dpo": AbsentEntryPoint(
-        config_name="TrainDpoConfig",
-        what="direct preference optimization",
-        instead="`train_lm` trains on chosen answers alone (format: {type: chat})",
-    ),
-    "lora_dpo": AbsentEntryPoint(
-        config_name="LoraDpoConfig",
-        what="direct preference optimization of low-rank adapters",
-        instead="`train_lm` trains on chosen answers alone (format: {type: chat})",
     ),
     "perplexity_gap": AbsentEntryPoint(
         config_name="PerplexityGapConfig",

@@ -7,9 +7,7 @@ generations, after the old spellings have been translated.
 from dataclasses import dataclass, field
 from typing import Any
 
-from levanter.data import LmDataConfig
 from levanter.models import LlamaConfig, LmConfig
-from levanter.models.adapters.config import LoraConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer.config import TrainerConfig
 
@@ -25,62 +23,6 @@ class ExportHfToLmConfig:
     tokenizer: str | None = None
     dtype: str | None = "bfloat16"
     resize_vocab_to_match_tokenizer: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainDpoConfig:
-    """Direct preference optimization."""
-
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: LmConfig = field(default_factory=LlamaConfig)
-    train_seq_len: int | None = None
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
-    reference: dict[str, Any] = field(default_factory=lambda: {"type": "separate"})
-    adapter: dict[str, Any] = field(default_factory=lambda: {"type": "none"})
-    beta: float = 0.1
-    initialize_from_hf: bool | str = False
-    use_hf_model_config: bool = False
-    validation_split_fraction: float | None = 0.1
-    reference_eval_cache: dict[str, Any] = field(default_factory=dict)
-    lm_validation_data: LmDataConfig | None = None
-    lm_validation_prefix: str = "lm_eval"
-    hf_save_path: str | None = None
-    hf_upload: bool | str = False
-    hf_save_steps: int = 10_000
-    hf_save_dtype: str | None = None
-    hf_generation_eos_token_ids: list[int] | None = None
-    peft_save_path: str | None = None
-    peft_hf_upload: bool | str = False
-    merged_hf_save_path: str | None = None
-    merged_hf_upload: str | None = None
-    data_seed: int | None = None
-    initialize_from_checkpoint_path: str | None = None
-    scheduled_eval_steps: list[int] | None = None
-    run_initial_eval: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraDpoConfig:
-    """Direct preference optimization of low-rank adapters; the new spelling is `train_dpo` with `adapter:`."""
-
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    initialize_from_hf: str = ""
-    beta: float = 0.1
-    train_seq_len: int | None = None
-    use_hf_model_config: bool = False
-    trust_remote_code: bool = False
-    validation_split_fraction: float | None = 0.1
-    reference_eval_cache: dict[str, Any] = field(default_factory=dict)
-    peft_save_path: str | None = None
-    peft_hf_upload: bool | str = False
-    merged_hf_save_path: str | None = None
-    merged_hf_upload: str | None = None
-    hf_save_steps: int = 10_000
-    data_seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,7 @@ _OPTIMIZER = "an optimizer that is not implemented; its config blocks are read, 
 _DESCRIBED = "a run is described, then executed: levanter.main.train_lm.describe and execute"
 _HOOKS = "train_lm does what hooks did (evaluation, exports, statistics, profiles), set by keys in `trainer`"
 _ROWS = "levanter.data.build_training builds the rows of a run"
-_PREFERENCES = (
-    "preference optimization is not implemented yet; `train_lm` trains on chosen answers (format: {type: chat})"
-)
+_PREFERENCES = "`train_dpo` trains on preferences; levanter.data.preference reads pairs"
 _STORE = "tokens live in token stores: levanter.data.build_tokens writes and reads them"
 _SPEECH = "this project trains on text only"
 _SAMPLING = "text is generated otherwise here: `generate`, `sample_lm`, levanter.inference"
@@ -149,8 +147,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "load_lm_dataset_cache": _STORE,
         "ChatUrlDataSourceConfig SupervisedHfSourceConfig SupervisedSourceConfig SupervisedUrlSourceConfig": "a "
         "DatasetComponent with format ChatLmDatasetFormat or SupervisedLmDatasetFormat",
-        "DpoExample PreferenceChatLmDatasetFormat PreferenceChatProcessor PreferenceLmDataConfig "
-        "PreferencePairDataset ProcessedPreferenceChatDict dataset_for_preference_format "
+        "DpoExample PreferenceChatProcessor PreferenceLmDataConfig PreferencePairDataset "
+        "ProcessedPreferenceChatDict dataset_for_preference_format "
         "preprocessor_for_preference_format": _PREFERENCES,
         "GrugAttentionMask GrugLmExample LabeledLmExample LmExample LossLabelSpan LossLabelSpec LOSS_IGNORE_LABEL "
         "grug_attention_mask_from_named grug_lm_example_from_named loss_label_spec_for_trace_tags "
@@ -287,7 +285,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
     "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
-    "levanter.main.lora_dpo": {"main": _PREFERENCES},
     "levanter.main.lora_lm": {"train": "`main` trains"},
     "levanter.main.perplexity_gap": {
         "main score_main ModelPerplexityConfig": "`eval_lm` once for each model: bits per byte compare",
@@ -296,8 +293,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.main.sft_mixture": {"train": "`train_lm` trains on conversations"},
     "levanter.main.train_asr": {"main": _SPEECH},
     "levanter.main.train_dpo": {
-        "main AdapterBaseReferenceConfig AdapterBaseReferenceModelProvider DpoReferenceConfig "
-        "SeparateReferenceConfig": _PREFERENCES,
+        "AdapterBaseReferenceModelProvider": _PREFERENCES,
     },
 }
 """Module (or `module:Class`) → names there, space between them → what to use instead, or why there is nothing."""

@@ -22,6 +22,7 @@ _HF = "levanter.legacy.facades.hugging_face"
 _PRECISION = "levanter.legacy.facades.precision"
 _HELPERS = "levanter.legacy.facades.helpers"
 _ABSENT = "levanter.legacy.absent_configs"
+_DPO = "levanter.commands.train.dpo_config"
 _SFT = "levanter.commands.train.sft_config"
 _ROTARY = "levanter.layers.rotary"
 _DECODER = "levanter.models.decoder:DecoderLmHeadModel"
@@ -45,6 +46,7 @@ _FORMATS = {
         "LmDataConfig",
         "LmDatasetFormatBase",
         "PrebuiltLmDatasetFormat",
+        "PreferenceChatLmDatasetFormat",
         "SupervisedLmDatasetFormat",
         "TextLmDatasetFormat",
     )
@@ -255,7 +257,6 @@ _OWN: Mapping[str, Mapping[str, str]] = {
         )
     },
     "levanter.main.export_hf_to_lm": {"ImportHfConfig": f"{_ABSENT}:ExportHfToLmConfig"},
-    "levanter.main.lora_dpo": {"LoraDpoConfig": f"{_ABSENT}:LoraDpoConfig"},
     "levanter.main.perplexity_gap": {
         "GapFinderConfig": f"{_ABSENT}:PerplexityGapConfig",
         "GapFinderModelConfig": f"{_ABSENT}:GapModelConfig",
@@ -263,7 +264,11 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "levanter.main.sft": {"SFTConfig": f"{_SFT}:SftConfig"},
     "levanter.main.sft_mixture": {"SFTMixtureConfig": f"{_SFT}:SftMixtureConfig"},
     "levanter.main.train_asr": {"TrainASRConfig": f"{_ABSENT}:TrainAsrConfig"},
-    "levanter.main.train_dpo": {"TrainDpoConfig": f"{_ABSENT}:TrainDpoConfig"},
+    "levanter.main.train_dpo": {
+        "AdapterBaseReferenceConfig": f"{_DPO}:AdapterBaseReferenceConfig",
+        "DpoReferenceConfig": f"{_DPO}:ReferenceConfig",
+        "SeparateReferenceConfig": f"{_DPO}:SeparateReferenceConfig",
+    },
     "levanter.main.eval_careless_profiled": _CARELESS,
     "levanter.main.eval_pz": _CARELESS,
     "levanter.main.marin_eval_sliding_total": _CARELESS,

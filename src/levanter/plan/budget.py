@@ -25,8 +25,9 @@ from haliax_ext.program import Input, Program
 from levanter.models.groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, frozen_group, parameter_group
 from levanter.run import RunPlan
 from levanter.trainer.state import AVERAGE, FROZEN, GRADIENT_BYTES, MODEL, OPTIMIZER, TrainState
+from levanter.trainer.step import REFERENCE
 
-STATE_GROUPS = (OPTIMIZER, AVERAGE, "kv cache", "batch")
+STATE_GROUPS = (OPTIMIZER, AVERAGE, REFERENCE, "kv cache", "batch")
 GROUPS = (*PARAMETER_GROUPS, ADAPTERS, *FROZEN_GROUPS, *STATE_GROUPS)
 
 
@@ -177,6 +178,10 @@ def group_of(argument: Input, leaf: Leaf) -> str:
     statistics. What the compute mapping places is given anew, unless it is a cache.
     """
     parts = (argument.name, *leaf.path.split("."))
+    if REFERENCE in parts[:2]:
+        return REFERENCE
+    if parts[1] == FROZEN:
+        return frozen_group(replace(leaf, path=leaf.path.removeprefix(f"{FROZEN}.")))
     if any("cache" in part for part in parts):
         return "kv cache"
     if argument.name == FROZEN:

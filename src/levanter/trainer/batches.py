@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.batches import place, shardings
 from haliax_ext.program import Input
-from levanter.data import TrainingData, TrainRows, batches, next_tokens
+from haliax_ext.pytree import PyTree
+from levanter.data import NO_TARGET, TrainingData, TrainRows, batches, next_tokens, pair_targets
 from levanter.trainer.loss import LmBatch
+from levanter.trainer.preference import PairBatch
 
 
 def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
@@ -26,14 +29,17 @@ def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
-def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> LmBatch:
+def place_rows(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None = None) -> PyTree:
     """Rows as the batch that a train step takes; what it has more rows is padding of no weight.
 
     Args:
         rows: those of the global batch that `rows_here` says, as far as there are any.
         declared: the step's input, abstract.
         mesh: the devices.
+        reference: of pairs, what the reference says, float32 `[rows, 2]`.
     """
+    if isinstance(declared.value, PairBatch):
+        return _place_pairs(rows, declared, mesh, reference)
     abstract: LmBatch = declared.value
     (Batch, Pos) = abstract.tokens.axes
     first, stop = rows_here(declared, mesh)
@@ -48,9 +54,27 @@ def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> LmBatch:
     return place(declared, {"targets": targets, **{path: getattr(rows, path) for path in paths}}, mesh, first_row=first)
 
 
+def _place_pairs(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None) -> PairBatch:
+    """Pairs as a batch; what it has more rows is padding, in which nothing counts."""
+    first, stop = rows_here(declared, mesh)
+    missing = [(0, stop - first - rows.tokens.shape[0]), (0, 0), (0, 0)]
+    tokens, targets = pair_targets(rows)
+    values = {"tokens": np.pad(tokens, missing), "targets": np.pad(targets, missing, constant_values=NO_TARGET)}
+    if reference is not None:
+        values["reference"] = np.pad(reference, missing[:2])
+    return place(declared, values, mesh, first_row=first)
+
+
 def placed_batches(
-    data: TrainingData, input_of: Callable[[int], Input], mesh: Mesh, *, first: int, stop: int, ahead: int = 2
-) -> Generator[tuple[int, LmBatch], None, None]:
+    data: TrainingData,
+    input_of: Callable[[int], Input],
+    mesh: Mesh,
+    *,
+    first: int,
+    stop: int,
+    ahead: int = 2,
+    reference: Callable[[int, int, int], np.ndarray] | None = None,
+) -> Generator[tuple[int, Any], None, None]:
     """The batches of steps `first` to `stop` on the devices; the rows of the next `ahead` are made in the background.
 
     Every process makes the rows that its own devices hold, and no others.
@@ -62,6 +86,7 @@ def placed_batches(
         first: the first step.
         stop: the step behind the last.
         ahead: batches kept ready on the host.
+        reference: (step, first row, row behind the last) → what the reference says of these pairs; None for nothing.
     """
 
     def mine(step: int) -> tuple[int, int]:
@@ -71,4 +96,5 @@ def placed_batches(
 
     with closing(batches(data, first=first, stop=stop, rows=mine, ahead=ahead)) as made:
         for step, rows in made:
-            yield step, place_rows(rows, input_of(step), mesh)
+            said = None if reference is None else reference(step, *mine(step))
+            yield step, place_rows(rows, input_of(step), mesh, said)

@@ -41,6 +41,8 @@ from levanter.trainer.watch import Watch, Watched
 B = TypeVar("B")
 
 TINY = 1e-9
+REFERENCE = "reference"
+"""The name of the input that is a second model."""
 
 
 class StepMetrics(eqx.Module):
@@ -312,18 +314,22 @@ def step_program(
     *,
     state: TrainState,
     frozen: PyTree = None,
+    reference: PyTree = None,
+    reference_plan: ShardingPlan | None = None,
     plan: StatePlan,
     batch: B,
     mappings: Mappings,
     name: str = "train_step",
     compiler_options: Mapping[str, str] | None = None,
 ) -> Program:
-    """The Program of a train step: (state, frozen, batch) → (state, metrics).
+    """The Program of a train step: (state, frozen, batch) → (state, metrics), or (state, frozen, reference, batch).
 
     Args:
         recipe: what the step is made of.
         state: abstract.
         frozen: abstract; None where everything is trained.
+        reference: a second model, abstract, which `recipe.bind` then gets with the frozen part; None for none.
+        reference_plan: where it lies.
         plan: where the state lies, before and after, and what is frozen.
         batch: abstract.
         mappings: in scope while tracing.
@@ -331,8 +337,11 @@ def step_program(
         compiler_options: see `Program`.
     """
 
-    def step(state: TrainState, frozen: PyTree, batch: B) -> tuple[TrainState, StepMetrics]:
-        return train_step(recipe, state, frozen, batch)
+    others = () if reference is None else (Input(name=REFERENCE, value=reference, placement=reference_plan),)
+
+    def step(state: TrainState, frozen: PyTree, *rest: PyTree) -> tuple[TrainState, StepMetrics]:
+        *other, batch = rest
+        return train_step(recipe, state, (frozen, *other) if other else frozen, batch)
 
     metrics = {name: np.dtype(np.float32) for name in recipe.outputs}
     return Program(
@@ -341,6 +350,7 @@ def step_program(
         inputs=(
             Input(name="state", value=state, placement=plan.whole),
             Input(name=FROZEN, value=frozen, placement=plan.parameters),
+            *others,
             Input(name="batch", value=batch, placement=mappings.compute),
         ),
         mappings=mappings,

@@ -10,6 +10,7 @@ from levanter.commands.serve.config import ServeConfig
 from levanter.config.errors import Mark
 from levanter.config.legacy import TABLE, old_keys, translate
 from levanter.config.legacy.not_carried import rows_of
+from levanter.config.legacy.preferences import PREFERENCE_KEYS, TRAIN_DPO
 from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS
 from levanter.config.legacy.sft import MIXTURE, SFT_KEYS
 from levanter.config.nodes import MapNode, from_plain
@@ -163,6 +164,7 @@ def test_no_row_of_the_table_is_silent():
         document = {"temperature": 0.5, "seed": 5}.get(row.name) if row in AT_THE_TOP else None
         node = from_plain(shapes[row.block](row) if document is None else {row.name: document}, Mark(source="here"))
         assert isinstance(node, MapNode)
-        translation = translate(node, serves, MIXTURE if row in SFT_KEYS else "")
+        earlier = MIXTURE if row in SFT_KEYS else TRAIN_DPO if row in PREFERENCE_KEYS else ""
+        translation = translate(node, serves, earlier)
         said = [change.key for change in translation.changes] + [problem.key for problem in translation.problems]
         assert any(row.name in key for key in said), row.path

@@ -56,6 +56,12 @@ ZERO = {
     "TrainLmConfig.epoch",
     "TrainLmConfig.z_loss_weight",
     "TrainLmConfig.hf_generation_eos_token_ids",
+    "TrainDpoConfig.validation_split_fraction",
+    "TrainDpoConfig.scheduled_eval_steps",
+    "PreferenceLossConfig.label_smoothing",
+    "PreferenceLossConfig.gamma",
+    "LoraDpoConfig.validation_split_fraction",
+    "LoraDpoConfig.data_seed",
     # Upstream's default, which is dropped.
     "SftConfig.hf_save_steps",
     "SftMixtureConfig.hf_save_steps",

@@ -24,7 +24,6 @@ from levanter.run import Target
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 DOCUMENTS = {
     "eval_harness": "harness/21_eval_llama3.yaml",
-    "train_dpo": "26_new_lora_dpo_tp4.yaml",
 }
 
 
@@ -47,8 +46,6 @@ def test_help_and_misspelt_keys(name: str, capsys):
 
 AS_USERS_HAVE_THEM = {
     "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
-    "train_dpo": "data: {tokenizer: passthrough, vocab_size: 8}\nbeta: 0.2\nadapter: {type: lora, r: 8}\n",
-    "lora_dpo": "initialize_from_hf: acme/llama\nlora: {r: 8}\ntrainer: {batch_axis: batch}\n",
     "perplexity_gap": (
         "model_a: {checkpoint_path: acme/a, checkpoint_is_hf: true}\nmodel_b: {checkpoint_path: acme/b}\n"
         "datasets: {one: {source: {validation_urls: [a.jsonl]}}}\n"

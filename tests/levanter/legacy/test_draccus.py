@@ -19,6 +19,7 @@ ENDINGS = ("Config", "Options", "Format", "DatasetSource", "Component")
 NEEDED = {
     "HfDatasetSource": ["--id", "org/set"],
     "LoraLmConfig": ["--initialize_from_hf", "a"],
+    "LoraDpoConfig": ["--initialize_from_hf", "a"],
     "ConvertLmConfig": ["--checkpoint_path", "a", "--output_dir", "b"],
     "BookConfig": ["--txt_path", "a"],
     "EvalLmConfig": ["--hf_checkpoint", "a"],

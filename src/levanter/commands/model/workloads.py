@@ -73,6 +73,8 @@ def training_workloads(
     positions: int,
     steps: int,
     spared: Callable[[FlopsPerToken], float] = lambda _: 0.0,
+    sequences: int = 1,
+    scored_besides: float = 0.0,
 ) -> Iterator[Workload]:
     """The work of one step of each Program, and the number of steps.
 
@@ -83,16 +85,18 @@ def training_workloads(
         positions: tokens per row.
         steps: of the complete run.
         spared: FLOPs per token that the backward pass saves, such as gradients of frozen weights.
+        sequences: in a row of a batch.
+        scored_besides: forward passes beside the trained one, such as a reference's.
     """
     ends = (*(stage.start for stage in batches[1:]), steps)
     done = [max(0, min(end, steps) - stage.start) for stage, end in zip(batches, ends, strict=True)]
     for own in distinct(batches):
         alike = [n for n, stage in enumerate(batches) if _size(stage) == _size(own)]
-        tokens = own.plan.placed_rows * positions
+        tokens = own.plan.placed_rows * sequences * positions
 
         def flops(attention: Literal["causal", "full"], tokens: int = tokens) -> float:
             each = model.flops(vocab_size=vocab, context_length=positions, attention=attention)
-            return tokens * (each.training - spared(each))
+            return tokens * (each.training - spared(each) + scored_besides * each.scoring)
 
         yield Workload(
             program=program_name(own),

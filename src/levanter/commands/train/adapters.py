@@ -54,7 +54,7 @@ def planned_peft(
         model.weight_rules(Vocab),
         leaves(plan.adapters),
         use_rslora=adapted.config.use_rslora,
-        base=config.reference,
+        base=config.pretrained,
         in_files=config.peft_save_path is not None,
     )
 

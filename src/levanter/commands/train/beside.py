@@ -9,18 +9,28 @@ from collections.abc import Iterable, Mapping
 
 from haliax_ext.program import Program
 from levanter.commands.train.evaluation import PROGRAM as EVALUATE
+from levanter.commands.train.pair_evaluation import PROGRAM as EVALUATE_PAIRS
+from levanter.commands.train.preferences import Preferences
+from levanter.commands.train.reference_logprobs import PROGRAM as SCORE
 from levanter.plan.budget import residents_of
+from levanter.plan.load_budget import beside_loading
 from levanter.trainer.frozen import DIGEST
 from levanter.trainer.state import StatePlan
 
 
-def bytes_beside(plan: StatePlan, computing: Iterable[Program], saving: Iterable[Program]) -> Mapping[str, int]:
+def bytes_beside(
+    plan: StatePlan,
+    computing: Iterable[Program],
+    saving: Iterable[Program],
+    pairs: Preferences | None = None,
+) -> Mapping[str, int]:
     """By Program, bytes on a device of what is there and not taken.
 
     Args:
         plan: where the state and what is frozen lie.
         computing: the Programs of the work.
         saving: those of checkpoints and exports.
+        pairs: what pairs are learned from with; None where text is.
     """
     resident = plan.resident.bytes_per_device
     frozen = resident - plan.whole.bytes_per_device
@@ -35,7 +45,28 @@ def bytes_beside(plan: StatePlan, computing: Iterable[Program], saving: Iterable
         EVALUATE: resident - parameters,
     }
     found = {program.name: known[program.name] for program in computing if program.name in known}
+    second = 0
+    if pairs is not None and pairs.model is not None and pairs.model.load is not None:
+        load, stays = pairs.model.load, pairs.resident is not None
+        second = pairs.model.plan.bytes_per_device if stays else 0
+        # Loaded last, where it stays; else before anything.
+        already = beside_loading(load)
+        there = resident if stays else 0
+        found |= {program.name: there + already.get(program.name, 0) for program in load.programs}
+    for program in computing:
+        if program.name == EVALUATE_PAIRS:
+            unused = second if pairs is not None and pairs.evaluates_alone else 0
+            found[program.name] = resident - frozen - parameters_trained(plan) + unused
+        elif program.name == SCORE and pairs is not None and pairs.kind != "precomputed":
+            # The base of adapters is a part of what is resident, a second model is beside it.
+            found[program.name] = resident - (frozen if pairs.kind == "adapter_base" else 0)
     for program in saving:
         taken = sum(each.nbytes for each in residents_of(program, plan.parameters.mesh))
-        found[program.name] = max(resident - taken, 0)
+        found[program.name] = max(resident + second - taken, 0)
     return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def parameters_trained(plan: StatePlan) -> int:
+    """Bytes on a device of the parameters that are trained."""
+    own = plan.parameters.leaves
+    return sum(each.bytes_per_device for each in own if each.leaf.path not in plan.frozen)

@@ -17,6 +17,7 @@ from levanter.commands.train.changes import ChangedRunError, judge
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places, find_resume, refuse_taken_exports
 from levanter.data import (
+    FORMATS,
     AbsentTextError,
     DataError,
     LmDataConfig,
@@ -25,6 +26,7 @@ from levanter.data import (
     resolve_training,
     template_lines,
 )
+from levanter.data.documents import Formats
 from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.run import BAD_INPUT, Check, RunRefused
@@ -37,18 +39,21 @@ KERNELS = ("splash", "cudnn")
 """Implementations of attention that can be differentiated only once."""
 
 
-def data_checks(config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size: int) -> list[Check]:
+def data_checks(
+    config: LmDataConfig, tokenizer: Tokenizer | None, *, vocab_size: int, formats: Formats = FORMATS
+) -> list[Check]:
     """Whether the training data exists, its weights name existing sets, and its token stores match.
 
     Args:
         config: the `data:` block; without components it is not known here yet.
         tokenizer: the run's; None if it is unavailable, so that stores are not compared.
         vocab_size: ids that the model distinguishes.
+        formats: of the records that the run learns from.
     """
     if not config.components:
         return []
     try:
-        found = resolve_training(config)
+        found = resolve_training(config, formats=formats)
     except AbsentTextError as error:
         return [Check(name="data", status="unchecked", message=str(error), error=error)]
     except DataError as error:

@@ -113,7 +113,7 @@ class TrainLmConfig(Ranged):
             )
         if self.peft_save_path is not None and self.peft_save_path == self.merged_hf_save_path:
             problems.append("peft_save_path and merged_hf_save_path: one folder cannot hold both; give each its own")
-        if self.merged_hf_save_path is not None and self.reference is None:
+        if self.merged_hf_save_path is not None and self.pretrained is None:
             problems.append(
                 "merged_hf_save_path: adapters are merged into the files of a Hugging Face checkpoint, and the run "
                 "begins from none (hf_checkpoint, initialize_from_hf); use peft_save_path"
@@ -149,7 +149,7 @@ class TrainLmConfig(Ranged):
         return self.adapter if isinstance(self.adapter, LoraConfig) else None
 
     @property
-    def reference(self) -> str | None:
+    def pretrained(self) -> str | None:
         """The Hugging Face checkpoint that the run begins from."""
         named = self.hf_checkpoint or self.initialize_from_hf
         return self.model.reference_checkpoint if named is True else named or None

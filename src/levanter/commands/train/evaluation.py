@@ -18,6 +18,7 @@ from haliax_ext.batches import results
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.program import Input, Program
 from levanter.data import (
+    FORMATS,
     AbsentTextError,
     DataError,
     DatasetComponent,
@@ -32,6 +33,7 @@ from levanter.data import (
     joined,
     resolve_evaluation,
 )
+from levanter.data.documents import Formats
 from levanter.eval.accuracy import fetched, likeliest
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.io import Progress
@@ -50,7 +52,7 @@ PROGRAM = "evaluate"
 FETCH_BEHIND = 1
 
 
-def find_validation(config: LmDataConfig) -> tuple[EvaluationData | None, list[Check]]:
+def find_validation(config: LmDataConfig, formats: Formats = FORMATS) -> tuple[EvaluationData | None, list[Check]]:
     """The validation sets of a run, if it has any.
 
     If their text is unavailable, the evaluation is still planned, Program included, but a run does not begin.
@@ -58,7 +60,7 @@ def find_validation(config: LmDataConfig) -> tuple[EvaluationData | None, list[C
     if not config.components:
         return None, []
     try:
-        found = resolve_evaluation(config, in_training=True)
+        found = resolve_evaluation(config, in_training=True, formats=formats)
     except AbsentTextError as error:
         absent = EvaluationData(sets=(), notes=())
         return absent, [Check(name="validation", status="unchecked", message=str(error), error=error)]

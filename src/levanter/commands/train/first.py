@@ -58,7 +58,7 @@ def first_state(
     if work.adapted is not None:
         base = adapted_model(plan, mesh, key, show=show)
         return (jit_together(plan.program(INIT), mesh)(key) if resumed is None else restored(plan, mesh, resumed)), base
-    if config.reference is not None:
+    if config.pretrained is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
         loaded = load_weights(
             plan.load,
@@ -90,7 +90,7 @@ def adapted_model(plan: TrainPlan, mesh: Mesh, key: jax.Array, *, show: bool) ->
     """
     work: TrainWork = plan.work
     assert work.frozen is not None
-    if work.config.reference is None:
+    if work.config.pretrained is None:
         return frozen_begun_from(plan, mesh, jit_together(plan.program(INIT_BASE), mesh)(key))
     assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
     loaded = load_weights(

@@ -11,11 +11,11 @@ from levanter.run import Check
 
 def beginning(config: TrainLmConfig, written: Written) -> Origin | None:
     """The checkpoint, as far as it is reachable; None if weights are initialized."""
-    if config.reference is None:
+    if config.pretrained is None:
         return None
     replaces = config.takes_architecture
     origin = find_origin(
-        config.reference, ModelBlock.of(config.model, written), block_is_whole=not replaces, block_yields=replaces
+        config.pretrained, ModelBlock.of(config.model, written), block_is_whole=not replaces, block_yields=replaces
     )
     return replace(origin, checks=(*origin.checks, *_integers(origin)))
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from levanter.checkpoint import CheckpointRef
+from levanter.commands.train.pair_evaluation import PairResult
 from levanter.eval.perplexity import EvalResult
 from levanter.trainer.hooks import Throughput
 
@@ -30,7 +31,7 @@ class Trained:
     loss: float | None
     checkpoint: CheckpointRef | None
     exported: str | None
-    evaluation: EvalResult | None
+    evaluation: EvalResult | PairResult | None
     throughput: Throughput
     seconds: float
 
@@ -52,7 +53,11 @@ class Trained:
             "no checkpoint" if self.checkpoint is None else f"checkpoint: {self.checkpoint.path}",
         ]
         if self.evaluation is not None:
-            lines.append(f"validation loss {self.evaluation.overall.micro.loss:.4f} nats per token")
+            lines.append(
+                str(self.evaluation)
+                if isinstance(self.evaluation, PairResult)
+                else f"validation loss {self.evaluation.overall.micro.loss:.4f} nats per token"
+            )
         if self.exported is not None:
             lines.append(f"Hugging Face export: {self.exported}")
         return "\n".join(lines)

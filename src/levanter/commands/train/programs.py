@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from haliax_ext.load_plan import LoadPlan
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
 from levanter.commands.model.compiler import CompilerChoice
@@ -17,6 +18,9 @@ from levanter.commands.model.workloads import WATCHED, distinct, program_name
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import evaluate_program
 from levanter.commands.train.frozen import learned_by_head
+from levanter.commands.train.pair_evaluation import evaluate_pairs_program
+from levanter.commands.train.preferences import Preferences
+from levanter.commands.train.reference_logprobs import reference_program
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.head_plan import HeadPlan, plan_head
@@ -25,7 +29,8 @@ from levanter.models.registry import LmConfig
 from levanter.trainer.adapted_state import Adapted, init_base_program
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
 from levanter.trainer.frozen import digest_program
-from levanter.trainer.loss import LmBatch, LmObjective
+from levanter.trainer.loss import LmObjective
+from levanter.trainer.objective import Objective
 from levanter.trainer.state import StatePlan, TrainState, init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
 from levanter.trainer.trainable import Partition, bind
@@ -52,6 +57,7 @@ class TrainedRun:
         compiler: what XLA is told.
         platform: of the devices.
         kind: the objective, before the configuration's settings are applied.
+        pairs: what pairs are learned from with; None where text is.
     """
 
     config: TrainLmConfig
@@ -69,10 +75,38 @@ class TrainedRun:
     compiler: CompilerChoice
     platform: str
     kind: LmObjective = field(default_factory=LmObjective)
+    pairs: Preferences | None = None
 
     @property
-    def objective(self) -> LmObjective:
+    def sequences(self) -> int:
+        """Sequences in a row of a batch."""
+        return 1 if self.pairs is None else 2
+
+    @property
+    def resident(self) -> ShardingPlan:
+        """Everything that stays on the devices."""
+        own = self.state_plan.resident
+        return own if self.pairs is None else self.pairs.beside(own)
+
+    @property
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes on a device of what stays there, by kind."""
+        own = self.state_plan.bytes_by_group
+        return own if self.pairs is None else {**own, **self.pairs.resident_bytes}
+
+    @property
+    def load_beside(self) -> LoadPlan | None:
+        """How a second model is loaded."""
+        return None if self.pairs is None or self.pairs.model is None else self.pairs.model.load
+
+    @property
+    def objective(self) -> Objective[Any, Any]:
         """The objective."""
+        return self.of_text if self.pairs is None else self.pairs.objective
+
+    @property
+    def of_text(self) -> LmObjective:
+        """The objective of text."""
         return replace(
             self.kind,
             segments=self.config.data.block_cross_document_attention,
@@ -84,11 +118,11 @@ class TrainedRun:
         """How a microbatch goes through the head.
 
         Args:
-            rows: sequences of it, over all devices.
+            rows: of it, over all devices.
         """
         return plan_head(
             self.model,
-            batch=(self.resolved.batch_axis, rows),
+            batch=(self.resolved.batch_axis, rows * self.sequences),
             positions=self.config.positions,
             vocab=self.Vocab.size,
             mapping=self.resolved.mappings.compute,
@@ -96,7 +130,7 @@ class TrainedRun:
             dtype=np.dtype(self.precision.compute),
             platform=self.platform,
             asked=self.kind.chunk,
-            in_loop=self.kind.gradient_in_loop,
+            in_loop=self.pairs is None and self.kind.gradient_in_loop,
             learned=learned_by_head(self.model, self.state.model),
         )
 
@@ -104,12 +138,12 @@ class TrainedRun:
         """The named activations of a microbatch.
 
         Args:
-            rows: sequences of it, over all devices.
+            rows: of it, over all devices.
         """
         return planned_activations(
             self.model,
             self.resolved,
-            rows=rows,
+            rows=rows * self.sequences,
             positions=self.config.positions,
             Vocab=self.Vocab,
             precision=self.precision,
@@ -122,9 +156,9 @@ def first_programs(run: TrainedRun) -> list[Program]:
     plan, partition, averaging = run.state_plan, run.partition, run.config.trainer.model_averaging
     if run.adapted is not None:
         base = init_base_program(plan, run.build, run.adapted.base_dtype(run.precision))
-        first = [] if run.config.reference is not None else [base]
+        first = [] if run.config.pretrained is not None else [base]
         first.append(run.adapted.init_program(plan, run.transformation, averaging))
-    elif run.config.reference is not None:
+    elif run.config.pretrained is not None:
         first = [init_optimizer_program(run.state, plan, run.transformation, averaging)]
     else:
         first = [init_program(plan, run.build, run.transformation, run.precision, partition, averaging)]
@@ -144,7 +178,7 @@ def step_programs(run: TrainedRun, batches: tuple[BatchStage, ...]) -> list[Prog
     return steps
 
 
-def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRecipe[LmBatch]:
+def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRecipe[Any]:
     trainer, optimizer = run.config.trainer, run.config.optimizer
     return StepRecipe(
         objective=replace(run.objective, chunk=run.head(batches.microbatch).chunk),
@@ -153,7 +187,8 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         precision=run.precision,
         accumulation=batches.accumulation,
         parameters=run.state_plan.parameters,
-        model=run.state_plan.model,
+        model=run.state_plan.model if run.pairs is None else run.pairs.model_plan(run.state_plan),
+        bind=bind if run.pairs is None else run.pairs.bind,
         skip_nonfinite=trainer.skip_nonfinite_steps > 0,
         averaging=trainer.model_averaging,
         curvature=optimizer.curvature,
@@ -164,10 +199,13 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
 
 
 def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str = "") -> Program:
+    second = None if run.pairs is None else run.pairs.resident
     return step_program(
         _recipe(run, stage.plan, watch),
         state=run.state,
         frozen=run.frozen,
+        reference=None if second is None else second.module,
+        reference_plan=None if second is None else second.plan,
         plan=run.state_plan,
         batch=run.objective.abstract_batch(
             hax.Axis(run.resolved.batch_axis, stage.plan.placed_rows), hax.Axis("position", run.config.positions)
@@ -189,7 +227,7 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = 
     per_device = run.config.trainer.per_device_eval_parallelism
     rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
     return evaluate_program(
-        replace(run.objective, chunk=run.head(rows).chunk),
+        replace(run.of_text, chunk=run.head(rows).chunk),
         bind(run.state.model, run.frozen),
         run.state_plan,
         rows=rows,
@@ -199,3 +237,27 @@ def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = 
         compiler_options=run.compiler.working["score"],
         accuracy=accuracy,
     )
+
+
+def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
+    """The Programs that score pairs: with the reference, once, where that is stored; and those of validation.
+
+    Args:
+        run: what is trained.
+        largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
+    """
+    assert run.pairs is not None
+    per_device = run.config.trainer.per_device_eval_parallelism
+    rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
+    how: dict[str, Any] = {
+        "rows": rows,
+        "positions": run.config.positions,
+        "chunk": run.head(rows).chunk,
+        "precision": run.precision,
+        "resolved": run.resolved,
+        "compiler_options": run.compiler.working["score"],
+    }
+    found = [evaluate_pairs_program(run.pairs, run.state.model, run.frozen, run.state_plan, **how)]
+    if run.pairs.stores is None:
+        return found
+    return [reference_program(run.pairs, *run.pairs.scored_once(run.frozen, run.state_plan), **how), *found]

@@ -8,9 +8,11 @@ any step follow from the configuration and the step, its losses are those of an 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.program import Program
@@ -24,6 +26,15 @@ from levanter.commands.train.first import checked_frozen, first_state
 from levanter.commands.train.instruments import guard_of, instruments
 from levanter.commands.train.keep import Keep, Prepared, checkpointer_of, last_checkpoint
 from levanter.commands.train.outcome import Trained
+from levanter.commands.train.pair_evaluation import EvaluatePairs
+from levanter.commands.train.pair_run import (
+    first_loss_checked,
+    loaded_reference,
+    pair_evaluation,
+    said_before,
+    said_of_steps,
+    said_of_validation,
+)
 from levanter.commands.train.places import (
     Places,
     check_exports_writable,
@@ -31,6 +42,7 @@ from levanter.commands.train.places import (
     held_places,
     refuse_taken_exports,
 )
+from levanter.commands.train.preferences import formats_of
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.data import BuildProgress, TrainingData, build_training
 from levanter.io import Lease, Progress
@@ -41,7 +53,6 @@ from levanter.run import Session
 from levanter.trainer.batches import placed_batches
 from levanter.trainer.hooks import ShowProgress, StepSize
 from levanter.trainer.loop import Loop, Pause, Step, stop_signal
-from levanter.trainer.loss import LmBatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +79,12 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
     first, stop = prepared.first, prepared.stop
     # A run that is told to stop twice still saves first.
     with checkpointer_of(plan, places, leases) as checkpointer, stop_signal() as stopping:
+        said = said_before(plan, mesh, prepared.data, show=session.show)
         state, frozen = first_state(plan, mesh, prepared.resumed, show=session.show)
+        reference = loaded_reference(plan, mesh, show=session.show)
         part = checked_frozen(plan, mesh, frozen, prepared.resumed)
+        if not said:
+            said = said_of_validation(plan, mesh, prepared.data, frozen, reference, part, show=session.show)
         keep = Keep(
             plan=plan,
             session=session,
@@ -80,7 +95,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
             part=part,
         )
         keep.make_up_export(state)
-        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, last=stop)
+        evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, reference, said, last=stop)
         observed = instruments(
             plan,
             mesh,
@@ -97,12 +112,13 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
         left = prepared.tokens(max(stop, first)) - prepared.tokens(first)
         with Progress("training", total=left, unit="tokens", show=session.show) as progress:
             loop = Loop(
-                step_of=_steps(plan, mesh, frozen, observed.watched),
+                step_of=_steps(plan, mesh, (frozen,) if reference is None else (frozen, reference), observed.watched),
                 listeners=[
                     observed.watchdog,
                     observed.track,
                     ShowProgress(progress=progress, size_of=_sizes(plan), steps=stop),
                     lambda report: losses.append(report.loss),
+                    *([] if plan.work.pairs is None else [first_loss_checked(plan.work.pairs, plan.work.precision)]),
                 ],
                 pauses=pauses,
                 guard=guard_of(plan, lambda: last_checkpoint(checkpointer, prepared.resumed)),
@@ -116,6 +132,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
                 mesh,
                 first=first,
                 stop=stop,
+                reference=said_of_steps(plan, prepared.data, said),
             )
             with closing(batches), observed.running(first):
                 ended = loop.run(state, batches, first=first)
@@ -194,13 +211,25 @@ def _data(work: TrainWork, *, show: bool) -> TrainingData:
             seed=config.trainer.seed if config.data_seed is None else config.data_seed,
             vocab_size=work.model.vocab_size,
             on_progress=tell,
+            formats=formats_of(config),
+            last_held_out=getattr(config, "validation_split_fraction", None) or 0.0,
         )
 
 
 def _evaluation(
-    plan: TrainPlan, mesh: Mesh, data: TrainingData, session: Session, frozen: LmHeadModel | None, *, last: int
-) -> Evaluate | None:
+    plan: TrainPlan,
+    mesh: Mesh,
+    data: TrainingData,
+    session: Session,
+    frozen: LmHeadModel | None,
+    reference: LmHeadModel | None,
+    said: Mapping[str, np.ndarray],
+    *,
+    last: int,
+) -> Evaluate | EvaluatePairs | None:
     work: TrainWork = plan.work
+    if work.pairs is not None:
+        return pair_evaluation(plan, work.pairs, mesh, data, session, frozen, reference, said, last=last)
     if work.validation is None:
         return None
     assert work.tokenizer is not None and work.model.vocab_size is not None
@@ -234,16 +263,16 @@ def _compare_data(resumed: CheckpointRef, data: TrainingData) -> None:
 
 
 def _steps(
-    plan: TrainPlan, mesh: Mesh, frozen: LmHeadModel | None, watched: Callable[[int], bool]
-) -> Callable[[int], Step[LmBatch]]:
-    """The compiled step for every step, with the frozen part."""
-    jitted: dict[str, Step[LmBatch]] = {}
+    plan: TrainPlan, mesh: Mesh, held: Sequence[LmHeadModel | None], watched: Callable[[int], bool]
+) -> Callable[[int], Step[Any]]:
+    """The compiled step for every step, with the frozen part and what else it is given."""
+    jitted: dict[str, Step[Any]] = {}
 
-    def made(program: Program) -> Step[LmBatch]:
+    def made(program: Program) -> Step[Any]:
         step = jit_together(program, mesh)
-        return lambda state, batch: step(state, frozen, batch)
+        return lambda state, batch: step(state, *held, batch)
 
-    def step_of(step: int) -> Step[LmBatch]:
+    def step_of(step: int) -> Step[Any]:
         # An interrupt that a library swallowed on the way here still ends the run.
         raise_if_interrupted()
         program = stage_program(plan, plan.work.batches, step, watched=watched(step))
@@ -262,6 +291,7 @@ def _sizes(plan: TrainPlan) -> Callable[[int], StepSize]:
         stage = [stage for stage in plan.work.batches if stage.start <= step][-1]
         name = stage_program(plan, plan.work.batches, step).name
         full, causal = flops[name]
-        return StepSize(rows=stage.plan.rows, tokens=stage.plan.tokens, flops=full, flops_causal=causal)
+        sequences = 1 if plan.work.pairs is None else 2
+        return StepSize(rows=stage.plan.rows, tokens=sequences * stage.plan.tokens, flops=full, flops_causal=causal)
 
     return size_of

@@ -9,6 +9,7 @@ same Programs for a pod that you do not have.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import haliax as hax
@@ -38,7 +39,14 @@ from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
 from levanter.commands.train.outcome import Trained
 from levanter.commands.train.places import places_written, what_is_left
-from levanter.commands.train.programs import TrainedRun, evaluation_program, first_programs, step_programs
+from levanter.commands.train.preferences import find_preferences, formats_of
+from levanter.commands.train.programs import (
+    TrainedRun,
+    evaluation_program,
+    first_programs,
+    pair_programs,
+    step_programs,
+)
 from levanter.commands.train.run import execute
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
@@ -51,9 +59,20 @@ from levanter.models.axes import model_axes
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.run import OK, PREEMPTED, Check, EntryPoint, NonFiniteResultError, RunPlan, Searchable, Session, Target
+from levanter.run import (
+    OK,
+    PREEMPTED,
+    Check,
+    EntryPoint,
+    NonFiniteResultError,
+    RunPlan,
+    Searchable,
+    Session,
+    Target,
+    Workload,
+)
 from levanter.trainer.averaging import check_averaging
-from levanter.trainer.batch_plan import BatchStage, plan_batches
+from levanter.trainer.batch_plan import BatchPlan, BatchStage, plan_batches
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.state import AVERAGE, OPTIMIZER, StatePlan, abstract_frozen, abstract_state, plan_state
 from levanter.trainer.trainable import Partition
@@ -80,7 +99,7 @@ def describe(
     settled = _settled(config, target, Written.in_python(config) if written is None else written)
     config, origin, model, vocab = settled.config, settled.origin, settled.model, settled.vocab
     batches, resolved, checks = settled.batches, settled.resolved, list(settled.checks)
-    trainer, positions = config.trainer, config.positions
+    trainer = config.trainer
     Vocab = vocabulary_axis(vocab, resolved)
     model = replace(model, vocab_size=vocab)
     if Vocab.size != vocab:
@@ -90,9 +109,10 @@ def describe(
         since = f"from step {stage.start}: " if len(batches) > 1 else ""
         checks.append(Check(name="batch", status="ok", message=f"{since}{stage.plan}"))
 
-    run = _trained(settled, model, Vocab, target, objective or LmObjective())
+    run = _with_pairs(settled, _trained(settled, model, Vocab, target, objective or LmObjective()), target)
+    checks += () if run.pairs is None else run.pairs.checks
     state_plan = run.state_plan
-    part = frozen_part(trainer, state_plan, begun_from=config.reference or config.begun_from_checkpoint)
+    part = frozen_part(trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
     checks += partition_notes(state_plan)
     largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
@@ -100,9 +120,7 @@ def describe(
     if origin is not None and not state_plan.parameters.errors:
         load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target)
         checks += found
-    programs = [*first_programs(run), *step_programs(run, batches)]
-    if settled.validation is not None:
-        programs.append(evaluation_program(run, largest, accuracy=has_chats(config.data)))
+    programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
     checks += place_checks(config, model, state_plan, part)
     peft = planned_peft(config, run.adapted, model, Vocab, state_plan)
     saving = _saving(config, model, Vocab, state_plan, target, peft)
@@ -111,24 +129,16 @@ def describe(
         target=target,
         mesh=resolved.spec,
         checks=tuple(checks),
-        sharding=state_plan.resident,
+        sharding=run.resident,
         activations=run.activations(largest.microbatch),
         load=load,
         computing=tuple(programs),
         saving=saving,
-        workloads=tuple(
-            training_workloads(
-                model,
-                batches,
-                vocab,
-                positions=positions,
-                steps=trainer.num_train_steps,
-                spared=spared_flops(model, run.state.model, run.frozen, vocab=vocab),
-            )
-        ),
+        workloads=tuple(_workloads(settled, run)),
         notes=resolved.notes,
-        resident_bytes=state_plan.bytes_by_group,
-        beside=bytes_beside(state_plan, programs, saving),
+        resident_bytes=run.resident_bytes,
+        beside=bytes_beside(state_plan, programs, saving, run.pairs),
+        load_beside=run.load_beside,
         searchable=_searchable(run, state_plan, Vocab),
         work=TrainWork(
             config=config,
@@ -147,6 +157,7 @@ def describe(
             origin=origin,
             tokenizer=settled.tokenizer,
             validation=settled.validation,
+            pairs=run.pairs,
         ),
     )
 
@@ -199,6 +210,45 @@ def _trained(
     )
 
 
+def _with_pairs(settled: "_Settled", run: TrainedRun, target: Target) -> TrainedRun:
+    """The run with what it learns from pairs with, where it does that."""
+    pairs = find_preferences(
+        settled.config,
+        settled.written,
+        settled.origin,
+        vocab=(run.Vocab, settled.vocab),
+        precision=run.precision,
+        resolved=run.resolved,
+        target=target,
+        hbm_bytes=run.state_plan.whole.hbm_bytes,
+    )
+    return replace(run, pairs=pairs)
+
+
+def _scoring(settled: "_Settled", run: TrainedRun, largest: BatchPlan) -> list[Program]:
+    """The Programs that score between steps."""
+    if run.pairs is not None:
+        return pair_programs(run, largest)
+    if settled.validation is None:
+        return []
+    return [evaluation_program(run, largest, accuracy=has_chats(settled.config.data))]
+
+
+def _workloads(settled: "_Settled", run: TrainedRun) -> Iterator[Workload]:
+    """The work of each step."""
+    config = settled.config
+    return training_workloads(
+        run.model,
+        settled.batches,
+        settled.vocab,
+        positions=config.positions,
+        steps=config.trainer.num_train_steps,
+        spared=spared_flops(run.model, run.state.model, run.frozen, vocab=settled.vocab),
+        sequences=run.sequences,
+        scored_besides=0.0 if run.pairs is None else run.pairs.scored_besides,
+    )
+
+
 def _saving(
     config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, state: StatePlan, target: Target, peft: PeftPlan | None
 ) -> tuple[Program, ...]:
@@ -221,6 +271,7 @@ class _Settled:
     """A run's resolved config, before any array is placed."""
 
     config: TrainLmConfig
+    written: Written
     origin: Origin | None
     model: LmConfig
     vocab: int
@@ -247,8 +298,9 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
     checks += layer_checks(architecture)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
-    checks += data_checks(config.data, tokenizer, vocab_size=vocab)
-    validation, validation_checks = find_validation(config.data)
+    formats = formats_of(config)
+    checks += data_checks(config.data, tokenizer, vocab_size=vocab, formats=formats)
+    validation, validation_checks = find_validation(config.data, formats)
     known = {check.message for check in checks}
     checks += [check for check in validation_checks if check.message not in known]
     problems: list[ValueError] = []
@@ -272,6 +324,7 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
     ]
     return _Settled(
         config=config,
+        written=written,
         origin=origin,
         model=model,
         vocab=vocab,
@@ -335,9 +388,9 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
         layers=len(run.model.layers),
         summed=sum(bool(part.tensor_axes) for layer in run.model.layers for part in layer.parts),
         batch_axis=run.resolved.batch_axis,
-        global_batch=rows,
+        global_batch=rows * run.sequences,
         compute_bytes=np.dtype(run.precision.compute).itemsize,
-        keys=lambda rows, _: {"trainer.per_device_parallelism": rows},
+        keys=lambda rows, _: {"trainer.per_device_parallelism": rows // run.sequences},
         remat_key="model.gradient_checkpointing",
     )
 

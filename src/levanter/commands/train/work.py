@@ -6,6 +6,7 @@ import haliax as hax
 
 from levanter.commands.model.origin import Origin
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.preferences import Preferences
 from levanter.compat.hf.peft import PeftPlan
 from levanter.data import EvaluationData, Tokenizer
 from levanter.mesh import ResolvedMesh
@@ -41,6 +42,7 @@ class TrainWork:
         origin: where the first weights come from; None if they are initialized.
         tokenizer: text to ids; None if it is unavailable.
         validation: what is evaluated between steps; None for nothing.
+        pairs: what pairs are learned from with; None where text is.
     """
 
     config: TrainLmConfig
@@ -59,6 +61,7 @@ class TrainWork:
     origin: Origin | None
     tokenizer: Tokenizer | None
     validation: EvaluationData | None
+    pairs: Preferences | None = None
 
 
 TrainPlan = RunPlan[TrainWork]

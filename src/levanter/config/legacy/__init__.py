@@ -23,6 +23,7 @@ from levanter.config.legacy.data import DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, trans
 from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.legacy.model import MODEL_KEYS, translate_model, translate_row_length
+from levanter.config.legacy.preferences import PREFERENCE_KEYS, translate_preferences
 from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS, translate_server
 from levanter.config.legacy.sft import SFT_KEYS, translate_sft
 from levanter.config.legacy.supervised import SUPERVISED, translate_supervised
@@ -40,6 +41,7 @@ TABLE: tuple[OldKey, ...] = (
     *SERVER_KEYS,
     SUPERVISED,
     *SFT_KEYS,
+    *PREFERENCE_KEYS,
 )
 """Every old key that is accepted, for the documentation and for hints about misspelt ones."""
 
@@ -64,6 +66,7 @@ def translate(document: MapNode, takes: Collection[str] = (), earlier: str = "")
     """
     draft = Draft(document)
     translate_sft(draft, earlier)
+    translate_preferences(draft, earlier)
     translate_memorization(draft)
     translate_trainer(draft)
     translate_row_length(draft, takes)
@@ -87,7 +90,7 @@ def translate_plain(document: dict[str, Any], source: str = "document") -> tuple
 
 def old_keys(path: tuple[str, ...]) -> tuple[str, ...]:
     """The old keys that are accepted in the mapping at `path`."""
-    elsewhere = (*AT_THE_TOP, *SFT_KEYS)
+    elsewhere = (*AT_THE_TOP, *SFT_KEYS, *PREFERENCE_KEYS)
     return tuple(row.name for row in TABLE if row not in elsewhere and _matches(row.block, path))
 
 

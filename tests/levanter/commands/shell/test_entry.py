@@ -19,7 +19,7 @@ PROGRAMS = {
     "help": ("levanter.main.train_lm", "--help"),
     "a usage page": ("levanter.main.plan", "--help"),
     "argparse": ("levanter.main.migrate", "--help"),
-    "what is not here": ("levanter.main.train_dpo", "--help"),
+    "what is not here": ("levanter.main.train_asr", "--help"),
     "a document": ("levanter.main.migrate", OLD),
     "a launcher": ("levanter.infra.launch", "--help"),
 }

@@ -1,0 +1,140 @@
+"""What a reference says of the pairs of a set, kept in a folder: two log-probabilities a pair, float32.
+
+    <folder>/
+        manifest.json        what they were made from
+        part-00000.f32 …     `PART` pairs each, and behind them a digest of the identity, the number and the values
+
+A part counts where its digest is right, so a build that was killed goes on with the parts that are missing and leaves
+the same bytes. A folder that was made from something else (another reference, other pairs) is refused, never read.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levanter.bounds import read_bounded
+from levanter.data.errors import DataError
+from levanter.data.manifest import MANIFEST, read_json
+from levanter.data.pairs import PairRows, pair_targets
+from levanter.data.store_write import write_file
+from levanter.io.paths import exists, file_size, join, open_read
+
+PART = 4096
+"""Pairs in a file."""
+VERSION = 1
+_DIGEST = hashlib.sha256().digest_size
+_NAMES_ONLY = ("reference",)
+"""Of an identity, what only names something: the same weights may be elsewhere by now."""
+
+
+class ReferenceStoreError(DataError):
+    """Stored log-probabilities are of another reference, or of other pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStore:
+    """The log-probabilities of one set.
+
+    Attributes:
+        folder: where they are.
+        identity: what they are made from: the reference and its digest, the pairs' digest, template, length, dtype.
+        pairs: how many there are.
+    """
+
+    folder: str
+    identity: Mapping[str, Any]
+    pairs: int
+
+    @property
+    def parts(self) -> Sequence[range]:
+        """The pairs of each file."""
+        return [range(start, min(start + PART, self.pairs)) for start in range(0, self.pairs, PART)]
+
+    def check(self) -> None:
+        """Looks at the manifest that is there.
+
+        Raises:
+            ReferenceStoreError: it is of something else; lists every difference.
+        """
+        path = join(self.folder, MANIFEST)
+        if not exists(path):
+            return
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("version") != VERSION:
+            raise ReferenceStoreError(f"{path}: is no manifest of log-probabilities of a reference; delete the folder")
+        stored: Mapping[str, Any] = found.get("identity", {})
+        differences = [
+            f"  {key}: made with {stored.get(key)!r}, configured {self.identity.get(key)!r}"
+            for key in sorted(stored.keys() | self.identity.keys())
+            if key not in _NAMES_ONLY and stored.get(key) != self.identity.get(key)
+        ]
+        if differences:
+            listed = "\n".join(differences)
+            raise ReferenceStoreError(
+                f"{self.folder}: these log-probabilities are of another reference, or of other pairs (they were made "
+                f"with {stored.get('reference')}):\n{listed}\n  give another cache_dir, or delete this folder"
+            )
+
+    def begin(self) -> None:
+        """Writes the manifest."""
+        content = json.dumps({"version": VERSION, "identity": dict(self.identity)}, indent=1, sort_keys=True) + "\n"
+        write_file(join(self.folder, MANIFEST), content.encode())
+
+    def write(self, number: int, values: np.ndarray) -> None:
+        """Writes a part as a whole.
+
+        Args:
+            number: of the part.
+            values: float32 `[pairs of the part, 2]`.
+        """
+        assert values.shape == (len(self.parts[number]), 2), (values.shape, number)
+        content = np.ascontiguousarray(values, "<f4").tobytes()
+        write_file(self._path(number), content + self._digest(number, content))
+
+    def read(self, number: int) -> np.ndarray | None:
+        """A part; None where it is missing, or damaged, so that it is to be made again."""
+        path, size = self._path(number), len(self.parts[number]) * 8
+        if not exists(path) or file_size(path) != size + _DIGEST:
+            return None
+        with open_read(path) as file:
+            content = read_bounded(file, size + _DIGEST, where=path)
+        if len(content) != size + _DIGEST or content[size:] != self._digest(number, content[:size]):
+            return None
+        return np.frombuffer(content[:size], "<f4").reshape(-1, 2).astype(np.float32)
+
+    def missing(self) -> list[int]:
+        """The parts that are to be made."""
+        return [number for number in range(len(self.parts)) if self.read(number) is None]
+
+    def all(self) -> np.ndarray:
+        """All of them, float32 `[pairs, 2]`.
+
+        Raises:
+            ReferenceStoreError: a part is missing.
+        """
+        found = [self.read(number) for number in range(len(self.parts))]
+        absent = [self._path(number) for number, each in enumerate(found) if each is None]
+        if absent:
+            raise ReferenceStoreError(f"{absent[0]}: missing; the folder must be storage that all hosts see")
+        return np.concatenate([np.zeros((0, 2), np.float32), *(each for each in found if each is not None)])
+
+    def _path(self, number: int) -> str:
+        return join(self.folder, f"part-{number:05d}.f32")
+
+    def _digest(self, number: int, content: bytes) -> bytes:
+        own = {key: value for key, value in self.identity.items() if key not in _NAMES_ONLY}
+        said = json.dumps([own, number], sort_keys=True).encode()
+        return hashlib.sha256(said + content).digest()
+
+
+def pairs_digest(rows: PairRows) -> str:
+    """Hex SHA-256 of the tokens of pairs and of what counts of them."""
+    digest = hashlib.sha256(f"{len(rows)} {rows.half}".encode())
+    for start in range(0, len(rows), PART):
+        tokens, targets = pair_targets(rows.take(np.arange(start, min(start + PART, len(rows)))))
+        digest.update(tokens.tobytes() + np.packbits(targets >= 0).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,16 @@
+"""Trains a language model on preferences."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.train.dpo_config import TrainDpoConfig
+    from levanter.commands.train.train_dpo import ENTRY_POINT, describe, main
+
+__all__ = ["ENTRY_POINT", "TrainDpoConfig", "describe", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("train_dpo"))

@@ -1,0 +1,245 @@
+"""Preferences as an objective: of two texts behind one prompt, the one that was preferred is to become likelier.
+
+Everything is made of four numbers a pair: the log-probabilities of the chosen and of the rejected text by the *policy*,
+which is trained, and by the *reference*, which is not. Chosen and rejected texts go through a model as one batch of
+twice the rows. With x = β (Δπ − Δref), Δ the difference of a model's two log-probabilities:
+
+- `sigmoid`: −(1−ε) log σ(x) − ε log σ(−x) (Rafailov et al., arXiv:2305.18290; ε > 0 is cDPO)
+- `robust`: (−(1−ε) log σ(x) + ε log σ(−x)) / (1 − 2ε) (Chowdhury et al., arXiv:2403.00409)
+- `ipo`: (Δπ − Δref − 1/(2β))², log-probabilities a token (Azar et al., arXiv:2310.12036)
+- `hinge`: max(0, 1 − x) (Zhao et al., arXiv:2305.10425)
+- `simpo`: −log σ(β Δπ − γ), log-probabilities a token, no reference (Meng et al., arXiv:2405.14734)
+- `orpo`: −l − β log σ(o), l the chosen text's log-probability a token, o the difference of the two texts' log-odds, no
+  reference (Hong et al., arXiv:2403.07691)
+
+A step minimizes the mean over its pairs.
+"""
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TypeAlias
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+
+from haliax_ext.planner import ShardingPlan
+from haliax_ext.pytree import PyTree
+from levanter.layers.outputs import Sums
+from levanter.models.base import LmHeadModel
+from levanter.models.scoring import has_target, token_logprobs
+from levanter.trainer.objective import LOSS, Objective, Term
+from levanter.trainer.preference_loss import PreferenceLossConfig
+from levanter.trainer.trainable import bind
+
+SIDE = "side"
+Numbers: TypeAlias = jax.Array | np.ndarray
+METRICS = (
+    *("dpo_loss", "dpo_margin_policy", "dpo_margin_ref", "dpo_accuracy"),
+    *("dpo_chosen_reward", "dpo_rejected_reward"),
+)
+"""Upstream's names of what is shown of pairs."""
+
+
+def pair_terms(
+    loss: PreferenceLossConfig,
+    beta: float,
+    policy: Numbers,
+    counts: Numbers,
+    reference: Numbers | None,
+    *,
+    xp: ModuleType = jnp,
+) -> dict[str, Numbers]:
+    """The loss of each pair, and what is shown of it, by name, each `[pairs]`.
+
+    Args:
+        loss: the formula.
+        beta: β.
+        policy: log-probabilities of the chosen and the rejected text, `[pairs, 2]`: sums over the tokens that count.
+        counts: how many tokens count, `[pairs, 2]`.
+        reference: the reference's log-probabilities; None where there is none.
+        xp: whose arrays these are: `jax.numpy` or NumPy.
+    """
+    tokens = xp.maximum(counts, 1)
+    sums = policy / tokens if loss.per_token else policy
+    delta = sums[:, 0] - sums[:, 1]
+    base = xp.zeros_like(policy) if reference is None else reference
+    based = base / tokens if loss.per_token else base
+    margin = based[:, 0] - based[:, 1]
+
+    def minus_log_sigmoid(x: Numbers) -> Numbers:
+        return xp.logaddexp(-x, xp.zeros_like(x))
+
+    x, e = beta * (delta - margin), loss.label_smoothing
+    if loss.type == "sigmoid":
+        found = minus_log_sigmoid(x) if e == 0 else (1 - e) * minus_log_sigmoid(x) + e * minus_log_sigmoid(-x)
+    elif loss.type == "robust":
+        found = ((1 - e) * minus_log_sigmoid(x) - e * minus_log_sigmoid(-x)) / (1 - 2 * e)
+    elif loss.type == "ipo":
+        found = (delta - margin - 1 / (2 * beta)) ** 2
+    elif loss.type == "hinge":
+        found = xp.maximum(1 - x, 0)
+    elif loss.type == "simpo":
+        x = x - (0.5 if loss.gamma is None else loss.gamma)
+        found = minus_log_sigmoid(x)
+    else:
+        # log(1 − p) = log1p(−exp(log p)); a text whose every token is certain has no odds.
+        inverse = xp.log1p(-xp.exp(xp.minimum(sums, -1e-7)))
+        found = -sums[:, 0] + beta * minus_log_sigmoid(delta - (inverse[:, 0] - inverse[:, 1]))
+    margins = (policy[:, 0] - policy[:, 1], base[:, 0] - base[:, 1])
+    shown = (found, *margins, (x > 0).astype(policy.dtype), *(beta * (sums - based)[:, side] for side in (0, 1)))
+    return {LOSS: found, **dict(zip(METRICS, shown, strict=True))}
+
+
+class PairBatch(eqx.Module):
+    """Pairs to learn from.
+
+    Attributes:
+        tokens: int32 ids, `[batch, side, position]`; of `side`, 0 is the chosen text, 1 the rejected one.
+        targets: int32, over the same axes: the id that each position predicts; negative where nothing counts.
+        reference: float32, `[batch, side]`: the reference's log-probabilities, where they were made before.
+    """
+
+    tokens: NamedArray
+    targets: NamedArray
+    reference: NamedArray | None = None
+
+
+class PairModels(eqx.Module):
+    """The models that a pair is scored by.
+
+    Attributes:
+        policy: what is trained.
+        reference: what it is compared with; None where its log-probabilities are in the batch, or nothing is compared.
+    """
+
+    policy: LmHeadModel
+    reference: LmHeadModel | None = None
+
+
+def pair_logprobs(model: LmHeadModel, batch: PairBatch, *, chunk: int | None = None) -> jax.Array:
+    """The log-probability of what counts of each text, float32 `[batch, 2]`: both of a pair in one forward pass.
+
+    Args:
+        model: its weights in the compute dtype.
+        batch: the pairs.
+        chunk: positions scored at a time.
+    """
+    Batch, Side, Pos = batch.tokens.axes
+    Rows = Batch.resize(Batch.size * Side.size)
+
+    def texts(x: NamedArray) -> NamedArray:
+        # Side lies inside the batch, so each device has both texts of its pairs.
+        return hax.auto_sharded(NamedArray(x.array.reshape(Rows.size, Pos.size), (Rows, Pos)))
+
+    tokens, targets = texts(batch.tokens), texts(batch.targets)
+    found = token_logprobs(model, tokens, targets, chunk=chunk)
+    with jax.named_scope("pairs"):
+        sums = hax.sum(hax.where(has_target(targets), found, 0.0), Pos)
+        return sums.array.reshape(Batch.size, Side.size)
+
+
+def counted(batch: PairBatch) -> jax.Array:
+    """How many tokens count of each text, float32 `[batch, 2]`."""
+    return jnp.sum(batch.targets.array >= 0, axis=-1).astype(jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceObjective(Objective[PairModels, PairBatch]):
+    """The mean loss of pairs.
+
+    Attributes:
+        loss: the formula.
+        beta: β.
+        stored: whether the reference's log-probabilities are in the batch.
+        chunk: positions scored at a time; None for the model's own.
+    """
+
+    loss: PreferenceLossConfig
+    beta: float
+    stored: bool = False
+    chunk: int | None = None
+
+    gradient_in_loop = False
+    """The gradient of a token's log-probability follows from those of all of its pair."""
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The loss, and upstream's metrics."""
+        return (Term(name=LOSS), *(Term(name=name, weight=None) for name in METRICS))
+
+    def abstract_batch(self, Batch: hax.Axis, Pos: hax.Axis) -> PairBatch:
+        """See `Objective.abstract_batch`; a row is a pair."""
+        Side = hax.Axis(SIDE, 2)
+
+        def of(dtype: type, *axes: hax.Axis) -> NamedArray:
+            array = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), np.dtype(dtype))
+            return NamedArray(array, axes)  # pyright: ignore[reportArgumentType]
+
+        return PairBatch(
+            tokens=of(np.int32, Batch, Side, Pos),
+            targets=of(np.int32, Batch, Side, Pos),
+            reference=of(np.float32, Batch, Side) if self.stored else None,
+        )
+
+    def rows(self, batch: PairBatch) -> hax.Axis:
+        """The axis of the pairs."""
+        return batch.tokens.axes[0]
+
+    def normalizer(self, batch: PairBatch) -> jax.Array:
+        """How many pairs there are; rows of padding are none."""
+        return jnp.sum(_is_pair(counted(batch)).astype(jnp.float32))
+
+    def sums(self, model: PairModels, batch: PairBatch) -> Sums:
+        """See `Objective.sums`."""
+        counts = counted(batch)
+        reference = self.reference(model, batch)
+        policy = pair_logprobs(model.policy, batch, chunk=self.chunk)
+        with jax.named_scope("loss"):
+            found = pair_terms(self.loss, self.beta, policy, counts, reference)
+            there = _is_pair(counts)
+            return Sums({name: jnp.sum(jnp.where(there, each, 0.0)) for name, each in found.items()})
+
+    def reference(self, model: PairModels, batch: PairBatch) -> jax.Array | None:
+        """The reference's log-probabilities, `[batch, 2]`; None where nothing is compared."""
+        if not self.loss.has_reference:
+            return None
+        if batch.reference is not None:
+            return batch.reference.array
+        assert model.reference is not None, "nothing says what the reference is"
+        with jax.named_scope("reference"):
+            return jax.lax.stop_gradient(pair_logprobs(model.reference, batch, chunk=self.chunk))
+
+
+def _is_pair(counts: jax.Array) -> jax.Array:
+    return (counts > 0).all(axis=-1)
+
+
+def alone(trained: PyTree, frozen: PyTree) -> PairModels:
+    """The policy without a reference; see `trainer.trainable.bind`."""
+    return PairModels(policy=bind(trained, frozen))
+
+
+def with_base(trained: PyTree, frozen: PyTree) -> PairModels:
+    """Adapters bound to their base, and the base itself, which they are compared with."""
+    return PairModels(policy=bind(trained, frozen), reference=frozen)
+
+
+def with_other(trained: PyTree, held: tuple[PyTree, PyTree]) -> PairModels:
+    """The policy, and another model; `held` is what is frozen of the policy, and that model."""
+    frozen, reference = held
+    return PairModels(policy=bind(trained, frozen), reference=reference)
+
+
+def pair_plan(policy: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
+    """Where the leaves of `PairModels` lie, by their paths in it."""
+    both = {"policy": policy} if reference is None else {"policy": policy, "reference": reference}
+    leaves = tuple(
+        replace(each, leaf=replace(each.leaf, path=f"{name}.{each.leaf.path}"))
+        for name, plan in both.items()
+        for each in plan.leaves
+    )
+    return replace(policy, leaves=leaves, findings=())
