@@ -124,7 +124,7 @@ class PairEncoder:
         made = []
         for messages, key in zip(both, self._keys, strict=True):
             where = f"{origin}, {key}"
-            if not any(message["role"] == ASSISTANT for message in messages[since:]):
+            if not any(_says(message) for message in messages[since:]):
                 raise DataError(f"{where}: empty completion: the assistant says nothing behind the prompt")
             if not self.format.mask_user_turns:
                 made.append(self._answers.everything(messages, more, where))
@@ -186,6 +186,10 @@ class PairEncoder:
     def _answers(self) -> AnswerEncoder:
         assert self.template is not None
         return AnswerEncoder(template=self.template, tokenizer=self.tokenizer)
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    return message["role"] == ASSISTANT and bool(message.get("content") or message.get("tool_calls"))
 
 
 def _characters(given: str | list[Any]) -> int:

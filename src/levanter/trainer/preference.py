@@ -66,7 +66,7 @@ def pair_terms(
     tokens = xp.maximum(counts, 1)
     sums = policy / tokens if loss.per_token else policy
     delta = sums[:, 0] - sums[:, 1]
-    base = xp.zeros_like(policy) if reference is None else reference
+    base = xp.zeros_like(policy) if reference is None or not loss.has_reference else reference
     based = base / tokens if loss.per_token else base
     margin = based[:, 0] - based[:, 1]
 

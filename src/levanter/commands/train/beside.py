@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from haliax_ext.program import Program
 from levanter.commands.train.evaluation import PROGRAM as EVALUATE
 from levanter.commands.train.pair_evaluation import PROGRAM as EVALUATE_PAIRS
-from levanter.commands.train.preferences import Preferences
-from levanter.commands.train.reference_logprobs import PROGRAM as SCORE
+from levanter.commands.train.preferences import SCORE, Preferences
 from levanter.plan.budget import residents_of
 from levanter.plan.load_budget import beside_loading
 from levanter.trainer.frozen import DIGEST

@@ -1,12 +1,14 @@
 """The configuration of `lora_dpo`: upstream's keys for what `train_dpo` does with adapters and their base."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from levanter.commands.train.dpo_config import (
     AdapterBaseReferenceConfig,
     ReferenceEvalCacheConfig,
     TrainDpoConfig,
 )
+from levanter.config.legacy.preferences import LORA_DPO
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import Decay, PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
@@ -41,6 +43,8 @@ class LoraDpoConfig(Ranged):
         data_seed: seed of the data's order; default `trainer.seed`.
         plan: assumptions for planning that a run would find out by itself.
     """
+
+    EARLIER: ClassVar[str] = LORA_DPO
 
     initialize_from_hf: PathText
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import with_arrays
 from levanter.commands.model.layout import load_weights
 from levanter.commands.train.pair_evaluation import PROGRAM, EvaluatePairs, PairSet
-from levanter.commands.train.preferences import Preferences, ReferenceModel
-from levanter.commands.train.reference_logprobs import PROGRAM as SCORE
+from levanter.commands.train.preferences import SCORE, Preferences, ReferenceModel
 from levanter.commands.train.reference_logprobs import Wanted, digest_of_source, made, stores_of
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.data import EvaluationSet, PairRows, TrainingData, as_records, build_tokens

@@ -1,6 +1,6 @@
 """What a run on preferences has beside one on text: the loss of pairs, and what they are compared with."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -8,9 +8,11 @@ import jax
 from haliax import Axis
 
 from haliax_ext.abstract import abstract, cast, leaves
+from haliax_ext.errors import gib
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan, plan_sharding
+from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
 from levanter.commands.model.layout import planned_loading
 from levanter.commands.model.origin import ModelBlock, Origin, find_origin
@@ -38,6 +40,8 @@ from levanter.trainer.step import REFERENCE
 Kind = Literal["none", "adapter_base", "separate", "precomputed"]
 
 
+SCORE = "reference_logprobs"
+"""The Program that scores pairs with the reference alone, once."""
 STORES = "reference_logprobs"
 """The folder of what references say, in `data.cache_dir`."""
 
@@ -130,6 +134,11 @@ class Preferences:
         """
         return (frozen, state.loaded) if self.model is None else (self.model.module, self.model.plan)
 
+    def in_order(self, programs: Sequence[Program]) -> list[Program]:
+        """The Programs of a run as it runs them: a precomputed reference scores before anything is made."""
+        first = [each for each in programs if each.name == SCORE and self.kind == "precomputed"]
+        return [*first, *(each for each in programs if each not in first)]
+
     @property
     def first_loss(self) -> float | None:
         """The loss of the first step, where that is known: policy and reference begin as one model."""
@@ -186,6 +195,7 @@ def find_preferences(
     resolved: ResolvedMesh,
     target: Target,
     hbm_bytes: int | None,
+    base_bytes: int,
 ) -> Preferences | None:
     """What a run learns from pairs with; None where it learns from text.
 
@@ -198,6 +208,7 @@ def find_preferences(
         resolved: mesh and mappings.
         target: the devices.
         hbm_bytes: usable memory of one.
+        base_bytes: of the model that adapters are of, on one.
 
     Raises:
         ValueError: the reference is broken, or has other ids.
@@ -213,7 +224,7 @@ def find_preferences(
         )
     bare = replace(bare, checks=tuple(_store_checks(bare)))
     if config.reference_model is None:
-        return bare
+        return bare if kind == "none" else replace(bare, checks=(*bare.checks, _side_by_side(kind, base_bytes)))
     theirs = _origin(config, written, origin)
     Vocab, ids = vocab
     own = theirs.architecture.vocab_size
@@ -241,7 +252,12 @@ def find_preferences(
             plan=plan,
             load=None if load is None else replace(load, name=f"load.{REFERENCE}"),
         ),
-        checks=(*bare.checks, *_renamed(theirs.checks), *_renamed(problems)),
+        checks=(
+            *bare.checks,
+            *_renamed(theirs.checks),
+            *_renamed(problems),
+            _side_by_side(kind, plan.bytes_per_device),
+        ),
     )
 
 
@@ -255,6 +271,22 @@ def _store_checks(pairs: Preferences) -> list[Check]:
         what = "validation pairs are scored once"
     message = f"{what}; its log-probabilities are stored in {folder}"
     return [*output_checks("reference", folder), Check(name="reference", status="ok", message=message)]
+
+
+def _side_by_side(kind: Kind, nbytes: int) -> Check:
+    """What each way to compare would take, whichever the run has.
+
+    Args:
+        kind: the run's.
+        nbytes: of a second model on a device.
+    """
+    what = {
+        "separate": f"{gib(nbytes)} on each device and one more forward pass a step",
+        "adapter_base": "nothing on a device and one more forward pass a step (of adapters)",
+        "precomputed": "nothing on a device and no pass in a step, after one pass over all pairs",
+    }
+    said = [f"{name}: {takes}{' (this run)' if name == kind else ''}" for name, takes in what.items()]
+    return Check(name="reference", status="note", message="; ".join(said))
 
 
 def _origin(config: TrainDpoConfig, written: Written, policy: Origin | None) -> Origin:

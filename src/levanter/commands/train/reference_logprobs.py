@@ -23,7 +23,7 @@ from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
 from haliax_ext.sources import TensorSource
 from levanter.commands.train.pair_evaluation import FETCH_BEHIND, PairSet, pair_inputs
-from levanter.commands.train.preferences import Preferences
+from levanter.commands.train.preferences import SCORE, Preferences
 from levanter.data import DataError, PairRows
 from levanter.data.reference_store import ReferenceStore, pairs_digest
 from levanter.io import Progress, join, leased
@@ -37,7 +37,6 @@ from levanter.trainer.step import REFERENCE
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "reference_logprobs"
 _ELEMENTS = 256
 
 
@@ -69,7 +68,7 @@ def reference_program(
         return pair_logprobs(usable, PairBatch(tokens=tokens, targets=targets), chunk=chunk)
 
     return Program(
-        name=PROGRAM,
+        name=SCORE,
         function=score,
         inputs=(
             Input(name=REFERENCE, value=module, placement=plan),

@@ -121,6 +121,8 @@ def describe(
         load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target)
         checks += found
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
+    if run.pairs is not None:
+        programs = run.pairs.in_order(programs)
     checks += place_checks(config, model, state_plan, part)
     peft = planned_peft(config, run.adapted, model, Vocab, state_plan)
     saving = _saving(config, model, Vocab, state_plan, target, peft)
@@ -221,6 +223,7 @@ def _with_pairs(settled: "_Settled", run: TrainedRun, target: Target) -> Trained
         resolved=run.resolved,
         target=target,
         hbm_bytes=run.state_plan.whole.hbm_bytes,
+        base_bytes=run.state_plan.loaded.bytes_per_device,
     )
     return replace(run, pairs=pairs)
 

@@ -1,9 +1,9 @@
 """Earlier keys of `train_dpo`: a reference that was two keys, and a checkpoint of which only parameters were taken."""
 
-from levanter.config.legacy.changes import Draft, OldKey
+from levanter.config.legacy.changes import Change, Draft, OldKey
 from levanter.config.nodes import to_plain
 
-TRAIN_DPO = "train_dpo"
+TRAIN_DPO, LORA_DPO = "train_dpo", "lora_dpo"
 """Whose keys a class may have besides (`EARLIER`)."""
 
 PATH = OldKey(
@@ -24,12 +24,14 @@ PREFERENCE_KEYS = (PATH, IS_HF, BEGINS)
 
 
 def translate_preferences(draft: Draft, earlier: str) -> None:
-    """Translates such a document, for an entry point that was `train_dpo`.
+    """Translates such a document, for an entry point that was one of the two.
 
     Args:
         draft: the document.
         earlier: the class's `EARLIER`; "" for none.
     """
+    if earlier in (TRAIN_DPO, LORA_DPO):
+        _random_a(draft, "adapter" if earlier == TRAIN_DPO else "lora")
     if earlier != TRAIN_DPO:
         return
     path, is_hf, begins = (draft.entry((row.name,)) for row in PREFERENCE_KEYS)
@@ -41,3 +43,14 @@ def translate_preferences(draft: Draft, earlier: str) -> None:
         draft.ignore(BEGINS, begins, ())
     elif begins is not None:
         draft.move(BEGINS, begins, (), [((BEGINS.new,), begins.node)])
+
+
+def _random_a(draft: Draft, block: str) -> None:
+    """Where only B is said to begin as 0, A was random: `a_init_mode` came later, and its default contradicts."""
+    zero = draft.entry((block, "zero_init_b"))
+    if zero is None or to_plain(zero.node) is not True or draft.entry((block, "a_init_mode")) is not None:
+        return
+    key = f"{block}.a_init_mode"
+    draft.set((block, "a_init_mode"), "random", old=f"{block}.zero_init_b", mark=zero.mark)
+    why = "with zero_init_b: true A was random; its default of today would make both factors 0"
+    draft.changes.append(Change(key=key, was="(absent)", now=f"{key}: random", why=why, mark=zero.mark))
