@@ -153,6 +153,19 @@ CASES = (
         what="Mixtral 8x7B, FSDP 8 × experts 4", fsdp_alone=False,
     ),
     Case(
+        name="train_32b_v5p-128", entry_point="train_lm", target="v5p-128", program="train_step",
+        argv=("--config_path", "config/train/published/maxtext_32b_v5p-128.yaml"),
+        what="32 B, FSDP 16 × tensor 4", fsdp_alone=False,
+    ),
+    Case(
+        name="train_70b_v5p-128", entry_point="train_lm", target="v5p-128", program="train_step",
+        argv=(
+            "--config_path", "config/train/published/llama2_70b_v5p-1024.yaml", "--trainer.train_batch_size=64",
+            "--model.gradient_checkpointing=true", "--trainer.mesh.axes.model=4",
+        ),
+        what="Llama 2 70B, FSDP 16 × tensor 4", fsdp_alone=False, held_out=True,
+    ),
+    Case(
         # As many layers as leave room on eight chips; a scan over more is the same text.
         name="train_moe_v6e-8", entry_point="train_lm", target="v6e-8", program="train_step",
         argv=(
