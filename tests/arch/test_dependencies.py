@@ -71,7 +71,10 @@ CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
     ("folders", "may"),
     [
         # What an extra brings is imported where it is used, and missing with a clear error.
-        (("src", "haliax_ext"), CORE | declared("tensorboard", "trackio", "ray", "constraint", "serve") | {"libtpu"}),
+        (
+            ("src", "haliax_ext"),
+            CORE | declared("tensorboard", "trackio", "ray", "constraint", "serve", "harness") | {"libtpu"},
+        ),
         (("tests",), CORE | declared("test", "tensorboard", "clients", "judges") | {"libtpu"}),
         # llama.cpp runs in an environment of its own, which the benchmark is told.
         (("benchmarks",), CORE | declared("test") | {"xllamacpp"}),

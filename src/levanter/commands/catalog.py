@@ -55,6 +55,13 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "loss, perplexity, bits per byte of a model on text",
             ),
             (
+                "eval_harness",
+                "harness.eval_harness",
+                "harness.config",
+                "EvalHarnessConfig",
+                "tasks of the evaluation harness",
+            ),
+            (
                 "eval_careless_lm",
                 "memorize.eval_careless_lm",
                 "memorize.config",

@@ -14,6 +14,7 @@ class PlanOptions(Ranged):
 
     Attributes:
         assume_tokens: tokens to score if the text is unavailable.
+        assume_requests: requests of the harness's tasks if their documents are unavailable.
         goal: what `plan --search` looks for in runs that generate text: most rows, least time a token of those that are
             asked for, or most tokens in a second.
         chip_hour_price: what an hour of a chip costs, in dollars; with it, runs that generate text say what a million
@@ -21,6 +22,7 @@ class PlanOptions(Ranged):
     """
 
     assume_tokens: ManyInt | None = None
+    assume_requests: ManyInt | None = None
     goal: Goal = "tokens_per_second"
     chip_hour_price: PositiveFloat | None = None
 

@@ -2,17 +2,14 @@
 
 Process 0 reads requests, plans steps and makes text; the others have no requests and no tokenizer. Before process 0
 dispatches a call it tells them what the call is (`Leading`), and they dispatch the same one (`follow`). What is told is
-small: parameters of rows and their tables only where they changed, in messages of at most `FRAME` characters.
+small: parameters of rows and their tables only where they changed (`levanter.processes.telling`).
 
 The messages go over the connections that the processes of a run have anyway (`levanter.processes`), so that one of them
 that is killed is missed as everywhere else.
 """
 
-import base64
-import json
-import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,17 +23,10 @@ from levanter.inference.prompt_scores import PromptScores, ScoresPrompts
 from levanter.inference.requests import ChoiceId
 from levanter.inference.row_params import RowSampling
 from levanter.inference.step_plan import DecodeRow, PrefillPart
+from levanter.processes.telling import Heard, Told, hear, tell
 
-FRAME = 48 * 1024
-"""Characters of a message; what is longer goes in several."""
-MORE, LAST = "+", "."
-"""How a message begins that others follow, and one that ends what is told."""
 BEHIND = 2
 """Calls that a following process has in flight."""
-Told = Callable[[str], object]
-"""Gives a message to all other processes."""
-Heard = Callable[[], str]
-"""The next message of process 0; waits for it."""
 _NOBODY = ChoiceId("", 0)
 """Following processes do not know whose rows they are."""
 
@@ -93,24 +83,6 @@ def _plain_masks(masks: Masks | None) -> dict[str, list[int]]:
 
 def _masks_of(plain: Mapping[str, list[int]]) -> dict[int, np.ndarray]:
     return {int(n): np.asarray(mask, np.uint32) for n, mask in plain.items()}
-
-
-def tell(message: Mapping[str, Any], told: Told) -> None:
-    """Gives the others a message, in as many frames as it takes."""
-    packed = base64.b64encode(zlib.compress(json.dumps(message).encode(), 1)).decode()
-    cuts = [packed[at : at + FRAME] for at in range(0, len(packed), FRAME)]
-    for n, piece in enumerate(cuts):
-        told((LAST if n == len(cuts) - 1 else MORE) + piece)
-
-
-def hear(heard: Heard) -> Mapping[str, Any]:
-    """The next message of process 0."""
-    packed = ""
-    while True:
-        frame = heard()
-        packed += frame[1:]
-        if frame[0] == LAST:
-            return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 class Leading:

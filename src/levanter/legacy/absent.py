@@ -48,10 +48,5 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
     "train_asr": AbsentEntryPoint(
         config_name="TrainAsrConfig", what="training on speech", instead="this project trains on text only"
     ),
-    "eval_harness": AbsentEntryPoint(
-        config_name="EvalHarnessConfig",
-        what="the tasks of the evaluation harness",
-        instead="`eval_lm` gives losses and bits per byte; an exported checkpoint runs in the original harness",
-    ),
 }
 """Entry point → what it would do."""

@@ -9,7 +9,7 @@
 
 from collections.abc import Mapping
 
-_HARNESS = "the evaluation harness is not implemented yet; `eval_lm` gives losses and bits per byte"
+_HARNESS = "`eval_harness` is the command; in Python, `describe` and `execute` of levanter.main.eval_harness"
 _FAMILY = "a family that is not implemented yet; its config blocks are read, then refused by name"
 _LORA = "`adapter:` of `train_lm` trains low-rank adapters; in Python, `levanter.models.adapters`"
 _HISTOGRAM = "`levanter.memorization.plots` draws it, and every run writes one"
@@ -101,7 +101,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "eval_labeled_model": _EVAL_LM,
     },
     "levanter.eval_harness": {
-        "run_lm_eval_harness LevanterHarnessLM SampleLoggingConfig lm_eval_harness log_report_to_tracker "
+        "run_lm_eval_harness LevanterHarnessLM lm_eval_harness log_report_to_tracker "
         "run_eval_harness_main get_padding_count_from_batch get_segment_ids_from_batch": _HARNESS,
     },
     "levanter.callbacks": {

@@ -220,10 +220,11 @@ _OWN: Mapping[str, Mapping[str, str]] = {
         "RayConfig": f"{_TRAINER}:RayConfig",
     },
     "levanter.eval_harness": {
-        "LmEvalHarnessConfig": "levanter.legacy.absent_configs:HarnessConfig",
+        "LmEvalHarnessConfig": "levanter.eval.harness.config:HarnessConfig",
         "ProfilerConfig": "levanter.trainer:ProfilerConfig",
-        "TaskConfig": "levanter.legacy.absent_configs:HarnessTaskConfig",
-        "EvalHarnessMainConfig": "levanter.legacy.absent_configs:EvalHarnessConfig",
+        "SampleLoggingConfig": "levanter.eval.harness.config:SampleLoggingConfig",
+        "TaskConfig": "levanter.eval.harness.config:HarnessTaskConfig",
+        "EvalHarnessMainConfig": "levanter.main.eval_harness:EvalHarnessConfig",
     },
     "levanter.utils.mesh": {"MeshConfig": "levanter.mesh:MeshConfig"},
     "levanter.mesh.config:MeshConfig": {

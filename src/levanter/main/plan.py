@@ -76,8 +76,18 @@ class PlanRequest:
     compare: bool = False
 
 
-_WITH_VALUE = ("target", "json", "html", "assume_tokens", "chip_hour_price", "goal", "keep_hlo", "compare")
-_OF_PLAN_BLOCK = ("assume_tokens", "chip_hour_price", "goal")
+_WITH_VALUE = (
+    "target",
+    "json",
+    "html",
+    "assume_tokens",
+    "assume_requests",
+    "chip_hour_price",
+    "goal",
+    "keep_hlo",
+    "compare",
+)
+_OF_PLAN_BLOCK = ("assume_tokens", "assume_requests", "chip_hour_price", "goal")
 """Options that are keys of the block `plan:`."""
 _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
 
@@ -98,6 +108,7 @@ options:
   --all_programs       also compile what draws the initial weights (minutes; judged by arithmetic otherwise)
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
   --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
+  --assume_requests N  requests of a harness's tasks, if their documents are not available
   --chip_hour_price D  dollars an hour of a chip: runs that generate text say what a million tokens cost
   --search             look for meshes that fit better or run faster
   --goal GOAL          what a search for runs that generate text looks for: max_rows, latency_ms, or

@@ -17,10 +17,11 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from haliax_ext.mapping import compute_mapping_in_scope
+from haliax_ext.mapping import compute_mapping_in_scope, ways_in_scope
 from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
 from levanter.models.head_chunks import chunking, head_logits
+from levanter.models.head_plan import default_chunk
 
 DEFAULT_CHUNK = 10
 """Suffix positions scored at a time; their logits take `batch × 10 × vocab × 4` bytes over all devices. Few enough for
@@ -80,6 +81,47 @@ def suffix_scores(
         targets,
         laws=laws,
         chunk=chunk,
+        vocab_size=model.config.vocab_size,
+        soft_cap=model.config.logit_soft_cap,
+    )
+
+
+def place_scores(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    places: NamedArray,
+    targets: NamedArray,
+    *,
+    segment_ids: NamedArray | None = None,
+    positions: NamedArray | None = None,
+    chunk: int | None = None,
+) -> SuffixScores:
+    """Scores tokens that are predicted at any places of a sequence; several may be predicted at one.
+
+    Args:
+        model: its weights in the compute dtype.
+        tokens: ids, `[batch, position]`.
+        places: where each target is predicted, `[batch, suffix]`; the token before it stands there.
+        targets: the ids that are scored, `[batch, suffix]`.
+        segment_ids, positions: as in `suffix_scores`.
+        chunk: targets scored at a time; by default as many as `head_plan.default_chunk` says.
+    """
+    Suffix = targets.resolve_axis("suffix")
+    (Batch,) = (axis for axis in targets.axes if axis != Suffix)
+    activations = model(tokens, segment_ids=segment_ids, positions=positions).activations
+    Embed = activations.resolve_axis("embed")
+    whole = activations.rearrange((Batch, "position", Embed)).array
+    chosen = jnp.take_along_axis(whole, places.rearrange((Batch, Suffix)).array[..., None], axis=1)
+    if chunk is None:
+        rows = -(-Batch.size // ways_in_scope(Batch.name))
+        vocab = -(-model.Vocab.size // ways_in_scope("vocab"))
+        chunk = default_chunk(rows=rows, vocab=vocab)
+    return score_targets(
+        hax.auto_sharded(hax.named(chosen, (Batch, Suffix, Embed))),
+        model.head,
+        targets,
+        laws=(),
+        chunk=min(chunk, Suffix.size),
         vocab_size=model.config.vocab_size,
         soft_cap=model.config.logit_soft_cap,
     )

@@ -66,6 +66,8 @@ ZERO = {
     "SftConfig.hf_save_steps",
     "SftMixtureConfig.hf_save_steps",
     "VizLmConfig.data_seed",
+    "HarnessConfig.bootstrap_iters",
+    "HarnessTaskConfig.num_fewshot",
     "ConvertLmConfig.generation_eos_token_ids",
     "EvalCarelessLmConfig.save_seconds",
     "EvalSlidingLmConfig.save_seconds",

@@ -7,13 +7,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from levanter.inference import follow as follow_module
-from levanter.inference.follow import FRAME, Leading, follow, hear, tell
+from levanter.inference.follow import Leading, follow
 from levanter.inference.params import SamplingParams
 from levanter.inference.prompt_scores import PromptScores
 from levanter.inference.requests import ChoiceId
 from levanter.inference.row_params import RowSampling, host_params
 from levanter.inference.step_plan import DecodeRow, PrefillPart
+from levanter.processes import telling
+from levanter.processes.telling import FRAME, hear, tell
 
 ROWS, PAGES, WORDS = 6, 40, 1563
 
@@ -126,7 +127,7 @@ def test_what_did_not_change_is_not_told_again():
 
 
 def test_a_long_message_goes_in_several(monkeypatch):
-    monkeypatch.setattr(follow_module, "FRAME", 16)
+    monkeypatch.setattr(telling, "FRAME", 16)
     frames: list[str] = []
     tell({"call": "x", "text": "".join(random.Random(0).choices("abcdef", k=500))}, frames.append)
     assert len(frames) > 10 and all(len(frame) <= 17 for frame in frames) and FRAME > 16

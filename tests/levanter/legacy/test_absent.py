@@ -22,17 +22,6 @@ from levanter.optim.config import OptimizerConfig
 from levanter.run import Target
 
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
-DOCUMENTS = {
-    "eval_harness": "harness/21_eval_llama3.yaml",
-}
-
-
-@pytest.mark.parametrize("name", sorted(DOCUMENTS))
-def test_a_sound_document_is_read_and_refused_by_name(name: str, capsys):
-    assert run_absent(name, ["--config_path", str(FOLDER / DOCUMENTS[name])]) == 2
-    said = capsys.readouterr().err
-    assert f"levanter.main.{name} is not implemented yet ({ABSENT[name].what})" in said
-    assert f"today: {ABSENT[name].instead}" in said
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT))
@@ -51,10 +40,6 @@ AS_USERS_HAVE_THEM = {
         "datasets: {one: {source: {validation_urls: [a.jsonl]}}}\n"
     ),
     "train_asr": "data: {id: acme/speech}\nbatch_size: 8\nmodel: {type: whisper}\n",
-    "eval_harness": (
-        "eval_harness: {task_spec: [hellaswag, {task: boolq, num_fewshot: 3}], max_eval_length: 512}\n"
-        "tokenizer: acme/llama\ncheckpoint_path: acme/llama\ncheckpoint_is_hf: true\n"
-    ),
 }
 
 

@@ -23,6 +23,8 @@ NEEDED = {
     "ConvertLmConfig": ["--checkpoint_path", "a", "--output_dir", "b"],
     "BookConfig": ["--txt_path", "a"],
     "EvalLmConfig": ["--hf_checkpoint", "a"],
+    "EvalHarnessConfig": ["--hf_checkpoint", "a", "--tasks", "b"],
+    "HarnessTaskConfig": ["--task", "a"],
     "VizLmConfig": ["--hf_checkpoint", "a"],
     "GenerateConfig": ["--hf_checkpoint", "a"],
     "SampleLmConfig": ["--hf_checkpoint", "a"],

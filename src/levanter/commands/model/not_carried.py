@@ -13,7 +13,7 @@ from levanter.config.legacy.not_carried import asks
 from levanter.run import Check
 
 _UPLOAD = "uploading is not supported; upload the folder afterwards"
-_HARNESS = "the evaluation harness is not implemented yet; leave it out, and run it on an export (hf_save_path)"
+_HARNESS = "the harness is not run in training yet; leave it out, and run eval_harness on a checkpoint"
 
 REFUSED: Mapping[str, str] = {
     "peft_hf_upload": _UPLOAD,
@@ -26,7 +26,9 @@ REFUSED: Mapping[str, str] = {
 
 def not_carried(config: Any, written: Written) -> list[Check]:
     """What a configuration asks for and does not get: errors, and notes on keys without effect."""
-    refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
+    # Training has it beside its steps; the command of this name carries it.
+    there = {key: why for key, why in REFUSED.items() if key != "eval_harness" or hasattr(config, "eval_harness_steps")}
+    refused = [f"{key}: {why}" for key, why in there.items() if asks(_value(config, key))]
     refused += [row.message for row in written.not_carried if row.refused]
     checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]
     notes = [row.message for row in written.not_carried if not row.refused]

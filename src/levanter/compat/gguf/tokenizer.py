@@ -52,7 +52,14 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
         **roles,
         chat_template=template if isinstance(template, str) else None,
         end_ids=[i for i in ends if isinstance(i, int)],
+        adds_bos=_adds_bos(file, kind),
     )
+
+
+def _adds_bos(file: GgufFile, kind: str) -> bool:
+    """Whether BOS is put before a text; where a file says nothing, llama.cpp does so with SentencePiece."""
+    found = file.get("tokenizer.ggml.add_bos_token")
+    return found if isinstance(found, bool) else kind == "llama"
 
 
 _ENDS = ("eot", "eom")

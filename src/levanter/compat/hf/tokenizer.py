@@ -44,6 +44,8 @@ class FastTokenizer:
         pad_id: id of the token that fills up batches.
         chat_template: makes a text of a conversation; Jinja, or None where there is none.
         end_ids: every id that ends a text, `eos_id` first: a model may have several, such as the end of a turn.
+        adds_bos: whether the tokenizer's own rules put BOS before a text. They are not followed here, where the data
+            room decides; the evaluation harness asks, whose numbers are made by them.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class FastTokenizer:
         pad_id: int | None = None,
         chat_template: str | None = None,
         end_ids: Sequence[int] = (),
+        adds_bos: bool | None = None,
     ):
-        """Builds the tokenizer.
+        """Builds the tokenizer; without `adds_bos` the definition says whether BOS is put before a text.
 
         Raises:
             CorruptFileError: the `tokenizers` library cannot read the definition.
@@ -65,6 +68,7 @@ class FastTokenizer:
         self.definition = {**definition, "truncation": None, "padding": None, "post_processor": None}
         self.name = name
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.adds_bos = _begins_with(definition, bos_id) if adds_bos is None else adds_bos and bos_id is not None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.definition))
         except Exception as error:
@@ -169,6 +173,21 @@ class FastTokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _begins_with(definition: Mapping[str, Any], bos_id: int | None) -> bool:
+    """Whether the post-processor of a tokenizer.json puts this token before a text."""
+    waiting: list[Any] = [definition.get("post_processor")]
+    for step in waiting:
+        if not isinstance(step, dict) or bos_id is None:
+            continue
+        waiting += step.get("processors") or []
+        first = next(iter(step.get("single") or ()), None)
+        special = first.get("SpecialToken") if isinstance(first, dict) else None
+        token = (step.get("special_tokens") or {}).get(special.get("id")) if isinstance(special, dict) else None
+        if isinstance(token, dict) and (token.get("ids") or [None])[0] == bos_id:
+            return True
+    return False
+
+
 def as_transformers(tokenizer: FastTokenizer) -> "PreTrainedTokenizerFast":
     """The same tokenizer as an object of transformers."""
     from transformers import PreTrainedTokenizerFast
@@ -220,6 +239,7 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
         **_roles(repository, definition),
         chat_template=_chat_template(repository),
         end_ids=_end_ids(repository),
+        adds_bos=_adds_bos(repository),
     )
 
 
@@ -271,6 +291,14 @@ def _chat_template(repository: Repository) -> str | None:
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def _adds_bos(repository: Repository) -> bool | None:
+    """Whether the settings say that BOS is put before a text; None where they say nothing."""
+    if _SETTINGS[0] not in repository.files:
+        return None
+    found = read_json(repository, _SETTINGS[0], purpose="special tokens").get("add_bos_token")
+    return found if isinstance(found, bool) else None
 
 
 def _end_ids(repository: Repository) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""`eval_harness`: a model on tasks of lm_eval."""

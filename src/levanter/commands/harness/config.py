@@ -1,0 +1,111 @@
+"""The configuration of `eval_harness`."""
+
+from dataclasses import dataclass, field, replace
+
+from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
+from levanter.inference.config import InferenceConfig
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalHarnessConfig(Ranged):
+    """Which model is asked which tasks of lm_eval.
+
+    Attributes:
+        eval_harness: the tasks, and how they are asked.
+        tasks: names of tasks, groups or tags, separated by commas, instead of `eval_harness.task_spec`.
+        limit: documents of each task at most, instead of `eval_harness.max_examples`.
+        include_path: folders with tasks of your own, separated by commas.
+        tokenizer: another tokenizer than the checkpoint's own.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        apply_chat_template, fewshot_as_multiturn: as in `eval_harness`; true in either place counts.
+        trainer: devices, mesh, precision, trackers.
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        inference: rows that write texts, for tasks that want some.
+        output_path: folder for the results; default `<trainer.log_dir>/<run id>/harness`.
+        against: results of another run on the same tasks (`results_<date>.json`, its samples beside it), with which
+            this one is compared.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        quantize: `int8` holds all projections as 8-bit integers with a scale per output channel, made while they are
+            read; null keeps them in the compute dtype.
+        tied_head: with `quantize`, where the head is the embedding table: whether it multiplies by an int8 `copy`, or
+            they `share` the table as it is.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    eval_harness: HarnessConfig = field(default_factory=HarnessConfig)
+    tasks: str | None = None
+    limit: PositiveInt | None = None
+    include_path: PathText | None = None
+    tokenizer: PathText | None = None
+    checkpoint_path: PathText | None = None
+    checkpoint_is_hf: bool = False
+    hf_checkpoint: PathText | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig | None = None
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    output_path: PathText | None = None
+    against: PathText | None = None
+    adapter_path: PathText | None = None
+    allow_pickle: bool = False
+    load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.checkpoint_path and self.hf_checkpoint:
+            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+        elif not (self.checkpoint_path or self.hf_checkpoint or self.model):
+            problems.append(
+                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+                "checkpoint of train_lm)"
+            )
+        if self.tasks is not None and self.eval_harness.task_spec:
+            problems.append("tasks and eval_harness.task_spec both name tasks; give one")
+        elif not self.harness.task_spec:
+            problems.append("no tasks: give tasks (names, separated by commas) or eval_harness.task_spec")
+        if self.limit is not None and self.eval_harness.max_examples is not None:
+            problems.append("limit and eval_harness.max_examples are one key; give one")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def harness(self) -> HarnessConfig:
+        """The tasks and how they are asked, whichever keys say so."""
+        named = [HarnessTaskConfig(task=name) for name in listed(self.tasks)]
+        block = self.eval_harness
+        return replace(
+            block,
+            task_spec=[*named, *block.task_spec],
+            max_examples=self.limit or block.max_examples,
+            apply_chat_template=self.apply_chat_template or block.apply_chat_template,
+            fewshot_as_multiturn=self.fewshot_as_multiturn or block.fewshot_as_multiturn,
+        )
+
+    @property
+    def files(self) -> str | None:
+        """The Hugging Face files that are named, under either key."""
+        return self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+
+    @property
+    def saved(self) -> str | None:
+        """The checkpoint of our own training that is named."""
+        return None if self.checkpoint_is_hf else self.checkpoint_path
+
+
+def listed(text: str | None) -> list[str]:
+    """The words of a list that is separated by commas."""
+    return [each.strip() for each in (text or "").split(",") if each.strip()]

@@ -1,0 +1,213 @@
+"""Asks a model the tasks of lm_eval: choices, whole texts, and texts that it writes.
+
+    python -m levanter.main.eval_harness --config_path config/harness/demo.yaml --tasks hellaswag,boolq
+
+What happens, in order: process 0 finds the tasks and loads their documents; the run is described (model, mesh, rows,
+Programs) and checked; the weights are streamed into their final shards; lm_eval's requests come, all of a kind at once,
+are frozen into a table that every process computes, and their answers go back to lm_eval, which makes metrics of them.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from haliax_ext.abstract import with_arrays
+from haliax_ext.load_progress import LoadReport
+from levanter.commands.harness.config import EvalHarnessConfig
+from levanter.commands.harness.plan import NAME, HarnessWork, describe
+from levanter.commands.harness.texts import Texts
+from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.shell.outputs import write_or_keep
+from levanter.commands.shell.perform import perform
+from levanter.config import Written
+from levanter.eval.harness import results
+from levanter.eval.harness.comparing import compare, table_of
+from levanter.eval.harness.following import follow, leading
+from levanter.eval.harness.page import page_of
+from levanter.eval.harness.samples import read_run, samples_of
+from levanter.eval.harness.scoring import Scorer
+from levanter.io import Output, Progress, join
+from levanter.processes.barrier import is_process_0
+from levanter.run import OK, EntryPoint, RunPlan, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harnessed:
+    """What came of a run.
+
+    Attributes:
+        results: lm_eval's dictionary, with a block of ours, on process 0; nothing elsewhere.
+        samples: of each task.
+        loading: how loading went.
+        seconds: of everything behind loading.
+    """
+
+    results: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    samples: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    loading: LoadReport | None = None
+    seconds: float = 0.0
+
+
+def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | None = None) -> Harnessed:
+    """Loads the model and asks it; nothing runs that is not in `plan`."""
+    assert mesh is not None, "models run on devices"
+    work, show = plan.work, session is not None and session.show
+    loaded = load_pretrained(work.pretrained, mesh, show=show)
+    model = with_arrays(work.pretrained.abstract, loaded.arrays)
+    scorer = Scorer(programs=work.programs, mesh=mesh, model=model, cost=work.cost)
+    texts = None if work.texts is None else Texts(work=work.texts, mesh=mesh, model=model, show=show)
+    began = time.perf_counter()
+    if not is_process_0():
+        follow(scorer, _nothing if texts is None else texts.follow)
+        return Harnessed(loading=loaded.report, seconds=time.perf_counter() - began)
+    with leading():
+        found, samples = _ask(plan, scorer, texts, show=show)
+    return Harnessed(results=found, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
+
+
+def _nothing() -> None:
+    raise AssertionError("a plan without texts must not write any")
+
+
+def _ask(
+    plan: RunPlan[HarnessWork], scorer: Scorer, texts: Texts | None, *, show: bool
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Runs lm_eval on process 0."""
+    from levanter.eval.harness.asking import HarnessLM
+    from levanter.eval.harness.evaluating import evaluate
+
+    work = plan.work
+    config = work.config.harness
+    assert work.encoder is not None and work.tasks.loaded is not None, "RunPlan.check() comes before a run"
+    shown: list[Progress] = []
+
+    def watch(kind: str, total: int) -> Callable[[int], None]:
+        while shown:
+            shown.pop().__exit__(None, None, None)
+        shown.append(Progress(f"scoring {kind}", total=total, unit="tokens", show=show).__enter__())
+        return shown[-1].advance_to
+
+    model = HarnessLM(
+        encoder=work.encoder,
+        scorer=scorer,
+        generate=texts,
+        template=work.template,
+        generation=config.generation_kwargs,
+        stops=work.tasks.loaded.stops,
+        watch=watch,
+    )
+    try:
+        found = evaluate(model, work.tasks.loaded, config, name=work.pretrained.checkpoint.description)
+    finally:
+        while shown:
+            shown.pop().__exit__(None, None, None)
+    samples = found.pop("samples", {})
+    asked = model.asked
+    found["levanter"] = {
+        "plan": {"mesh": str(plan.mesh), "precision": str(work.pretrained.precision), "devices": plan.target.devices},
+        "requests": asked.requests,
+        "request_digest": asked.digest,
+        "first_ids": asked.first,
+        "tokens": asked.tokens,
+        "tokens_asked_alone": asked.alone,
+        "cut_requests": asked.cut,
+        "seconds": asked.seconds,
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    }
+    return found, samples
+
+
+def conclude(plan: RunPlan[HarnessWork], done: Harnessed, session: Session) -> int:
+    """Prints the results, writes their files, tells trackers."""
+    if not done.results:
+        return OK
+    (output,) = outputs(plan, session)
+    config = plan.work.config
+    metrics = results.tracked(done.results)
+    samples = {task: samples_of(lines) for task, lines in done.samples.items()}
+    try:
+        if session.show:
+            asked = done.results["levanter"]
+            print(results.table_of(done.results))
+            count = sum(asked["requests"].values())
+            print(
+                f"{count:,} requests, {asked['tokens']:,} tokens in {asked['seconds']:.1f} s, compilation included; "
+                f"{asked['tokens_asked_alone']:,} tokens were each asked alone",
+                flush=True,
+            )
+        date = results.date_id(datetime.now())
+        logged = _logged(config, done.samples)
+        paths = results.write_results(output.path, done.results, logged, date)
+        differences = [] if config.against is None else compare(samples, read_run(config.against)[1])
+        page = page_of(
+            done.results,
+            {task: samples_of(lines) for task, lines in logged.items()},
+            title=f"{plan.work.pretrained.checkpoint.description.split(' (')[0]} on {', '.join(done.samples)}",
+            facts=_facts(plan, done),
+            differences=differences,
+            against=f"this run beside {config.against}",
+        )
+        paths.append(join(output.path, f"page_{date}.html"))
+        write_or_keep(paths[-1], page.encode())
+        if session.show:
+            if differences:
+                print(f"\nbeside {config.against}:\n{table_of(differences)}")
+            print(f"results in {paths[-2]}\npage in {paths[-1]}")
+    finally:
+        session.tracker.log(metrics, step=0)
+        session.tracker.log_summary(metrics)
+    return OK
+
+
+def _logged(config: EvalHarnessConfig, samples: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The samples that are written: all of them, or as many as upstream's `sample_logging` asks for."""
+    few = config.harness.sample_logging
+    if config.harness.log_samples:
+        return samples
+    return {task: lines[: few.max_samples_per_benchmark] for task, lines in samples.items()} if few.enabled else {}
+
+
+def _facts(plan: RunPlan[HarnessWork], done: Harnessed) -> dict[str, str]:
+    """What a page says of a run."""
+    work, asked = plan.work, done.results["levanter"]
+    config = work.config.harness
+    return {
+        "model": work.pretrained.checkpoint.description,
+        "precision": str(work.pretrained.precision),
+        "mesh": f"{plan.mesh} of {plan.target.devices} {plan.target.kind}",
+        "requests": ", ".join(f"{count:,} {kind}" for kind, count in asked["requests"].items()),
+        "request digest": asked["request_digest"][:16],
+        "documents": "all" if config.max_examples is None else f"{config.max_examples:,} of each task at most",
+        "conversations": "yes" if config.apply_chat_template else "no",
+        "lm_eval": str(done.results.get("lm_eval_version")),
+    }
+
+
+def outputs(plan: RunPlan[HarnessWork], session: Session) -> tuple[Output, ...]:
+    """The folder of the results."""
+    config = plan.work.config
+    if config.output_path:
+        return (Output(key="output_path", path=config.output_path, kind="folder"),)
+    path = join(str(config.trainer.log_dir), session.run_id, "harness")
+    return (Output(key="trainer.log_dir", path=path, kind="folder"),)
+
+
+ENTRY_POINT = EntryPoint(
+    name=NAME,
+    config=EvalHarnessConfig,
+    describe=describe,
+    execute=execute,
+    outputs=outputs,
+    conclude=conclude,
+)
+
+
+def main(config: EvalHarnessConfig, *, written: Written | None = None) -> int:
+    """Evaluates a model on the devices of this run."""
+    return perform(ENTRY_POINT, config, written=written).exit_code

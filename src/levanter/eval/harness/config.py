@@ -1,0 +1,110 @@
+"""What the evaluation harness evaluates: the block `eval_harness:`, with upstream's keys and defaults."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from levanter.config.ranges import Count, PositiveInt, Ranged
+
+GENERATION: Mapping[str, Any] = {"max_gen_toks": 256, "temperature": 0.0, "n": 1, "seed": None}
+"""How texts are generated where a task does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessTaskConfig(Ranged):
+    """One task, and what is changed of it; what is left out stays as lm_eval's file of the task has it.
+
+    Attributes:
+        task: its name, or that of a group or a tag.
+        task_alias: what its results are called; several variants of a task need one each.
+        num_fewshot: solved documents that stand before each question.
+        additional_stop_strings: strings that end a text, beside the task's `until`.
+        use_prompt, description, target_delimiter, fewshot_delimiter, doc_to_text, doc_to_target, doc_to_choice,
+            dataset_path, dataset_name, output_type, test_split, training_split, validation_split, fewshot_split,
+            metric_list, tag, metadata: lm_eval's keys of a task.
+    """
+
+    task: str
+    task_alias: str | None = None
+    num_fewshot: Count | None = None
+    use_prompt: str | None = None
+    description: str | None = None
+    target_delimiter: str | None = None
+    fewshot_delimiter: str | None = None
+    doc_to_text: str | None = None
+    doc_to_target: str | None = None
+    doc_to_choice: str | list[str] | None = None
+    dataset_path: str | None = None
+    dataset_name: str | None = None
+    output_type: str | None = None
+    test_split: str | None = None
+    training_split: str | None = None
+    validation_split: str | None = None
+    fewshot_split: str | None = None
+    metric_list: list[dict[str, Any]] | None = None
+    tag: list[str] | str | None = None
+    metadata: dict[str, Any] | None = None
+    additional_stop_strings: list[str] | None = None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What lm_eval is given over the task's own file."""
+        own = ("task", "task_alias", "additional_stop_strings")
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLoggingConfig(Ranged):
+    """Upstream's way to log samples to its tracker.
+
+    Attributes:
+        enabled: whether samples are written, into files here; `log_samples` writes all of them.
+        max_samples_per_benchmark: how many of each task; null for all.
+    """
+
+    enabled: bool = False
+    max_samples_per_benchmark: PositiveInt | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig(Ranged):
+    """What the evaluation harness evaluates.
+
+    Attributes:
+        task_spec: tasks, groups and tags of lm_eval by name, or with changes.
+        max_examples: documents of each task at most; null for all.
+        max_length: tokens that the model sees at once; null for the model's `max_seq_len`.
+        log_samples: whether every document, what was asked and what was answered is written, a file for each task.
+        bootstrap_iters: resamplings for standard errors of metrics that have no formula; 0 for no standard errors.
+        apply_chat_template: whether questions are written as conversations, by the tokenizer's template.
+        fewshot_as_multiturn: whether solved documents are turns of their own in such a conversation.
+        confirm_run_unsafe_code: whether tasks may run code that a model wrote.
+        sample_logging: upstream's way to log samples.
+        generation_kwargs: how texts are generated where a task does not say.
+    """
+
+    range_prefix: ClassVar[str] = "eval_harness."
+
+    task_spec: list[HarnessTaskConfig | str] = field(default_factory=list)
+    max_examples: PositiveInt | None = None
+    max_length: PositiveInt | None = None
+    log_samples: bool = False
+    bootstrap_iters: Count = 0
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    confirm_run_unsafe_code: bool = True
+    sample_logging: SampleLoggingConfig = field(default_factory=SampleLoggingConfig)
+    generation_kwargs: dict[str, Any] = field(default_factory=lambda: dict(GENERATION))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(
+                f"eval_harness.max_length must be at least 2 (a token and the next), got {self.max_length}"
+            )
+
+    @property
+    def tasks(self) -> tuple[HarnessTaskConfig, ...]:
+        """The tasks, those given by name included."""
+        return tuple(HarnessTaskConfig(task=each) if isinstance(each, str) else each for each in self.task_spec)

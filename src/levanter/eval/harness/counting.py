@@ -1,0 +1,35 @@
+"""How often Programs will run, for plans."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from levanter.eval.harness.packing import RowShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What a run will ask.
+
+    Attributes:
+        executions: of each Program, by its name; one that is not there does not run.
+        requests: of all tasks.
+        exact: whether every document was looked at.
+    """
+
+    executions: Mapping[str, int]
+    requests: int
+    exact: bool
+
+    @property
+    def reason(self) -> str:
+        """Where the numbers come from."""
+        return f"{self.requests:,} requests of the tasks" + ("" if self.exact else ", by a sample of their documents")
+
+    @staticmethod
+    def assumed(requests: int, tokens: int, shapes: Sequence[RowShape]) -> "Counted":
+        """What so many requests of so many tokens each would be, in the shape that is made for them."""
+        sparse = [shape for shape in shapes if not shape.is_dense] or list(shapes)
+        fitting = [shape for shape in sparse if shape.length >= tokens] or sparse[-1:]
+        shape = min(fitting, key=lambda each: each.length)
+        rows = -(-requests // max(1, shape.length // tokens))
+        return Counted(executions={shape.name: -(-rows // shape.rows)}, requests=requests, exact=False)

@@ -1,0 +1,205 @@
+"""Which questions share a row, and how long rows are.
+
+A question whose inputs another one begins with needs no inputs of its own: its targets are predicted on the way (the
+answers of one token of one context are one item). What is left, the *items*, goes into rows as segments that do not see
+each other. Rows have one of a few lengths, each with a Program; which lengths are used is decided by what they would
+cost, and rows are filled with the longest item that still fits.
+
+An item has a *weight*: its tokens, or its targets where it has more of these. In *sparse* rows a quarter of the
+positions is scored, so there are items with few targets for their tokens; in *dense* rows as many as there are.
+"""
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from levanter.eval.harness.asked import Query
+
+SHARE = 4
+"""One position in so many is scored in a sparse row."""
+SHORTEST = 64
+"""Positions of the shortest rows, unless the model's context is shorter."""
+_SAMPLE = 2048
+"""Items by which the lengths are chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """The shape of a batch.
+
+    Attributes:
+        length: positions of a row.
+        slots: targets of a row.
+        rows: of a batch.
+    """
+
+    length: int
+    slots: int
+    rows: int
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every position may be scored."""
+        return self.slots == self.length
+
+    @property
+    def name(self) -> str:
+        """The name of its Program."""
+        return f"score_{self.length}" + ("_all" if self.is_dense else "")
+
+
+def row_shapes(max_length: int, *, tokens: int, ways: int) -> tuple[RowShape, ...]:
+    """The shapes of a run, six at most: four sparse ones, two dense ones.
+
+    Args:
+        max_length: tokens that the model sees at once.
+        tokens: of a batch on each of its shards.
+        ways: how many shards the batch has.
+    """
+
+    def of(length: int, slots: int) -> RowShape:
+        return RowShape(length=length, slots=slots, rows=ways * max(1, tokens // length))
+
+    sparse = [n for n in (max_length, max_length // 2, max_length // 4, max_length // 8) if n >= SHORTEST]
+    dense = [n for n in (max_length, max_length // 4) if n >= SHORTEST]
+    sparse, dense = sparse or [max_length], dense or [max_length]
+    found = [of(n, n // SHARE) for n in reversed(sparse) if n // SHARE >= 1]
+    return (*found, *(of(n, n) for n in reversed(dense)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Items:
+    """Questions without those that others answer on the way.
+
+    Attributes:
+        inputs: the tokens of each.
+        targets: of each, its targets as (place, token, question, which of the question's).
+    """
+
+    inputs: tuple[np.ndarray, ...]
+    targets: tuple[np.ndarray, ...]
+
+
+def items_of(questions: Sequence[Query]) -> Items:
+    """The sequences that have to be computed to answer all questions."""
+    keys = [each.inputs.astype(">i4").tobytes() for each in questions]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    # Sorted, a sequence that begins others stands right before one of them.
+    owner: dict[int, int] = {}
+    for at in range(len(order) - 1, -1, -1):
+        mine = order[at]
+        after = order[at + 1] if at + 1 < len(order) else None
+        owner[mine] = owner[after] if after is not None and keys[after].startswith(keys[mine]) else mine
+    asked: dict[int, list[int]] = {}
+    for n in range(len(questions)):
+        asked.setdefault(owner[n], []).append(n)
+    inputs, targets = [], []
+    for item in sorted(asked):
+        inputs.append(questions[item].inputs)
+        rows = [
+            np.stack([q.places, q.targets, np.full(len(q.targets), n), np.arange(len(q.targets))], axis=1)
+            for n in asked[item]
+            for q in (questions[n],)
+        ]
+        targets.append(np.concatenate(rows).astype(np.int64))
+    return Items(inputs=tuple(inputs), targets=tuple(targets))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Rows of one shape: the pieces of each, as (item, first target, targets)."""
+
+    shape: RowShape
+    rows: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @property
+    def batches(self) -> int:
+        """Executions of its Program."""
+        return -(-len(self.rows) // self.shape.rows)
+
+
+def pack(items: Items, shapes: Sequence[RowShape], cost: Callable[[RowShape], float]) -> tuple[Packed, ...]:
+    """Puts items into rows.
+
+    Args:
+        items: the items; none longer than the longest shape.
+        shapes: those there are.
+        cost: of executing one batch, in any unit.
+    """
+    pieces: Mapping[bool, list[tuple[int, int, int, int]]] = {False: [], True: []}
+    has_sparse = any(not shape.is_dense for shape in shapes)
+    longest = max(shape.length for shape in shapes)
+    for item, (tokens, targets) in enumerate(zip(items.inputs, items.targets, strict=True)):
+        count = len(targets)
+        if has_sparse and count * SHARE <= len(tokens):
+            pieces[False].append((len(tokens), item, 0, count))
+            continue
+        # More targets than a row holds: the sequence is computed again for the rest.
+        for first in range(0, count, longest):
+            part = min(longest, count - first)
+            pieces[True].append((max(len(tokens), part), item, first, part))
+    found = []
+    for dense, mine in pieces.items():
+        if mine:
+            found += _best([shape for shape in shapes if shape.is_dense == dense], sorted(mine, reverse=True), cost)
+    return tuple(found)
+
+
+def _best(
+    shapes: Sequence[RowShape], pieces: Sequence[tuple[int, int, int, int]], cost: Callable[[RowShape], float]
+) -> list[Packed]:
+    """The rows in those shapes that cost least, by a sample of the pieces."""
+    longest = max(weight for weight, *_ in pieces)
+    step = -(-len(pieces) // _SAMPLE)
+    sample = pieces[::step]
+
+    def price(allowed: Sequence[RowShape]) -> float:
+        packed = _filled(allowed, sample, cost)
+        if step == 1:
+            return sum(each.batches * cost(each.shape) for each in packed)
+        return sum(step * len(each.rows) / each.shape.rows * cost(each.shape) for each in packed)
+
+    ladder = sorted(shapes, key=lambda shape: shape.length)
+    choices = [[shape for n, shape in enumerate(ladder) if chosen >> n & 1] for chosen in range(1, 1 << len(ladder))]
+    usable = [allowed for allowed in choices if allowed[-1].length >= longest]
+    return _filled(min(usable, key=price), pieces, cost)
+
+
+def _filled(
+    shapes: Sequence[RowShape], pieces: Sequence[tuple[int, int, int, int]], cost: Callable[[RowShape], float]
+) -> list[Packed]:
+    """Rows: each begins with the longest piece left, in the shape that suits it, and takes what else fits."""
+    weights = [piece[0] for piece in reversed(pieces)]  # ascending
+    waiting: dict[int, list[tuple[int, int, int, int]]] = {}
+    for piece in reversed(pieces):
+        waiting.setdefault(piece[0], []).append(piece)
+    left = sorted(set(weights))
+    suits = {weight: _suiting(shapes, weight, cost) for weight in left}
+    rows: dict[RowShape, list[tuple[tuple[int, int, int], ...]]] = {}
+
+    def take(room: int) -> tuple[int, int, int, int] | None:
+        at = bisect.bisect_right(left, room) - 1
+        if at < 0:
+            return None
+        of = waiting[left[at]]
+        piece = of.pop()
+        if not of:
+            del left[at]
+        return piece
+
+    while left:
+        shape = suits[left[-1]]
+        row, room = [], shape.length
+        while (piece := take(room)) is not None:
+            row.append(piece[1:])
+            room -= piece[0]
+        rows.setdefault(shape, []).append(tuple(row))
+    return [Packed(shape=shape, rows=tuple(rows[shape])) for shape in shapes if shape in rows]
+
+
+def _suiting(shapes: Sequence[RowShape], weight: int, cost: Callable[[RowShape], float]) -> RowShape:
+    """The shape in which a piece of a weight costs least, if the row is filled with its like."""
+    fitting = [shape for shape in shapes if shape.length >= weight]
+    return min(fitting, key=lambda shape: (cost(shape) / (shape.rows * (shape.length // weight)), shape.length))

@@ -1,0 +1,83 @@
+"""The Programs that score a table's rows, one for each shape."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import haliax as hax
+import jax
+import numpy as np
+
+from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.program import Input, Placement, Program
+from levanter.eval.harness.packing import RowShape
+from levanter.models.base import LmHeadModel
+from levanter.models.suffix_scores import place_scores
+
+
+def score_programs(
+    model: LmHeadModel,
+    shapes: Sequence[RowShape],
+    *,
+    mappings: Mappings,
+    placement: Placement,
+    batch_axis: str,
+    matmul_precision: str | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Mapping[RowShape, Program]:
+    """A Program for each shape: model, tokens, segments, positions, places, targets → log-probabilities and ranks.
+
+    Args:
+        model: abstract, its weights in the compute dtype.
+        shapes: of batches.
+        mappings: in scope.
+        placement: where the parameters are.
+        batch_axis: the name of the batch's axis.
+        matmul_precision, compiler_options: see `Program`.
+    """
+    return {
+        shape: replace(
+            _score_program(model, shape, mappings, placement, batch_axis),
+            matmul_precision=matmul_precision,
+            compiler_options=dict(compiler_options or {}),
+        )
+        for shape in shapes
+    }
+
+
+def _score_program(
+    model: LmHeadModel,
+    shape: RowShape,
+    mappings: Mappings,
+    placement: Placement,
+    batch_axis: str,
+) -> Program:
+    Batch, Pos = hax.Axis(batch_axis, shape.rows), hax.Axis("position", shape.length)
+    Suffix = hax.Axis("suffix", shape.slots)
+
+    def score(
+        model: LmHeadModel,
+        tokens: hax.NamedArray,
+        segment_ids: hax.NamedArray,
+        positions: hax.NamedArray,
+        places: hax.NamedArray,
+        targets: hax.NamedArray,
+    ) -> tuple[hax.NamedArray, hax.NamedArray]:
+        found = place_scores(model, tokens, places, targets, segment_ids=segment_ids, positions=positions)
+        return found.logprobs, found.ranks
+
+    def declared(name: str, *axes: hax.Axis) -> Input:
+        ids = hax.NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], np.int32), axes)  # pyright: ignore
+        return Input(name=name, value=ids, placement=mappings.compute)
+
+    return Program(
+        name=shape.name,
+        function=score,
+        inputs=(
+            Input(name="model", value=model, placement=placement),
+            *(declared(name, Batch, Pos) for name in ("tokens", "segment_ids", "positions")),
+            *(declared(name, Batch, Suffix) for name in ("places", "targets")),
+        ),
+        mappings=mappings,
+        # A few hundred kilobytes that the host reads: replicated.
+        out_placement=AxisMapping(),
+    )

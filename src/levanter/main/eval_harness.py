@@ -1,0 +1,16 @@
+"""Asks a model the tasks of the evaluation harness (lm_eval): choices, whole texts, texts that it writes."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.harness.config import EvalHarnessConfig
+    from levanter.commands.harness.eval_harness import ENTRY_POINT, describe, execute, main
+
+__all__ = ["ENTRY_POINT", "EvalHarnessConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("eval_harness"))

@@ -1,0 +1,89 @@
+"""The evaluation harness asked by ours and by lm_eval's HFLM: the same log-probabilities, flags, texts and metrics."""
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harness`")
+
+import numpy as np
+import transformers
+from helpers.harness import by_hflm, by_ours, harness_config, tiny_gpt2, tiny_llama
+
+from levanter.eval.harness.config import HarnessTaskConfig
+
+# Two frameworks compute the same with the same weights: what is compiled is compiled as in a run.
+pytestmark = [pytest.mark.optimized, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+SCORED = "made_letters,made_endings,made_boolean,made_cloze,made_texts"
+MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def model(request, tmp_path_factory):
+    """A folder, and what transformers makes of it."""
+    folder = MODELS[request.param](tmp_path_factory.mktemp("models") / request.param)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    return folder, theirs.eval(), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def compared(ours, theirs, *, tolerance: float = 1e-3) -> int:
+    """Compares every answer and metric; how many answers there were."""
+    count = 0
+    assert ours.samples.keys() == theirs["samples"].keys()
+    for task, mine in ours.samples.items():
+        own, other = ({each["doc_id"]: each for each in some} for some in (mine, theirs["samples"][task]))
+        assert own.keys() == other.keys() and own
+        for doc, sample in own.items():
+            assert sample["arguments"] == other[doc]["arguments"], task
+            for (got,), (wanted,) in zip(sample["resps"], other[doc]["resps"], strict=True):
+                count += 1
+                if isinstance(wanted, str):
+                    assert got == wanted, (task, doc)
+                elif isinstance(wanted, tuple):
+                    assert got[0] == pytest.approx(wanted[0], abs=tolerance), (task, doc)
+                    assert got[1] == wanted[1], (task, doc)
+                else:
+                    assert got == pytest.approx(wanted, rel=1e-3), (task, doc)
+    for task, metrics in theirs["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float) and "," in name:
+                assert ours.results["results"][task][name] == pytest.approx(value, rel=1e-3), (task, name)
+    return count
+
+
+def test_answers_texts_and_metrics_are_hflms(model):
+    folder, theirs, tokenizer = model
+    ours, plan = by_ours(harness_config(folder, f"{SCORED},made_sums", limit=8))
+    judge = by_hflm(theirs, tokenizer, f"{SCORED},made_sums", limit=8)
+    assert compared(ours, judge) == 8 * (4 + 4 + 2 + 1 + 1 + 1)
+    assert any(sample["resps"][0][0] for sample in ours.samples["made_sums"])
+    # Some clozes are longer than the context, and some texts too: the beginning is cut, and there are windows.
+    assert ours.results["levanter"]["cut_requests"] > 0
+    assert {program.name for program in plan.computing} >= {"score_64", "score_128", "score_128_all"}
+
+
+def test_solved_documents_and_conversations_are_hflms(model):
+    folder, theirs, tokenizer = model
+    if tokenizer.chat_template is None:
+        pytest.skip("this tokenizer has no chat template")
+    block = {"task_spec": [HarnessTaskConfig(task="made_letters", num_fewshot=1)], "apply_chat_template": True}
+    config = harness_config(folder, "", limit=5, **block)
+    ours, _ = by_ours(config)
+    judge = by_hflm(theirs, tokenizer, "made_letters", limit=5, num_fewshot=1, apply_chat_template=True)
+    assert compared(ours, judge) == 5 * 4
+    assert "[assistant]" in ours.samples["made_letters"][0]["arguments"][0][0]
+
+
+@pytest.mark.slow
+def test_smollm2_answers_as_hflm(tmp_path):
+    from helpers.torch_smollm2 import MODEL, torch_smollm2
+
+    from levanter.compat.hf.tokenizer import as_transformers
+    from levanter.compat.open import open_checkpoint
+
+    tokenizer = as_transformers(open_checkpoint(MODEL).tokenizer())
+    config = harness_config(MODEL, f"{SCORED},made_sums", limit=15, max_length=256)
+    ours, _ = by_ours(config)
+    theirs = by_hflm(torch_smollm2(), tokenizer, f"{SCORED},made_sums", limit=15, max_length=256)
+    assert compared(ours, theirs) == 15 * (4 + 4 + 2 + 1 + 1 + 1)
+    accuracies = [ours.results["results"][task]["acc,none"] for task in ("made_letters", "made_endings")]
+    assert np.mean(accuracies) > 0.5
