@@ -84,6 +84,7 @@ def test_other_meshes_answer_the_same(tmp_path, inputs, model):
                 assert float(x) == pytest.approx(float(y), abs=1e-4) and flags == others
 
 
+@pytest.mark.slow
 def test_a_task_that_raises_ends_every_process(tmp_path, inputs, model):
     folder = tmp_path / "tasks"
     folder.mkdir()

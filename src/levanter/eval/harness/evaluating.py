@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import time
-import traceback
 from typing import Any
 
 from lm_eval.evaluator import evaluate as _lm_eval
@@ -10,7 +9,7 @@ from lm_eval.evaluator import evaluate as _lm_eval
 from levanter.eval.harness.asked import HarnessError
 from levanter.eval.harness.asking import HarnessLM
 from levanter.eval.harness.config import HarnessConfig
-from levanter.eval.harness.tasks import FEWSHOT_SEED, RANDOM_SEED, LoadedTasks, quiet, seed_everything
+from levanter.eval.harness.tasks import FEWSHOT_SEED, RANDOM_SEED, LoadedTasks, quiet, said_of_a_task, seed_everything
 
 
 def evaluate(model: HarnessLM, tasks: LoadedTasks, config: HarnessConfig, *, name: str) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def evaluate(model: HarnessLM, tasks: LoadedTasks, config: HarnessConfig, *, nam
                 confirm_run_unsafe_code=config.confirm_run_unsafe_code,
             )
     except Exception as error:
-        if (said := _of_a_task(error)) is None:
+        if (said := said_of_a_task(error)) is None:
             raise
         raise HarnessError(said) from error
     assert found is not None, "process 0 has the results"
@@ -74,14 +73,3 @@ def evaluate(model: HarnessLM, tasks: LoadedTasks, config: HarnessConfig, *, nam
     results["fewshot_as_multiturn"] = config.fewshot_as_multiturn
     results["total_evaluation_time_seconds"] = str(time.time() - began)
     return results
-
-
-def _of_a_task(error: BaseException) -> str | None:
-    """What is said of an error that a task raised; None for one of ours, or of what we called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    modules = [frame.filename.replace("\\", "/") for frame in frames[1:]]
-    if any("/levanter/" in module or "/haliax_ext/" in module for module in modules):
-        return None
-    last = frames[-1]
-    where = f"{last.filename}, line {last.lineno}"
-    return f"a task failed: {type(error).__name__}: {error} ({where})\n  → leave the task out, or mend it"

@@ -6,13 +6,13 @@ from lm_eval.api.instance import Instance
 
 from haliax_ext.program import Program
 from levanter.data.chat import ChatTemplate
-from levanter.eval.harness.asked import Query, QueryEncoder
+from levanter.eval.harness.asked import HarnessError, Query, QueryEncoder
 from levanter.eval.harness.asking import HarnessLM
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.counting import Counted
 from levanter.eval.harness.packing import RowShape
 from levanter.eval.harness.table import Table
-from levanter.eval.harness.tasks import FEWSHOT_SEED, LmTask, LoadedTasks, quiet, seed_everything
+from levanter.eval.harness.tasks import FEWSHOT_SEED, LmTask, LoadedTasks, quiet, said_of_a_task, seed_everything
 
 LOOKED_AT = 128
 """Documents of a task that are looked at."""
@@ -70,14 +70,19 @@ def _instances(task: LmTask, limit: int, config: HarnessConfig, model: HarnessLM
     """The requests of a task's first documents."""
     seed_everything()
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    with quiet():
-        task.build_all_requests(
-            limit=limit,
-            apply_chat_template=config.apply_chat_template,
-            fewshot_as_multiturn=config.fewshot_as_multiturn and config.apply_chat_template,
-            chat_template=model.apply_chat_template if config.apply_chat_template else None,
-            tokenizer_name=model.tokenizer_name,
-        )
+    try:
+        with quiet():
+            task.build_all_requests(
+                limit=limit,
+                apply_chat_template=config.apply_chat_template,
+                fewshot_as_multiturn=config.fewshot_as_multiturn and config.apply_chat_template,
+                chat_template=model.apply_chat_template if config.apply_chat_template else None,
+                tokenizer_name=model.tokenizer_name,
+            )
+    except Exception as error:
+        if (told := said_of_a_task(error)) is None:
+            raise
+        raise HarnessError(told) from error
     return list(task.instances)
 
 

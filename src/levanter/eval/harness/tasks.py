@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -161,6 +162,19 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
     return LoadedTasks(tasks=tasks, groups=groups, group_map=group_map, stops=stops)
 
 
+def said_of_a_task(error: BaseException) -> str | None:
+    """What is said of an error that a task raised; None for one of ours, or of what we called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename.replace("\\", "/") for frame in frames[1:]]
+    # Behind whoever asks, a task is in lm_eval, in `datasets`, or in a file of its own.
+    if isinstance(error, HarnessError) or any("/levanter/" in file or "/haliax_ext/" in file for file in files):
+        return None
+    last = frames[-1]
+    causes = [error, *([error.__cause__] if error.__cause__ is not None else [])]
+    what = "; ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}".rstrip(": ") for each in causes)
+    return f"a task failed: {what} ({last.filename}, line {last.lineno})\n  → leave the task out, or mend it"
+
+
 def seed_everything() -> None:
     """Seeds Python's and NumPy's generators as lm_eval does, so that equal runs ask the same."""
     random.seed(RANDOM_SEED)
@@ -253,6 +267,10 @@ class _Manager:
                 f"eval_harness.task_spec: {spec.task}: its documents cannot be had here ({said})\n"
                 "  → fetch them where there is a network (datasets keeps them), or name a task with files of its own"
             ) from error
+        except Exception as error:
+            if (told := said_of_a_task(error)) is None:
+                raise
+            raise HarnessError(f"eval_harness.task_spec: {spec.task}: {told}") from error
 
 
 @contextmanager
