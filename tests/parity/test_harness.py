@@ -61,6 +61,7 @@ def test_answers_texts_and_metrics_are_hflms(model):
     assert {program.name for program in plan.computing} >= {"score_64", "score_128", "score_128_all"}
 
 
+@pytest.mark.slow
 def test_solved_documents_and_conversations_are_hflms(model):
     folder, theirs, tokenizer = model
     if tokenizer.chat_template is None:

@@ -229,3 +229,21 @@ def test_keys_of_generation_that_are_unknown_are_listed():
     first, second, third = str(told.value).splitlines()
     assert first.startswith("a, document 0: generation_kwargs.num_beams: not a key of generation here")
     assert "expected a number of tokens, got 0" in second and "expected texts, got [3]" in third
+
+
+@pytest.mark.slow
+def test_two_runs_are_compared(tmp_path, model, capsys):
+    words = document(tmp_path, model, eval_harness={"log_samples": True})
+    first = tmp_path / "first"
+    assert run(*words, "--tasks", "made_letters,made_texts", "--limit", "6", "--output_path", str(first)) == 0
+    (results,) = first.glob("results_*.json")
+    capsys.readouterr()
+    again = [*words, "--tasks", "made_letters,made_texts", "--against", str(results)]
+    assert run(*again, "--limit", "6") == 0
+    said = capsys.readouterr().out
+    assert f"beside {results}:" in said and len(re.findall(r"p 1\.000 +equal$", said, re.M)) == 4
+    (page,) = (tmp_path / "out").glob("page_*.html")
+    assert f"this run beside {results}" in page.read_text()
+    (first / results.name).rename(first / "other.json")
+    assert run(*words, "--tasks", "made_letters", "--against", str(first / "other.json")) == 2
+    assert "there are no samples_<task>_other.json" in capsys.readouterr().err
