@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-generate demo-serve demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak fuzz
+.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak fuzz
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -37,6 +37,10 @@ $(BIN)/.serve: pyproject.toml $(BIN)/.core
 
 demo-serve: $(BIN)/.serve  ## a model over HTTP, asked by curl and by the openai package, then stopped (<= 60 s)
 	JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_serve --config_path config/serve/demo.yaml
+
+demo-sft: $(BIN)/.core  ## a model learns from conversations, by adapters; it answers before and after (<= 4 minutes)
+	rm -rf logs/demo_sft
+	$(KEEP) JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_sft --config_path config/lora/demo.yaml
 
 demo-train: $(BIN)/.dev  ## train a small model on 8 virtual CPU devices, export it, let transformers write (<= 5 minutes)
 	rm -rf logs/demo_train

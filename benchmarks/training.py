@@ -31,19 +31,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
-from training_contenders import CONTENDERS, Shape, make_weights
+from training_contenders import CONTENDERS, Run, Shape, make_weights
 
 AGREE = 1e-4
 WARM_STEPS = 4
 
 
-def work(name: str, shape: Shape, file: str, devices: int) -> None:
+def work(contender: Callable[..., Run], shape: Shape, file: str, devices: int) -> None:
     """What a contender's process does: prepares, then takes so many steps whenever it is told to."""
     import numpy as np
 
-    run = CONTENDERS[name](shape, dict(np.load(file)), devices)
+    run = contender(shape, dict(np.load(file)), devices)
     began = time.perf_counter()
     losses = run(WARM_STEPS)
     _say({"losses": losses, "first": time.perf_counter() - began})
@@ -62,7 +63,16 @@ def _say(found: dict[str, Any]) -> None:
 class Contender:
     """A process that takes steps when asked."""
 
-    def __init__(self, name: str, python: str, file: str, devices: int, sizes: list[str], tree: str | None = None):
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        file: str,
+        devices: int,
+        sizes: list[str],
+        tree: str | None = None,
+        script: str = __file__,
+    ):
         worker = "ours" if tree else name
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
         if tree is not None:
@@ -73,7 +83,7 @@ class Contender:
         self.name = name
         self.turns: list[dict[str, float]] = []
         self.process = subprocess.Popen(
-            [python, __file__, "--worker", worker, "--file", file, "--devices", str(devices), *sizes],
+            [python, script, "--worker", worker, "--file", file, "--devices", str(devices), *sizes],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**env, "XLA_FLAGS": flags},
@@ -141,7 +151,7 @@ def main() -> int:
     asked = parser.parse_args()
     shape = Shape(**{name: json.loads(value) for name, value in (size.split("=") for size in asked.sizes)})
     if asked.worker:
-        work(asked.worker, shape, asked.file, asked.devices)
+        work(CONTENDERS[asked.worker], shape, asked.file, asked.devices)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/weights.npz"

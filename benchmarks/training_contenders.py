@@ -334,8 +334,8 @@ def upstream_vanilla(shape: Shape, data: Any, devices: int) -> Run:
     return upstream(shape, data, devices, attention="vanilla")
 
 
-def torch(shape: Shape, data: Any, _: int, *, compiled: bool = False) -> Run:
-    """transformers' Llama, torch's AdamW; one device."""
+def torch_model(shape: Shape, data: Any) -> Any:
+    """transformers' Llama with the weights of all contenders."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -370,6 +370,14 @@ def torch(shape: Shape, data: Any, _: int, *, compiled: bool = False) -> Run:
         flat[f"{of}post_attention_layernorm.weight"] = data["norm2"][n]
     missing, unexpected = model.load_state_dict({k: torch.from_numpy(v) for k, v in flat.items()}, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if shape.tied else set()), (missing, unexpected)
+    return model
+
+
+def torch(shape: Shape, data: Any, _: int, *, compiled: bool = False) -> Run:
+    """transformers' Llama, torch's AdamW; one device."""
+    import torch
+
+    model = torch_model(shape, data)
     named = list(model.named_parameters())
     whole = [p for name, p in named if "norm" in name or "embed_tokens" in name]
     decayed = [p for name, p in named if not ("norm" in name or "embed_tokens" in name)]

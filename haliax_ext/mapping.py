@@ -24,7 +24,7 @@ from haliax.partitioning import current_thread_local_mapping
 from jax.sharding import PartitionSpec
 
 from haliax_ext.errors import ShardingError, UnknownAxisError, nearest
-from haliax_ext.meshspec import MeshAxes, MeshSpec
+from haliax_ext.meshspec import MeshAxes, MeshSpec, mesh_in_scope
 
 
 class AxisMapping(Mapping[str, MeshAxes]):
@@ -267,6 +267,19 @@ def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
         free[axis.name] = tuple(m for m in mapping.mesh_axes(axis.name) if m not in taken)
         taken |= set(free[axis.name])
     return hax.shard(x, AxisMapping(free))
+
+
+def shard_as_computed(x: hax.NamedArray) -> hax.NamedArray:
+    """Constrains an array by the mapping in scope, also where that leaves it whole on every device.
+
+    `haliax.auto_sharded` leaves out constraints that cut nothing: then an array that lies cut stays so, and what reads
+    it in a loop gathers it each time.
+    """
+    mapping, mesh = mapping_in_scope(), mesh_in_scope()
+    if mapping is None or mesh is None:
+        return x
+    spec = mapping.spec(axis.name for axis in x.axes)
+    return hax.NamedArray(jax.lax.with_sharding_constraint(x.array, spec), x.axes)
 
 
 @contextlib.contextmanager

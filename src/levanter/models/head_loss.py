@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.custom_derivatives import SymbolicZero
 
+from haliax_ext.mapping import shard_as_computed
 from levanter.layers.linear import Linear
 from levanter.models.head_chunks import Chunked, HeadScoring, Scores, scores, scores_and_gradients
 
@@ -102,7 +103,7 @@ def _sums_forward(x, head, targets, weights, Chunks, how, z_weight):
     x, head, targets, weights = jax.tree.map(lambda each: each.value, (x, head, targets, weights))
     if not learns:
         # One that nothing is added up for is gathered once, where it is cut, and not for each chunk.
-        head = hax.auto_sharded(head)
+        head = jax.tree.map(shard_as_computed, head, is_leaf=lambda each: isinstance(each, NamedArray))
     given = functools.partial(_cotangents, z_weight=z_weight)
     found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learns=learns)
     kept = _Gradients(of_x=found.of_x if asked else None, of_head=found.of_head)

@@ -29,6 +29,7 @@ WITHOUT_A_PLAN = {
     "demo_generate",
     "demo_memorization",
     "demo_serve",
+    "demo_sft",
     "cache_dataset",
     "demo_train",
     "migrate",

@@ -1,0 +1,134 @@
+"""The demonstration of fine-tuning: a small model learns about an island that does not exist, from conversations.
+
+    make demo-sft
+
+It is `eval_lm`, `train_lm` with `config/lora/demo.yaml`, and `eval_lm` with the adapter that came of it; before and
+after, the model answers six questions as `generate` would. Training ends by itself, and is told to stop where a machine
+takes longer than `SECONDS` for it: what was learned by then is saved and evaluated all the same.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from levanter.commands.evaluate.config import EvalLmConfig
+from levanter.commands.evaluate.eval_lm import ENTRY_POINT as EVALUATION
+from levanter.commands.generate.config import GenerateConfig
+from levanter.commands.generate.dialogue import Dialogue
+from levanter.commands.generate.generate import describe as describe_texts
+from levanter.commands.generate.prompts import prompt_reader
+from levanter.commands.generate.running import running
+from levanter.commands.shell.devices import local_target
+from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.shell.lifecycle import leave
+from levanter.commands.shell.perform import perform
+from levanter.commands.train.outcome import Trained
+from levanter.commands.train.train_lm import TrainLmConfig, train
+from levanter.eval.perplexity import EvalResult
+from levanter.inference.config import InferenceConfig
+from levanter.inference.engine import schedule_of
+from levanter.mesh import local_devices
+from levanter.run import INTERNAL_ERROR, OK
+
+SECONDS = 120.0
+"""For training, at most: the last step and what follows it come on top."""
+TOKENS = 24
+"""Of an answer, at most."""
+QUESTIONS = (
+    "What is the capital of Vellmar?",
+    "What money is used on Vellmar?",
+    "Who built the lighthouse of Orrindel?",
+    "Which bird nests only on Vellmar?",
+    "When is the Feast of Lamps?",
+    "What is the capital of France?",
+)
+
+
+def main(config: TrainLmConfig) -> int:
+    """Runs the demo; returns 0 if the model knows more of the island than before."""
+    began = time.monotonic()
+    logging.getLogger("levanter").setLevel(logging.INFO)
+    assert config.hf_checkpoint is not None, "the demo begins from a checkpoint; use config/lora/demo.yaml"
+    before, first = _judged(config, None), _answers(config, None)
+    done = _trained(config)
+    assert done.exported is not None, "the demo saves its adapter; use config/lora/demo.yaml"
+    after, then = _judged(config, done.exported), _answers(config, done.exported)
+    print("\n=== held-out conversations, the assistant's tokens")
+    for when, found in (("before", before), ("after", after)):
+        (score,) = (one.score for one in found.sets)
+        print(f"{when:>8}: loss {score.loss:.3f} nats per token, {score.accuracy or 0:.1%} of them the likeliest")
+    print("=== six questions, greedy")
+    for question, one, other in zip(QUESTIONS, first, then, strict=True):
+        print(f"> {question}\n  before: {one!r}\n   after: {other!r}")
+    print(f"adapter: {done.exported}; {done.taken} steps; {time.monotonic() - began:.0f} s in all")
+    if after.overall.micro.loss < before.overall.micro.loss:
+        return OK
+    print("error: the held-out loss is not below what it was", file=sys.stderr)
+    return INTERNAL_ERROR
+
+
+def _trained(config: TrainLmConfig) -> Trained:
+    """Trains for as long as there is time; a run that was told to stop ends where it stands."""
+    with _told_to_stop(SECONDS):
+        done = train(config)
+    if not done.preempted:
+        return done
+    print(f"training was stopped after {done.taken} steps and {done.seconds:.0f} s")
+    ended = replace(config, epoch=0, trainer=replace(config.trainer, num_train_steps=done.taken))
+    return train(ended)
+
+
+@contextmanager
+def _told_to_stop(seconds: float) -> Iterator[None]:
+    """Sends this process what a scheduler sends, after a while."""
+    timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGTERM])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _judged(config: TrainLmConfig, adapter: str | None) -> EvalResult:
+    """The loss and the accuracy on what was held out."""
+    asked = EvalLmConfig(
+        hf_checkpoint=config.hf_checkpoint,
+        adapter_path=adapter,
+        trainer=config.trainer,
+        data=config.data,
+        max_eval_length=config.positions,
+    )
+    result = perform(EVALUATION, asked).result
+    assert result is not None
+    return result.result
+
+
+def _answers(config: TrainLmConfig, adapter: str | None) -> list[str]:
+    """What the model answers, greedily."""
+    asked = GenerateConfig(
+        hf_checkpoint=config.hf_checkpoint,
+        adapter_path=adapter,
+        trainer=config.trainer,
+        interactive=True,
+        inference=InferenceConfig(max_rows=1, max_seq_len=128),
+    )
+    found = local_devices(config.trainer.mesh)
+    plan = describe_texts(asked, local_target(found)).check()
+    schedule = schedule_of(plan.work.programs, share_prefixes=asked.inference.share_prefixes)
+    reader = prompt_reader(plan.work, schedule)
+    greedy = replace(reader.defaults, temperature=0.0, max_tokens=TOKENS)
+    with running(plan.work, plan.mesh.build(found.devices), schedule=schedule, reader=reader, show=True) as ready:
+        assert ready.engine is not None, "a demo is one process"
+        dialogue = Dialogue(ready.engine, reader, reader.defaults)
+        said = (dialogue.chat([{"role": "user", "content": question}], greedy) for question in QUESTIONS)
+        return [dialogue.say(each, lambda _: None).text for each in said]
+
+
+if __name__ == "__main__":
+    leave(run_entry_point(TrainLmConfig, main))

@@ -1,0 +1,44 @@
+"""A head that nobody trains, cut over the devices that share the batch: it is gathered once, not for each chunk."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.train_lm import describe, describe_in_full
+from levanter.config import load_written
+from levanter.run import Target
+
+VOCAB, EMBED, CHUNKS = 4096, 64, 4
+DOCUMENT = {
+    "model": {
+        "type": "llama",
+        "vocab_size": VOCAB,
+        "max_seq_len": 64,
+        "hidden_dim": EMBED,
+        "intermediate_dim": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "cross_entropy_block_size": 64 // CHUNKS,
+    },
+    "train_seq_len": 64,
+    "data": {"tokenizer": "passthrough"},
+    "adapter": {"type": "lora", "r": 4, "zero_init_b": True, "a_init_mode": "peft"},
+    "trainer": {"mp": "p=f32,c=bfloat16", "train_batch_size": 8, "mesh": {"param_mapping": {"embed": "data"}}},
+}
+
+
+@pytest.mark.parametrize("described", [describe, describe_in_full], ids=["adapters", "full"])
+def test_a_head_is_gathered_outside_of_the_loop_over_chunks(described):
+    words = [word for key, value in DOCUMENT.items() for word in (f"--{key}", json.dumps(value))]
+    loaded = load_written(TrainLmConfig, words)
+    target = Target(name="local", platform="cpu", kind="cpu", devices=8)
+    plan = described(loaded.config, target, written=loaded.written)
+    text = plan.program("train_step").lower(plan.mesh.build(jax.devices())).compile().as_text()
+    gathers = [line for line in text.splitlines() if re.search(rf"\[{VOCAB},{EMBED}\]\S* all-gather", line)]
+    assert gathers, "the head is whole where it multiplies"
+    named = [name[1] for line in gathers if (name := re.search(r'op_name="([^"]*)"', line))]
+    assert not [name for name in named if "scan(chunks)/while/body" in name]
