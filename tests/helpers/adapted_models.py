@@ -35,8 +35,9 @@ def logits(model) -> np.ndarray:
 
 def read_adapter(folder: Path, model, rules):
     """The targets and the factors of a folder of `peft`."""
-    adapter = open_peft(str(folder))
-    targets = adapter.targets(groups_of(model, rules), rules)
+    every = groups_of(model, rules)
+    adapter = open_peft(str(folder)).of_model(every)
+    targets = adapter.targets(every, rules)
     return targets, adapter.read(targets, rules)
 
 

@@ -10,9 +10,10 @@ from levanter.compat.hf.peft import plan_peft, write_peft
 from levanter.models.adapters import Adapters, LoraConfig, find_targets, groups_of
 
 peft = pytest.importorskip("peft")
+# It says so of patterns that it makes itself, for parameters of experts.
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 torch = pytest.importorskip("torch")
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TARGETS = {
     "llama": None,
     "gpt2": None,
@@ -21,9 +22,12 @@ TARGETS = {
     "gemma3": None,
     "olmo2": None,
     "qwen3": None,
-    # peft's layouts of experts are not written.
-    "mixtral": ATTENTION,
+    "mixtral": None,
+    "qwen3_moe": None,
 }
+
+
+EXPERTS = ("mixtral", "qwen3_moe")
 
 
 def randomize(model):
@@ -76,7 +80,11 @@ def _written_is_read_by_peft(name, model, rules, targets, adapters, tmp_path, op
     plan = plan_peft(targets, groups_of(model, rules), rules, leaves(adapters), use_rslora=rslora, base=None)
     write_peft(plan, arrays, tmp_path / "ours")
     _, again = read_adapter(tmp_path / "ours", model, rules)
-    map_arrays(lambda leaf, x: np.testing.assert_array_equal(x, arrays[leaf.path]) or x, again)
+    if name in EXPERTS:
+        # Gate and up of an expert share what they read there: what comes back is the same function, of another rank.
+        close(logits(again.bound_to(model)), expected)
+    else:
+        map_arrays(lambda leaf, x: np.testing.assert_array_equal(x, arrays[leaf.path]) or x, again)
     close(their_logits(_read_by_peft(tmp_path)), expected)
 
 

@@ -25,12 +25,16 @@ class LowRank(Operand):
         a: A, `[low_rank, *In]`; with the axes that count copies of the matrix.
         b: B, `[*Out, low_rank]`; likewise.
         scale: s.
+        dropout: of what A is multiplied by, the share that is left out; where there is a key.
+        key: random bits of that, uint32; None where nothing is left out. What is multiplied by groups of rows is whole.
     """
 
     base: NamedArray | Operand
     a: NamedArray
     b: NamedArray
     scale: float = eqx.field(static=True)
+    dropout: float = eqx.field(static=True, default=0.0)
+    key: NamedArray | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -41,9 +45,16 @@ class LowRank(Operand):
         # Copies that are contracted (`expert`) are in both factors, and contracted with the second one.
         copies = tuple(name for name in axis if any(each.name == name for each in self.b.axes))
         inner = tuple(name for name in axis if name not in copies)
-        thin = hax.dot(x, self.a, axis=inner) * self.scale
+        thin = hax.dot(self._dropped(x), self.a, axis=inner) * self.scale
         added = hax.dot(thin.astype(x.dtype), self.b, axis=(*copies, RANK), preferred_element_type=dtype)
         return whole + added.astype(whole.dtype).rearrange(whole.axes)
+
+    def _dropped(self, x: NamedArray) -> NamedArray:
+        """What is left of `x`, as large as it was on average: the same on every mesh, and whenever it is made again."""
+        if self.key is None or self.dropout == 0:
+            return x
+        kept = hax.random.bernoulli(self.key.array, x.axes, 1 - self.dropout)
+        return hax.where(kept, x / (1 - self.dropout), 0.0).astype(x.dtype)
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
         whole = operand_of(self.base).ragged_dot(x, axis, sizes)

@@ -32,7 +32,8 @@ LARGEST = 127
 STEP = np.float32(1 / LARGEST)
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 """A channel with a smaller scale is 0: it is not a normal number, and platforms differ about others."""
-COPIES = ("layers", "expert")
+EXPERT = "expert"
+COPIES = ("layers", EXPERT)
 """Axes that count copies of a matrix."""
 ROUTER = "router"
 """What mixtures of experts call the projection that chooses among them. It stays as it is: it is small, and what it

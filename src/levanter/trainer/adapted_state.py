@@ -41,9 +41,9 @@ class Adapted:
     every: tuple[TargetGroup, ...]
 
     def base_dtype(self, precision: Precision) -> np.dtype:
-        """In what the frozen model is held."""
+        """In what the frozen model is held, but for integers of it."""
         named = self.config.base_dtype
-        return np.dtype(precision.compute if named is None else jnp.dtype(named))
+        return np.dtype(precision.compute if named in (None, "int8") else jnp.dtype(named))
 
     def placed(self, mappings: Mappings, mesh: MeshSpec) -> Mappings:
         """The mappings that place the factors as they are asked to be; those of a model's own arrays are the same."""

@@ -26,6 +26,7 @@ from haliax_ext.pytree import KeyPath, PyTree, path_string
 from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear
 from levanter.layers.outputs import Sums
+from levanter.layers.quantized import Int8Matrix
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_target, loss_sums, token_logprobs, token_scores
 from levanter.models.stack import Period
@@ -198,12 +199,13 @@ class _CastInside(eqx.Module):
     placed: _Placed = eqx.field(static=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        specs = self.placed.by_path
+        specs, exact = self.placed.by_path, _exact(self.inner)
 
         def cast(leaf: Leaf, x: jax.Array) -> jax.Array:
             # What is gathered for a projection is found under its name.
             with jax.named_scope("/".join(leaf.path.split(".")[:-1]) or leaf.path):
-                return cast_leaf(leaf, x, self.dtype, specs.get(leaf.path))
+                dtype = leaf.dtype if leaf.path in exact else self.dtype
+                return cast_leaf(leaf, x, dtype, specs.get(leaf.path))
 
         return map_arrays(cast, self.inner)(*args, **kwargs)
 
@@ -228,6 +230,13 @@ class _WideTable(eqx.Module):
         return self.inner(ids).astype(self.dtype)
 
 
+def _exact(module: PyTree) -> frozenset[str]:
+    """Paths of arrays that are used as they are stored: scales of integers."""
+    flat = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, Int8Matrix))[0]
+    # A module that is integers itself has no path.
+    return frozenset(f"{path_string(keys)}.scale".removeprefix(".") for keys, x in flat if isinstance(x, Int8Matrix))
+
+
 def cast_leaf(leaf: Leaf, x: jax.Array, dtype: np.dtype, spec: PartitionSpec | None) -> jax.Array:
     """A floating-point array in `dtype`, kept (with its cotangent) in the shards of `spec`."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -243,6 +252,8 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
         dtype: the compute dtype.
         plan: where the parameters lie, by their paths in `model`; None pins nothing.
     """
+
+    exact = _exact(model)
 
     def visit(keys: KeyPath, x: PyTree) -> PyTree:
         path = path_string(keys)
@@ -261,7 +272,9 @@ def in_compute_dtype(model: M, dtype: np.dtype, plan: ShardingPlan | None) -> M:
             placed = () if plan is None else _layer_specs(plan, f"{path}.", None)
             return _WideTable(x, np.dtype(dtype), _Placed(tuple(placed)))
         with jax.named_scope(path.split(".")[-2] if "." in path else path):
-            return map_arrays(lambda leaf, a: cast_leaf(leaf, a, dtype, None if plan is None else plan.spec(path)), x)
+            # Random bits are in no plan.
+            spec = None if plan is None or path not in plan.by_path else plan.spec(path)
+            return map_arrays(lambda leaf, a: cast_leaf(leaf, a, leaf.dtype if path in exact else dtype, spec), x)
 
     return jax.tree_util.tree_map_with_path(
         visit, model, is_leaf=lambda x: isinstance(x, Stacked | Embedding | hax.NamedArray)

@@ -91,6 +91,7 @@ class StepRecipe(Generic[B]):
         watch: what else is seen of the step; None for nothing.
         norms_first: whether parameters change after the norms of the step are known. XLA for CPUs does not order a
             reading of a donated array before its writing unless one needs the other: it copies every parameter.
+        draws: whether what is trained is bound with random numbers, as dropout of adapters is.
     """
 
     objective: Objective[LmHeadModel, B]
@@ -107,6 +108,7 @@ class StepRecipe(Generic[B]):
     outliers: SkipStepConfig | None = None
     watch: Watch | None = None
     norms_first: bool = False
+    draws: bool = False
 
     @property
     def skips(self) -> bool:
@@ -133,7 +135,8 @@ def train_step(recipe: StepRecipe[B], state: TrainState, frozen: PyTree, batch: 
     """
     weight = recipe.objective.normalizer(batch)
     scale = 1 / jnp.maximum(weight, TINY)
-    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, scale)
+    key = jax.random.split(state.key)[1] if recipe.draws else None
+    sums, grads = sums_and_gradients(recipe, state.model, frozen, batch, scale, key)
     before = state
     if recipe.curvature is not None:
         with jax.named_scope("curvature"):
@@ -206,17 +209,24 @@ def _kept(
 
 
 def sums_and_gradients(
-    recipe: StepRecipe[B], trained: LmHeadModel, frozen: PyTree, batch: B, scale: jax.Array
+    recipe: StepRecipe[B],
+    trained: LmHeadModel,
+    frozen: PyTree,
+    batch: B,
+    scale: jax.Array,
+    key: jax.Array | None = None,
 ) -> tuple[Sums, LmHeadModel]:
     """`scale` × the sums of the batch, and the gradient of what is minimized in float32, in the parameters' shards.
 
-    There is a gradient of what is trained, and of nothing else.
+    There is a gradient of what is trained, and of nothing else. Each microbatch draws from a key of its own.
     """
     objective = recipe.objective
 
-    def of_part(part: B) -> tuple[Sums, LmHeadModel]:
+    def of_part(part: B, number: jax.Array | int = 0) -> tuple[Sums, LmHeadModel]:
+        drawn = {} if key is None else {"key": jax.random.fold_in(key, number)}
+
         def minimized(parameters: LmHeadModel) -> tuple[jax.Array, Sums]:
-            model = recipe.bind(parameters, frozen)
+            model = recipe.bind(parameters, frozen, **drawn)
             usable = in_compute_dtype(model, recipe.precision.compute, recipe.model or recipe.parameters)
             return objective.total(usable, part, scale)
 
@@ -227,14 +237,15 @@ def sums_and_gradients(
         return of_part(batch)
     Micro, parts = _parts(recipe, batch)
 
-    def add(carry: tuple[Sums, Any], part: B) -> tuple[Sums, Any]:
-        sums, grads = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named))
+    def add(carry: tuple[Sums, Any], part: B, number: hax.NamedArray | None = None) -> tuple[Sums, Any]:
+        drawn = () if number is None else (number.scalar(),)
+        sums, grads = of_part(jax.tree.map(_sharded, part, is_leaf=_is_named), *drawn)
         total = jax.tree.map(jnp.add, carry[1], grads)
         return carry[0] + sums, _pinned(total, recipe.parameters)
 
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     start = (Sums.zeros(term.name for term in objective.terms), _pinned(nothing, recipe.parameters))
-    return hax.fold(add, Micro)(start, parts)
+    return hax.fold(add, Micro)(start, parts, *(() if key is None else (hax.arange(Micro),)))
 
 
 def _with_curvature(

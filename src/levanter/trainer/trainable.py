@@ -81,11 +81,17 @@ EVERYTHING = Partition()
 """Nothing is frozen."""
 
 
-def bind(trained: M, frozen: M | None) -> M:
-    """The model of which `Partition.split` made two parts, or that adapters are bound to; nothing is computed."""
+def bind(trained: M, frozen: M | None, *, key: jax.Array | None = None) -> M:
+    """The model of which `Partition.split` made two parts, or that adapters are bound to; nothing is computed.
+
+    Args:
+        trained: what is trained.
+        frozen: the rest, or what adapters are of.
+        key: of the dropout of adapters; None for none.
+    """
     if isinstance(trained, Adapters):
         assert frozen is not None, "adapters are of a model"
-        return trained.bound_to(frozen)
+        return trained.bound_to(frozen, key)
     if frozen is None:
         return trained
     return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=_is_leaf)

@@ -19,6 +19,7 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.compat.hf.peft import open_peft
 from levanter.data import next_tokens
+from levanter.layers.low_rank import LowRank
 from levanter.models.adapters import LoraConfig, find_targets, groups_of
 from levanter.models.precision import Precision
 from levanter.optim import AdamConfig
@@ -100,13 +101,17 @@ class Setup:
     accumulation: int = 1
     precision: str = "f32"
     placement: str = "as_base"
+    dropout: float = 0.0
+    recompute: bool = True
 
     def program(self):
         precision, optimizer = Precision.parse(self.precision), ADAM.build(STEPS)
         Vocab = hax.Axis("vocab", VOCAB)
-        module = abstract(lambda: CONFIG.build(Vocab, key=jax.random.PRNGKey(0)))
+        config = replace(CONFIG, gradient_checkpointing=self.recompute)
+        module = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
         every = groups_of(module, CONFIG.weight_rules(Vocab))
-        lora = LoraConfig(target_modules=list(TARGETS), r=R, alpha=ALPHA, placement=self.placement)
+        how = {"placement": self.placement, "dropout": self.dropout}
+        lora = LoraConfig(target_modules=list(TARGETS), r=R, alpha=ALPHA, **how)
         adapted = Adapted(targets=find_targets(every, lora), config=lora, every=every)
         state, frozen = adapted.abstract_state(optimizer, None), cast(module, precision.compute)
         placed = adapted.placed(self.mappings, self.spec)
@@ -122,6 +127,7 @@ class Setup:
                 accumulation=self.accumulation,
                 parameters=plan.parameters,
                 model=plan.model,
+                draws=self.dropout > 0,
             ),
             state=state,
             frozen=frozen,
@@ -274,3 +280,43 @@ def test_the_plan_has_a_group_of_adapters():
         if "low_rank" in each.leaf.names:
             assert each.mesh_axes, each.leaf.path
     assert AxisMapping({"low_rank": "model"}).mesh_axes("low_rank") == ("model",)
+
+
+def _dropped(mesh: str, tmp_path, devices, **changes):
+    return replace(MESHES[mesh], dropout=0.25, **changes).run(devices, tmp_path, steps=3)
+
+
+def test_what_dropout_leaves_out_is_the_same_everywhere(devices, tmp_path):
+    """On every mesh, with recomputation and without; other steps, and other microbatches, leave out something else."""
+    plain, *_ = MESHES["2x4"].run(devices, tmp_path / "plain", steps=3)
+    losses, after, *_ = _dropped("2x4", tmp_path / "2x4", devices)
+    assert np.abs(np.subtract(losses, plain)).min() > 1e-4, "dropout must matter for this to say anything"
+    for mesh in ("8x1", "4x2, whole, accumulated"):
+        accumulated = "accumulated" in mesh
+        found, others, *_ = _dropped(mesh, tmp_path / mesh, devices)
+        if accumulated:
+            assert np.abs(np.subtract(found, losses)).min() > 1e-5
+            continue
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for path, x in after.items():
+            np.testing.assert_allclose(others[path], x, atol=1e-4, err_msg=path)
+    again, *_ = _dropped("2x4", tmp_path / "kept", devices, recompute=False)
+    np.testing.assert_allclose(again, losses, rtol=1e-6)
+
+
+def test_what_dropout_leaves_out():
+    """A quarter of what A reads, and the rest a third larger; for each layer something else, and nothing of W."""
+    In, Out, Rank, Token = hax.Axis("in", 40), hax.Axis("out", 3), hax.Axis("low_rank", 40), hax.Axis("token", 50)
+    eye = hax.named(jnp.eye(40), (Rank, In))
+    ones = hax.ones((Out, Rank))
+
+    def made(key):
+        bits = None if key is None else hax.named(jax.random.PRNGKey(key), (hax.Axis("bits", 2),))
+        weight = LowRank(hax.zeros((Out, In)), eye, ones, 1.0, 0.25, bits)
+        return weight.dot(hax.ones((Token, In)), ("in",)).array[:, 0]
+
+    np.testing.assert_allclose(made(None), 40.0)
+    found = made(1) * 0.75
+    np.testing.assert_allclose(found, np.round(found), atol=1e-4)
+    assert 28 < found.mean() < 32 and len(set(np.round(found).tolist())) > 5
+    assert not np.array_equal(made(1), made(2)) and np.array_equal(made(1), made(1))

@@ -78,7 +78,7 @@ def find_merge(
         if adapter_path is None:
             adapter, targets = _of_checkpoint(origin, every, rules)
         else:
-            adapter = open_peft(adapter_path)
+            adapter = open_peft(adapter_path).of_model(every)
             targets = adapter.targets(every, rules)
     except (MissingCheckpointFileError, UnreachableError) as error:
         return nothing, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
@@ -107,10 +107,8 @@ def _of_checkpoint(
         )
     targets = saved.targets(every)
     own = leaves(saved.tree(targets))
-    plan = plan_peft(
-        targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference, in_files=False
-    )
-    return read_when_asked(plan, Slices(saved.source), where=saved.where), targets
+    plan = plan_peft(targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference)
+    return read_when_asked(plan, Slices(saved.source), where=saved.where).of_model(every), targets
 
 
 class Slices(Mapping[str, Readable]):

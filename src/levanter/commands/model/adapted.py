@@ -68,8 +68,9 @@ def find_adapted(
             tree = cast(opened.tree(targets), precision.compute)
             own = same_names(leaves(tree), padded=adapter.padded)
         else:
-            opened = open_peft(adapter)
-            targets = opened.targets(groups_of(module, named), named)
+            every = groups_of(module, named)
+            opened = open_peft(adapter).of_model(every)
+            targets = opened.targets(every, named)
             tree = cast(opened.tree(targets), precision.compute)
             own = peft_rules(targets, named)
     except (MissingCheckpointFileError, UnreachableError) as error:

@@ -274,7 +274,11 @@ def _adapted(
     precision: Precision,
 ) -> tuple[AdaptedModel | None, list[Check]]:
     if choice.adapter is None or origin.adapters is None:
-        return find_adapted(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
+        found, checks = find_adapted(choice.adapter or origin.adapters, module, rules, config, Vocab, precision)
+        if origin.adapters is not None and origin.adapters.config.base_dtype == "int8" and choice.quantize is None:
+            message = "the adapters were trained beside weights in int8; with quantize: int8 it is the same model"
+            checks.append(Check(name="adapter", status="note", message=message))
+        return found, checks
     error = ValueError(
         f"adapter_path: {choice.saved} contains adapters of its own, and a model takes those of one place; leave "
         "adapter_path out, or give the model that they are of as hf_checkpoint"

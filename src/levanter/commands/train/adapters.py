@@ -4,6 +4,9 @@ import haliax as hax
 import jax
 
 from haliax_ext.abstract import abstract, leaves, map_arrays
+from haliax_ext.rules import WeightRules
+from levanter.commands.model.origin import Origin
+from levanter.commands.model.quantization import QuantizationError, quantized
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places
 from levanter.commands.train.work import TrainWork
@@ -12,7 +15,7 @@ from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gathered, plan_peft, 
 from levanter.compat.hf.peft.merge import MergedLeaves, rounding_lines, stored_leaves
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.io import join
-from levanter.models.adapters.targets import find_targets, groups_of
+from levanter.models.adapters.targets import KEY, find_targets, groups_of
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, barrier
@@ -38,6 +41,40 @@ def found_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, modu
     return Adapted(targets=find_targets(every, config.lora), config=config.lora, every=every)
 
 
+def frozen_base(
+    config: TrainLmConfig, adapted: Adapted, origin: Origin | None, model: LmConfig, Vocab: hax.Axis, held: LmHeadModel
+) -> tuple[LmHeadModel, WeightRules | None]:
+    """The model that adapters are of, abstract, and where its arrays come from; None for where its names say.
+
+    Args:
+        config: the run.
+        adapted: its adapters.
+        origin: the checkpoint that it begins from; None for none.
+        model: the architecture.
+        Vocab: rows of its embedding.
+        held: the model, in the dtype that it is held in where it is not held in integers.
+
+    Raises:
+        QuantizationError: it cannot be held in integers, or is stored in them and cannot be merged.
+    """
+    asked = adapted.config.base_dtype == "int8"
+    if origin is None:
+        if asked:
+            raise QuantizationError(
+                f"{KEY}.base_dtype: int8 is made of a checkpoint's weights while they are read, and the run begins "
+                "from no Hugging Face checkpoint (hf_checkpoint, initialize_from_hf)"
+            )
+        return held, None
+    if origin.has_int8 and config.merged_hf_save_path is not None:
+        raise QuantizationError(
+            f"merged_hf_save_path: the weights of {origin.reference} are 8-bit integers, to which nothing can be "
+            "added; use peft_save_path"
+        )
+    rules = origin.weight_rules(model, Vocab, leaves(held))
+    found = quantized(held, rules, asked=asked, tied_head="share", is_stored=origin.is_int8)
+    return (held, None) if found is None else (found.module, found.rules)
+
+
 def planned_peft(
     config: TrainLmConfig, adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, plan: StatePlan
 ) -> PeftPlan | None:
@@ -55,7 +92,6 @@ def planned_peft(
         leaves(plan.adapters),
         use_rslora=adapted.config.use_rslora,
         base=config.pretrained,
-        in_files=config.peft_save_path is not None,
     )
 
 
@@ -83,7 +119,9 @@ def save_adapters(work: TrainWork, state: TrainState, places: Places, taken: int
         write_peft(work.peft, arrays, folder, beside=beside, overwrite=True)
     if work.config.merged_hf_save_path is not None:
         merged = folder if places.merged is None else join(places.merged, f"step-{taken}")
-        _save_merged(work, gathered(work.peft, arrays, where=f"step {taken}"), merged, tokenizer, show=show)
+        assert work.adapted is not None
+        adapter = gathered(work.peft, arrays, where=f"step {taken}").of_model(work.adapted.every)
+        _save_merged(work, adapter, merged, tokenizer, show=show)
     # Process 0 was still writing when the others had nothing left to send.
     barrier("exported", seconds=ONE_FOR_ALL_SECONDS)
     return folder

@@ -43,7 +43,8 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
 def _held(plan: StatePlan) -> str | None:
     """In what the frozen parameters are held; None where they are not all alike."""
     leaves = (each.leaf for each in plan.parameters.leaves if each.leaf.path in plan.frozen)
-    dtypes = {leaf.dtype.name for leaf in leaves if leaf.dtype.kind not in "iub"}
+    # Integers, and their scales, are held as they are whatever the dtype is.
+    dtypes = {leaf.dtype.name for leaf in leaves if not leaf.path.endswith((".weight.q", ".weight.scale"))}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -71,6 +72,8 @@ def spared_flops(
 
     def product(parameter: Parameter, value: hax.NamedArray) -> None:
         """Counts the forward product with a parameter, if there is one."""
+        if parameter.path.endswith(".weight.scale"):
+            return
         names = [axis.name for axis in parameter.axes]
         is_head = parameter.role == "matrix" and "head" in parameter.roles
         if is_head or (parameter.role == "embedding" and tied and "vocab" in names):

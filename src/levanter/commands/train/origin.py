@@ -17,7 +17,8 @@ def beginning(config: TrainLmConfig, written: Written) -> Origin | None:
     origin = find_origin(
         config.pretrained, ModelBlock.of(config.model, written), block_is_whole=not replaces, block_yields=replaces
     )
-    return replace(origin, checks=(*origin.checks, *_integers(origin)))
+    # Adapters leave the weights as they are.
+    return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))
 
 
 def _integers(origin: Origin) -> list[Check]:
@@ -25,8 +26,8 @@ def _integers(origin: Origin) -> list[Check]:
     if not origin.has_int8:
         return []
     error = QuantizationError(
-        f"{origin.reference}: its weights are 8-bit integers, which take no updates; training begins from the "
-        "checkpoint before it was quantized"
+        f"{origin.reference}: its weights are 8-bit integers, which take no updates; train adapters of it "
+        "(adapter: {type: lora}), or begin from the checkpoint before it was quantized"
     )
     return [Check(name="weights", status="error", message=str(error), error=error)]
 

@@ -12,6 +12,7 @@ import optax
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
+from haliax_ext.rules import WeightRules
 from levanter.commands.model.compiler import CompilerChoice
 from levanter.commands.model.layout import planned_activations
 from levanter.commands.model.workloads import WATCHED, distinct, program_name
@@ -58,6 +59,7 @@ class TrainedRun:
         platform: of the devices.
         kind: the objective, before the configuration's settings are applied.
         pairs: what pairs are learned from with; None where text is.
+        rules: where the arrays come from that are loaded; None for where their names say.
     """
 
     config: TrainLmConfig
@@ -76,6 +78,7 @@ class TrainedRun:
     platform: str
     kind: LmObjective = field(default_factory=LmObjective)
     pairs: Preferences | None = None
+    rules: WeightRules | None = None
 
     @property
     def sequences(self) -> int:
@@ -195,6 +198,7 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         outliers=optimizer.outliers,
         watch=watch,
         norms_first=run.platform == "cpu",
+        draws=run.adapted is not None and run.adapted.config.dropout > 0,
     )
 
 

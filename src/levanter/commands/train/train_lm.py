@@ -29,7 +29,7 @@ from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.shell.perform import perform
-from levanter.commands.train.adapters import found_adapters, planned_peft
+from levanter.commands.train.adapters import found_adapters, frozen_base, planned_peft
 from levanter.commands.train.beside import bytes_beside
 from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
@@ -118,7 +118,7 @@ def describe(
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
     load = None
     if origin is not None and not state_plan.parameters.errors:
-        load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target)
+        load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
         checks += found
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
     if run.pairs is not None:
@@ -184,13 +184,14 @@ def _trained(
     trainer, resolved = settled.config.trainer, settled.resolved
     partition = Partition.of(trainer.trainable, abstract(example))
     adapted = found_adapters(settled.config, model, Vocab, abstract(example))
-    mappings = resolved.mappings
+    mappings, rules = resolved.mappings, None
     if adapted is None:
         state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
         frozen = abstract_frozen(example, settled.precision, partition)
     else:
         state = adapted.abstract_state(settled.transformation, trainer.model_averaging)
-        frozen = cast(abstract(example), adapted.base_dtype(settled.precision))
+        held = cast(abstract(example), adapted.base_dtype(settled.precision))
+        frozen, rules = frozen_base(settled.config, adapted, settled.origin, model, Vocab, held)
         mappings = adapted.placed(mappings, resolved.spec)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
@@ -209,6 +210,7 @@ def _trained(
         compiler=settled.compiler,
         platform=target.platform,
         kind=objective,
+        rules=rules,
     )
 
 

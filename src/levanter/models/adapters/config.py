@@ -37,7 +37,7 @@ class LoraConfig(AdapterConfig):
         exclude_modules: which get none, named likewise; null for the output head.
         r: the rank.
         alpha: the product is multiplied by `alpha / r`.
-        dropout: of what A is multiplied by; only 0 so far.
+        dropout: of what A is multiplied by, the share that a step leaves out. Experts read everything.
         use_rslora: whether the product is multiplied by `alpha / √r` instead (arXiv:2312.03732).
         rank_pattern: other ranks of some targets, by name as in `target_modules`.
         alpha_pattern: likewise other values of `alpha`.
@@ -46,7 +46,8 @@ class LoraConfig(AdapterConfig):
             `peft`, uniform between ±1/√in. One of the two factors must begin as 0, and not both.
         placement: where the factors lie: `as_base`, cut wherever a mapping cuts the matrix that they are of; or
             `whole`, on every device.
-        base_dtype: in what the frozen model is held; null for the compute dtype.
+        base_dtype: in what the frozen model is held; null for the compute dtype. With `int8`, its projections are 8-bit
+            integers with a scale per output channel, and all else is in the compute dtype.
     """
 
     target_modules: list[str] | str | None = None
@@ -60,13 +61,13 @@ class LoraConfig(AdapterConfig):
     zero_init_b: bool = False
     a_init_mode: Literal["zero", "random", "peft"] = "zero"
     placement: Literal["as_base", "whole"] = "as_base"
-    base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    base_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = []
-        if self.dropout:
-            problems.append(f"dropout: {self.dropout:g}, but dropout of adapters is not implemented yet; leave it out")
+        if self.dropout == 1:
+            problems.append("dropout: 1 leaves nothing of what A is multiplied by; use less")
         if self.zero_init_b == (self.a_init_mode == "zero"):
             both = "both factors would begin as 0, and neither would ever get a gradient"
             neither = "neither factor would begin as 0, so the run would not begin with the model that it adapts"

@@ -88,8 +88,12 @@ class TargetGroup:
     @property
     def largest_rank(self) -> int:
         """The rank from which on a product of factors is no smaller than the matrix may be."""
-        rows = sum(_size(member.Out) for member in self.members)
-        return min(rows, _size(self.In))
+        return min(self.sides)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many columns and rows its matrix has."""
+        return _size(self.In), sum(_size(member.Out) for member in self.members)
 
     @property
     def axis_names(self) -> frozenset[str]:

@@ -21,6 +21,7 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import KeyPath, PyTree, path_string
 from levanter.layers.linear import Linear
 from levanter.layers.low_rank import RANK, LowRank
+from levanter.layers.quantized import COPIES, EXPERT
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.targets import TargetGroup
 
@@ -85,30 +86,56 @@ class Adapters(eqx.Module):
 
     Attributes:
         pairs: by the path of their group.
+        dropout: of what A is multiplied by, in training.
     """
 
     pairs: dict[str, Pair]
+    dropout: float = eqx.field(static=True, default=0.0)
 
     @staticmethod
     def init(groups: Sequence[TargetGroup], config: LoraConfig, *, key: jax.Array) -> "Adapters":
         """Fresh factors, with which a model computes what it did before."""
         keys = jax.random.split(key, len(groups))
         return Adapters(
-            pairs={group.path: Pair.init(group, config, key=each) for group, each in zip(groups, keys, strict=True)}
+            pairs={group.path: Pair.init(group, config, key=each) for group, each in zip(groups, keys, strict=True)},
+            dropout=config.dropout,
         )
 
-    def bound_to(self, base: M) -> M:
-        """The model whose targeted projections are `base`'s and the factors'; nothing is computed."""
+    def bound_to(self, base: M, key: jax.Array | None = None) -> M:
+        """The model whose targeted projections are `base`'s and the factors'; nothing is computed.
+
+        Args:
+            base: the model.
+            key: of dropout; None for none.
+        """
         wanted = {path: (pair, name) for pair in self.pairs.values() for name, path in pair.paths}
+        bits = {} if key is None or not self.dropout else self._bits(key)
 
         def visit(keys: KeyPath, x: PyTree) -> PyTree:
             found = wanted.get(path_string(keys)) if isinstance(x, Linear) else None
             if found is None:
                 return x
             pair, name = found
-            return replace(x, weight=LowRank(x.weight, _array(pair.a), _array(pair.b[name]), pair.scale))
+            factors = (_array(pair.a), _array(pair.b[name]))
+            # Members of a group share what they read of it, as they do where they are one matrix.
+            return replace(x, weight=LowRank(x.weight, *factors, pair.scale, self.dropout, bits.get(pair.paths)))
 
         return jax.tree_util.tree_map_with_path(visit, base, is_leaf=lambda x: isinstance(x, Linear))
+
+    def _bits(self, key: jax.Array) -> dict[tuple[tuple[str, str], ...], NamedArray]:
+        """Random bits by group, for each layer its own.
+
+        None for experts: their rows are where a router puts them.
+        """
+        found = {}
+        for n, pair in enumerate(self.pairs.values()):
+            copies = [axis for axis in _array(pair.a).axes if axis.name in COPIES]
+            if any(axis.name == EXPERT for axis in copies):
+                continue
+            own = jax.random.fold_in(key, n)
+            bits = own if not copies else jax.random.split(own, copies[0].size)
+            found[pair.paths] = hax.named(bits, (*copies, Axis("bits", bits.shape[-1])))
+        return found
 
 
 def _array(linear: Linear) -> NamedArray:
@@ -155,11 +182,12 @@ def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
     def moved(each: LeafPlan, path: str) -> LeafPlan:
         return replace(each, leaf=replace(each.leaf, path=path))
 
+    def below(path: str) -> str:
+        """The path of a base's leaf in the bound model: of its matrix, or of a part of that."""
+        whole = next((f"{m}.weight" for m in adapted if path == f"{m}.weight" or path.startswith(f"{m}.weight.")), None)
+        return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
+
     base = (each for each in plan.leaves if not each.leaf.path.startswith(f"{PAIRS}."))
-    kept = (
-        moved(each, f"{path}.base") if path.removesuffix(".weight") in adapted and path.endswith(".weight") else each
-        for each in base
-        for path in (each.leaf.path,)
-    )
+    kept = (moved(each, below(each.leaf.path)) for each in base)
     bound = (moved(by_path[factor.own], factor.bound) for factor in factors(adapters))
     return replace(plan, leaves=(*kept, *bound), findings=())

@@ -62,7 +62,7 @@ def test_scores_are_those_of_merged_weights(phi3, mesh):
 
 
 def test_what_cannot_be_bound_is_refused(phi3, tmp_path):
-    base, adapter, *_ = phi3
+    base, *_ = phi3
 
     def said(where, **how):
         described = describe_folder(base, positions=LENGTH, adapter=str(where), **how)

@@ -210,6 +210,51 @@ def test_a_run_that_is_resumed_takes_the_same_steps_bit_for_bit(trained, tmp_pat
     assert moved.losses() == pytest.approx(found.losses(), rel=1e-5)
 
 
+def dequantized(pretrained: Path, folder: Path) -> Path:
+    """The model with what int8 makes of its projections: a scale for each row, 127 steps on either side."""
+    folder.mkdir()
+    for file in pretrained.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    for name, x in weights.items():
+        if "proj" in name or "lm_head" in name:
+            scale = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 / 127)
+            weights[name] = (np.round(x * (1 / scale)) * scale).astype(np.float32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_base_of_integers(trained, pretrained, tmp_path, devices):
+    """The losses are those of adapters of the model that the integers stand for; it resumes, with dropout too."""
+    config, _, _ = trained
+
+    def run(name: str, base: Path, steps: int = 3, resumed: str | None = None, **lora):
+        trainer = replace(config.trainer, num_train_steps=steps, load_checkpoint_path=resumed)
+        checkpoints = replace(trainer.checkpointer, base_path=str(tmp_path / name))
+        trainer = replace(trainer, checkpointer=checkpoints)
+        adapter = replace(config.adapter, **lora)
+        own = replace(config, trainer=trainer, adapter=adapter, peft_save_path=None, initialize_from_hf=str(base))
+        return own, *train(own, devices)
+
+    integers, ended, found = run("integers", pretrained, base_dtype="int8")
+    plan = describe_here(integers)
+    held = {leaf.path: leaf.dtype.name for leaf in leaves(plan.work.frozen)}
+    assert (
+        sum(name == "int8" for name in held.values()) == 8 and held["embeddings.token_embeddings.weight"] == "float32"
+    )
+    whole = describe_here(config).resident_bytes["frozen mlp"]
+    assert plan.resident_bytes["frozen mlp"] < 0.7 * whole
+    _, _, twin = run("twin", dequantized(pretrained, tmp_path / "base"))
+    assert found.losses() == pytest.approx(twin.losses(), rel=1e-5)
+    assert FrozenPart.of(ended.checkpoint).dtype == "float32"
+    _, dropped, other = run("dropout", pretrained, base_dtype="int8", dropout=0.3)
+    assert other.losses()[0] == pytest.approx(found.losses()[0], rel=1e-6), "B is 0 yet"
+    assert abs(other.losses()[2] - found.losses()[2]) > 1e-6
+    saved = str(Path(dropped.checkpoint.path).parent / "step-2")
+    _, _, again = run("again", pretrained, resumed=saved, base_dtype="int8", dropout=0.3)
+    assert again.losses() == {2: other.losses()[2]}
+
+
 def _elsewhere(config, ended, base: Path, **changes):
     trainer = replace(config.trainer, load_checkpoint_path=str(Path(ended.checkpoint.path).parent / "step-2"))
     trainer = replace(trainer, checkpointer=replace(trainer.checkpointer, base_path=str(base)))
@@ -276,7 +321,8 @@ def test_a_base_may_be_made_from_the_seed_or_come_from_a_checkpoint(tmp_path, de
         (("--trainer.trainable", "[norm]"), "trainer.trainable: what is trained is the adapter"),
         (("--initialize_from_checkpoint_path", "x"), "initialize_from_checkpoint_path: its optimizer state"),
         (("--adapter.r", "0"), "r"),
-        (("--adapter.dropout", "0.1"), "dropout: 0.1, but dropout of adapters is not implemented yet"),
+        (("--adapter.dropout", "1.0"), "dropout: 1 leaves nothing of what A is multiplied by"),
+        (("--adapter.base_dtype", "int8"), "adapter.base_dtype: int8 is made of a checkpoint's weights while they are"),
         (("--adapter.zero_init_b", "false"), "neither factor would begin as 0"),
         (("--adapter.use_dora", "true"), "use_dora"),
         (

@@ -150,7 +150,7 @@ def test_everything_that_is_wrong_is_listed_with_the_nearest_names():
     [
         (dict(zero_init_b=True), "both factors would begin as 0"),
         (dict(a_init_mode="random"), "neither factor would begin as 0"),
-        (dict(dropout=0.1), "dropout: 0.1, but dropout of adapters is not implemented yet"),
+        (dict(dropout=1.0), "dropout: 1 leaves nothing of what A is multiplied by"),
         (dict(r=0), "r: must be at least 1"),
         (dict(alpha=0), "alpha: must be positive"),
         (dict(rank_pattern={"q_proj": 0}), "rank_pattern"),

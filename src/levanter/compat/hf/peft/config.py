@@ -23,7 +23,6 @@ _ABSENT = (
     "layer_replication",
     "trainable_token_indices",
     "modules_to_save",
-    "target_parameters",
     "alora_invocation_tokens",
     "megatron_config",
     "arrow_config",
@@ -42,6 +41,7 @@ class PeftConfig:
         rank_pattern: ranks by module; keys are regular expressions of the end of its name.
         alpha_pattern: likewise values of `alpha`.
         targets: the modules, or a regular expression.
+        parameters: targets that are parameters and no modules, as experts are.
         base: what the adapter is for; None if it does not say.
     """
 
@@ -51,6 +51,7 @@ class PeftConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     targets: tuple[str, ...] | str = ()
+    parameters: tuple[str, ...] = ()
     base: str | None = None
 
     def rank_of(self, module: str) -> int:
@@ -186,6 +187,7 @@ def peft_document(config: PeftConfig, *, transposed: bool) -> dict[str, Any]:
         "r": config.r,
         "rank_pattern": dict(config.rank_pattern),
         "target_modules": targets,
+        "target_parameters": list(config.parameters) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": config.use_rslora,

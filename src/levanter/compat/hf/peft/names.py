@@ -26,6 +26,14 @@ def modules_of(group: TargetGroup) -> tuple[str, ...]:
     return tuple(rule.source_name(index) for index in itertools.product(*(range(sizes[n]) for n in rule.stacked)))
 
 
+def layers_of(group: TargetGroup) -> tuple[tuple[str, ...], ...]:
+    """The modules of a group, layer by layer."""
+    layers = next((axis.size for axis in group.copies if axis.name == "layers"), 1)
+    modules = modules_of(group)
+    each = len(modules) // layers
+    return tuple(modules[n * each : (n + 1) * each] for n in range(layers))
+
+
 def is_transposed(group: TargetGroup) -> bool:
     """Whether a checkpoint stores the group's matrix `[in, out]`."""
     rule = group.members[0].rule

@@ -13,6 +13,7 @@ from haliax_ext.sources import TensorSource
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError, raise_if
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
+from levanter.compat.hf.peft.experts import one_by_one
 from levanter.compat.hf.peft.names import PREFIX, A, modules_of, peft_rules
 from levanter.compat.hf.repository import read_json, require_file
 from levanter.compat.hf.safetensors import SafetensorsSource
@@ -36,6 +37,18 @@ class PeftAdapter:
     where: str
     config: PeftConfig
     source: TensorSource
+
+    def of_model(self, groups: Sequence[TargetGroup]) -> "PeftAdapter":
+        """The adapter with factors for each expert, where it has them for all experts of a layer in one.
+
+        Args:
+            groups: all of the model's.
+
+        Raises:
+            CheckpointError: they are of no experts of the model.
+        """
+        source, config = one_by_one(self.source, self.config, groups, where=self.where)
+        return replace(self, source=source, config=config)
 
     def targets(self, groups: Sequence[TargetGroup], rules: WeightRules) -> tuple[TargetGroup, ...]:
         """The groups of a model that it adapts, with their ranks.

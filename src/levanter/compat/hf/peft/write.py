@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.hf.export import Shard
 from levanter.compat.hf.export_place import place_of
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, peft_document
+from levanter.compat.hf.peft.experts import fused_experts, is_of_experts, with_new_router
 from levanter.compat.hf.peft.names import (
-    UnsupportedTargetError,
     as_pattern,
     is_transposed,
     modules_of,
@@ -63,7 +63,6 @@ def plan_peft(
     *,
     use_rslora: bool,
     base: str | None,
-    in_files: bool = True,
 ) -> PeftPlan:
     """Plans the files of an adapter; reads no array.
 
@@ -74,45 +73,51 @@ def plan_peft(
         own: the leaves of the factors.
         use_rslora: see `LoraConfig`.
         base: what the adapter is for.
-        in_files: whether they are written, and not only gathered to be merged.
 
     Raises:
         UnsupportedTargetError: a target has no place in such files; lists all.
     """
-    problems = [
-        f"{group.path}: peft stores adapters of experts in layouts that differ between its versions, and writing them "
-        "is not implemented yet; leave experts out (exclude_modules), or save merged weights"
-        for group in targets
-        if in_files and any(axis.name == "expert" for axis in group.copies)
-    ]
-    if problems:
-        raise UnsupportedTargetError("\n".join(problems))
-    table = peft_rules(targets, rules)
-    modules = {module: group for group in targets for module in modules_of(group)}
+    of_experts = [group for group in targets if is_of_experts(group)]
+    fused = fused_experts(targets, rules, own, use_rslora=use_rslora) if of_experts else None
+    # Where there are experts, their router is a parameter too.
+    plain = [group for group in targets if group not in of_experts and not (of_experts and group.is_router)]
+    routers = [group for group in targets if of_experts and group.is_router]
+    paths = {rule.target for rule in peft_rules([*plain, *routers], rules).rules}
+    tensors = plan_saving([leaf for leaf in own if leaf.path in paths], peft_rules([*plain, *routers], rules))
+    modules = {module: group for group in plain for module in modules_of(group)}
     known = [module for group in every if group.source is not None for module in modules_of(group)]
-    rank, _ = Counter(group.rank for group in modules.values()).most_common(1)[0]
-    alpha, _ = Counter(group.alpha for group in modules.values()).most_common(1)[0]
+    counted = list(modules.values()) or list(targets)
+    rank, _ = Counter(group.rank for group in counted).most_common(1)[0]
+    alpha, _ = Counter(group.alpha for group in counted).most_common(1)[0]
 
     def pattern(attribute: str, default: float) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for value in sorted({getattr(group, attribute) for group in targets} - {default}):
+        for value in sorted({getattr(group, attribute) for group in plain} - {default}):
             named = [module for module, group in modules.items() if getattr(group, attribute) == value]
             others = [module for module, group in modules.items() if getattr(group, attribute) != value]
             found |= {as_pattern(name): value for name in short_names(named, [*named, *others])}
+        if routers and getattr(routers[0], attribute) != default:
+            found[as_pattern("mlp.gate.weight")] = getattr(routers[0], attribute)
         return found
 
+    ranks, alphas = pattern("rank", rank), pattern("alpha", alpha)
+    if fused is not None:
+        tensors = (*(replace(each, name=with_new_router(each.name, routers)) for each in tensors), *fused.tensors)
+        ranks |= {name: value for name, value in fused.ranks.items() if value != rank}
+        alphas |= {name: value for name, value in fused.alphas.items() if value != alpha}
     return PeftPlan(
         config=PeftConfig(
             r=rank,
             alpha=alpha,
             use_rslora=use_rslora,
-            rank_pattern=pattern("rank", rank),
-            alpha_pattern=pattern("alpha", alpha),
+            rank_pattern=ranks,
+            alpha_pattern=alphas,
             targets=short_names(tuple(modules), known),
+            parameters=() if fused is None else fused.parameters,
             base=base,
         ),
-        transposed=any(is_transposed(group) for group in targets),
-        tensors=plan_saving(own, table),
+        transposed=any(is_transposed(group) for group in plain),
+        tensors=tensors,
     )
 
 
