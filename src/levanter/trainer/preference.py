@@ -218,20 +218,20 @@ def _is_pair(counts: jax.Array) -> jax.Array:
     return (counts > 0).all(axis=-1)
 
 
-def alone(trained: PyTree, frozen: PyTree) -> PairModels:
+def alone(trained: PyTree, frozen: PyTree, *, key: jax.Array | None = None) -> PairModels:
     """The policy without a reference; see `trainer.trainable.bind`."""
-    return PairModels(policy=bind(trained, frozen))
+    return PairModels(policy=bind(trained, frozen, key=key))
 
 
-def with_base(trained: PyTree, frozen: PyTree) -> PairModels:
+def with_base(trained: PyTree, frozen: PyTree, *, key: jax.Array | None = None) -> PairModels:
     """Adapters bound to their base, and the base itself, which they are compared with."""
-    return PairModels(policy=bind(trained, frozen), reference=frozen)
+    return PairModels(policy=bind(trained, frozen, key=key), reference=frozen)
 
 
-def with_other(trained: PyTree, held: tuple[PyTree, PyTree]) -> PairModels:
+def with_other(trained: PyTree, held: tuple[PyTree, PyTree], *, key: jax.Array | None = None) -> PairModels:
     """The policy, and another model; `held` is what is frozen of the policy, and that model."""
     frozen, reference = held
-    return PairModels(policy=bind(trained, frozen), reference=reference)
+    return PairModels(policy=bind(trained, frozen, key=key), reference=reference)
 
 
 def pair_plan(policy: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
