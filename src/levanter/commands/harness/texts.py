@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -83,12 +84,8 @@ class Texts:
 
     def _request(self, n: int, asked: Continuation) -> Request:
         seed = asked.seed if asked.seed is not None else self.work.config.trainer.seed + n
-        params = SamplingParams(
-            **{"temperature": 0.0, **asked.sampling},
-            max_tokens=asked.max_tokens,
-            stop=asked.until,
-            seed=seed,
-        )
+        sampling: dict[str, Any] = {"temperature": 0.0, **asked.sampling}
+        params = SamplingParams(**sampling, max_tokens=asked.max_tokens, stop=asked.until, seed=seed)
         return Request(
             id=str(n),
             tokens=tuple(asked.tokens.tolist()),

@@ -135,7 +135,7 @@ class HarnessLM(TemplateLM):
         """How likely each continuation is behind its context, and whether it is what a greedy model writes."""
         del disable_tqdm
         names = [_named(each) for each in requests]
-        questions = self.encoder.questions([each.args for each in requests], names)
+        questions = self.encoder.questions(pairs_of(requests), names)
         found = self._answer("loglikelihood", len(requests), questions, names)
         return [(float(a), bool(b)) for a, b in zip(found.logprobs, found.is_greedy, strict=True)]
 
@@ -185,7 +185,7 @@ class HarnessLM(TemplateLM):
                 "  → `eval_harness` as a command of its own has them"
             )
         keys = [
-            GenerationKeys.of(each.args[1], self.generation, self.stops.get(str(each.task_name), ()), _named(each))
+            GenerationKeys.of(each.arguments[1], self.generation, self.stops.get(str(each.task_name), ()), _named(each))
             for each in requests
         ]
         contexts = self.encoder.encode([each.args[0] for each in requests])
@@ -215,6 +215,11 @@ class HarnessLM(TemplateLM):
         texts = self.generate(asked)
         self.asked.seconds += time.perf_counter() - began
         return [_before(text, each.until) for text, each in zip(texts, asked, strict=True)]
+
+
+def pairs_of(requests: Sequence[Instance]) -> list[tuple[str, str]]:
+    """Contexts and continuations of requests."""
+    return [(str(each.arguments[0]), str(each.arguments[1])) for each in requests]
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

@@ -95,7 +95,15 @@ class GenerationKeys:
             wrong.append(
                 "n: one text is scored for a document; leave it out, or repeat documents (repeats: in the task)"
             )
-        sampling = {key: float(keys[key]) for key in SAMPLING if key in keys}
+        numbers = {key: keys[key] for key in SAMPLING if key in keys}
+        for key, value in numbers.items():
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or (key == "top_k" and value != int(value))
+            ):
+                wrong.append(f"{key}: expected {'an integer' if key == 'top_k' else 'a number'}, got {value!r}")
+        sampling = {key: int(value) if key == "top_k" else value for key, value in numbers.items() if not wrong}
         if keys.get("do_sample") is False or not sampling.get("temperature"):
             # Without a temperature the likeliest token is taken, whatever else is said.
             sampling = {key: value for key, value in sampling.items() if key.endswith("penalty")}

@@ -7,7 +7,7 @@ from lm_eval.api.instance import Instance
 from haliax_ext.program import Program
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, Query, QueryEncoder
-from levanter.eval.harness.asking import HarnessLM
+from levanter.eval.harness.asking import HarnessLM, pairs_of
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.counting import Counted
 from levanter.eval.harness.packing import RowShape
@@ -91,6 +91,6 @@ def _questions(instances: list[Instance], encoder: QueryEncoder) -> list[Query]:
     names = [f"{each.task_name}, document {each.doc_id}" for each in scored]
     windows = [each.args[0] for each in instances if each.request_type == "loglikelihood_rolling"]
     return [
-        *encoder.questions([each.args for each in scored], names),
+        *encoder.questions(pairs_of(scored), names),
         *(q for text in windows for q in encoder.windows(text)),
     ]

@@ -216,6 +216,7 @@ def test_upstreams_defaults():
         ({"until": ["x", ""], "do_sample": False, "temperature": 0.7}, (("x", "\n"), 256, {}, None)),
         ({"temperature": 0.7, "top_p": 0.9}, (("\n",), 256, {"temperature": 0.7, "top_p": 0.9}, None)),
         ({"do_sample": True, "temperature": 1, "seed": 3}, (("\n",), 256, {"temperature": 1.0}, 3)),
+        ({"temperature": 1, "top_k": 4.0}, (("\n",), 256, {"temperature": 1.0, "top_k": 4}, None)),
     ],
 )
 def test_keys_of_generation(given, expected):
@@ -225,8 +226,11 @@ def test_keys_of_generation(given, expected):
 
 def test_keys_of_generation_that_are_unknown_are_listed():
     with pytest.raises(ValueError) as told:
-        GenerationKeys.of({"num_beams": 4, "max_gen_toks": 0, "until": [3]}, GENERATION, [], "a, document 0")
-    first, second, third = str(told.value).splitlines()
+        GenerationKeys.of(
+            {"num_beams": 4, "max_gen_toks": 0, "until": [3], "top_k": 1.5}, GENERATION, [], "a, document 0"
+        )
+    first, second, third, fourth = str(told.value).splitlines()
+    assert fourth.endswith("generation_kwargs.top_k: expected an integer, got 1.5")
     assert first.startswith("a, document 0: generation_kwargs.num_beams: not a key of generation here")
     assert "expected a number of tokens, got 0" in second and "expected texts, got [3]" in third
 
