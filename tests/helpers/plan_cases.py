@@ -212,11 +212,11 @@ CASES: Mapping[str, Case] = {
             "--model.gradient_checkpointing=false", exit_code=3, compiled=3, ci=True,
         ),
         _adapted("llama3_8b_v5p-8", "v5p-8", compiled=None),
-        _adapted("llama3_8b_v6e-8", "v6e-8", compiled=None),
+        _adapted("llama3_8b_v6e-8", "v6e-8"),
         _adapted("llama3_8b_2xv6e-16", "2xv6e-16", compiled=None),
         _adapted("llama3_70b_v5e-16", "v5e-16", compiled=None),
         _adapted("llama3_70b_v6e-64", "v6e-64", compiled=None),
-        _adapted("mixtral_8x7b_v6e-16", "v6e-16", compiled=None),
+        _adapted("mixtral_8x7b_v6e-16", "v6e-16"),
         *_published(),
     )
 }  # fmt: skip
