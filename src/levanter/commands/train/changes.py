@@ -28,6 +28,11 @@ FIXED = frozenset(
         "initialize_from_checkpoint_path",
         "initialize_model_from_checkpoint_path",
         "adapter",
+        # Of preferences: what is minimized, and what answers are compared with.
+        "beta",
+        "loss",
+        "reference",
+        "validation_split_fraction",
         "trainer.model_averaging",
         "optimizer.type",
         "trainer.seed",
@@ -99,7 +104,12 @@ SILENT = frozenset(
         "eval_harness",
         "eval_harness_steps",
         "labeled_eval",
+        "lm_validation_data",
+        "lm_validation_prefix",
         "plan",
+        "reference_eval_cache",
+        "run_initial_eval",
+        "scheduled_eval_steps",
         "trainer.id",
         "trainer.log_dir",
         "trainer.watch",
@@ -190,7 +200,7 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
             old, new = _adapter(old), _adapter(new)
         if there and here and not any(line.startswith(f"{key}: ") for line in fixed):
             whole = [_line(key, old, new)] if old != new else []
-            found = _differences(key, old, new) if key == "data.components" else whole
+            found = _differences(key, old, new) if key in ("data.components", "reference") else whole
             (fixed if key in FIXED else said).extend(found)
     named = {line.split(":")[0] for line in (*fixed, *said)}
     # Another kind of optimizer, or model, has other fields.

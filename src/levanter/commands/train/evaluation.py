@@ -165,6 +165,7 @@ class Evaluate:
         last: the run's last step, which is always evaluated.
         max_batches: batches of each set; None for all.
         show: whether this process prints.
+        prefix: what the numbers' names begin with.
         result: of the last evaluation.
     """
 
@@ -177,6 +178,7 @@ class Evaluate:
     last: int
     max_batches: int | None
     show: bool
+    prefix: str = "eval"
     result: EvalResult | None = None
 
     def due(self, taken: int) -> bool:
@@ -201,7 +203,7 @@ class Evaluate:
                 scores.add(batch, logprobs, likeliest=hits)
                 progress.advance(1)
         self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)
-        self.tracker.log(self.result.metrics(), step=taken - 1)
+        self.tracker.log(self.result.metrics(self.prefix), step=max(taken - 1, 0))
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
         told = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"

@@ -6,7 +6,7 @@ them on the host, in float64, so that they do not depend on batches or devices.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import equinox as eqx
 import haliax as hax
@@ -19,6 +19,7 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
+from levanter.commands.train.evaluation import Evaluate
 from levanter.commands.train.preferences import Preferences, under
 from levanter.data import PairRows, pair_targets
 from levanter.io import Progress
@@ -191,6 +192,7 @@ class EvaluatePairs:
         last: the run's last step, which is always evaluated.
         max_batches: batches of each set; None for all.
         show: whether this process prints.
+        beside: evaluates text at the same times; None where there is none.
         result: of the last evaluation.
     """
 
@@ -207,8 +209,8 @@ class EvaluatePairs:
     last: int
     max_batches: int | None = None
     show: bool = False
+    beside: Evaluate | None = None
     result: PairResult | None = None
-    _done: int | None = field(default=None, repr=False)
 
     def due(self, taken: int) -> bool:
         """Whether an evaluation is due."""
@@ -217,6 +219,12 @@ class EvaluatePairs:
 
     def __call__(self, taken: int, state: TrainState) -> None:
         """Scores all sets."""
+        if self.sets:
+            self._score(taken, state)
+        if self.beside is not None:
+            self.beside(taken, state)
+
+    def _score(self, taken: int, state: TrainState) -> None:
         rows = self.program.inputs[1].value.axes[0].size
         most = None if self.max_batches is None else self.max_batches * rows
         held = Held(trained=state.judged, frozen=self.frozen, reference=self.reference)

@@ -10,11 +10,21 @@ from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
 from levanter.commands.model.layout import load_weights
+from levanter.commands.train.evaluation import PROGRAM as EVALUATE
+from levanter.commands.train.evaluation import Evaluate
 from levanter.commands.train.pair_evaluation import PROGRAM, EvaluatePairs, PairSet
 from levanter.commands.train.preferences import SCORE, Preferences, ReferenceModel
 from levanter.commands.train.reference_logprobs import Wanted, digest_of_source, made, stores_of
 from levanter.commands.train.work import TrainPlan, TrainWork
-from levanter.data import EvaluationSet, PairRows, TrainingData, as_records, build_tokens
+from levanter.data import (
+    EvaluationData,
+    EvaluationSet,
+    PairRows,
+    TrainingData,
+    as_records,
+    build_tokens,
+    evaluation_rows,
+)
 from levanter.data.rows import Rows
 from levanter.data.training import lay_rows
 from levanter.models.base import LmHeadModel
@@ -98,7 +108,8 @@ def pair_evaluation(
     """What is evaluated between steps; None where there are no pairs to evaluate."""
     config, trainer = pairs.config, pairs.config.trainer
     sets = tuple(validation_pairs(plan, data, said))
-    if not sets:
+    text = None if pairs.text is None else _text_evaluation(plan, pairs.text, mesh, session, frozen, last=last)
+    if not sets and text is None:
         return None
     return EvaluatePairs(
         program=plan.program(PROGRAM),
@@ -114,6 +125,42 @@ def pair_evaluation(
         last=last,
         max_batches=trainer.max_eval_batches,
         show=session.show,
+        beside=text,
+    )
+
+
+def _text_evaluation(
+    plan: TrainPlan,
+    text: EvaluationData,
+    mesh: Mesh,
+    session: Session,
+    frozen: LmHeadModel | None,
+    *,
+    last: int,
+) -> Evaluate:
+    """What evaluates the policy on text (`lm_validation_data`)."""
+    work: TrainWork = plan.work
+    assert work.pairs is not None and work.tokenizer is not None
+    config = work.pairs.config
+    assert config.lm_validation_data is not None
+    rows = evaluation_rows(
+        config.lm_validation_data,
+        text.sets,
+        work.tokenizer,
+        max_length=config.positions,
+        vocab_size=work.model.vocab_size,
+    )
+    return Evaluate(
+        program=plan.program(EVALUATE),
+        frozen=frozen,
+        mesh=mesh,
+        sequences=rows,
+        tracker=session.tracker,
+        every=config.trainer.steps_per_eval,
+        last=last,
+        max_batches=config.trainer.max_eval_batches,
+        show=session.show,
+        prefix=config.lm_validation_prefix,
     )
 
 

@@ -24,8 +24,9 @@ from levanter.commands.train.dpo_config import (
     PrecomputedReferenceConfig,
     TrainDpoConfig,
 )
+from levanter.commands.train.evaluation import find_validation
 from levanter.config import Written
-from levanter.data import FORMATS, PAIRS
+from levanter.data import FORMATS, PAIRS, EvaluationData
 from levanter.data.documents import Formats
 from levanter.io import join
 from levanter.mesh import ResolvedMesh
@@ -77,12 +78,14 @@ class Preferences:
         config: the run's.
         kind: what pairs are compared with.
         model: the second model, where one is loaded.
+        text: what is evaluated besides, as text; None for nothing.
         checks: what was found out about it.
     """
 
     config: TrainDpoConfig
     kind: Kind
     model: ReferenceModel | None = None
+    text: EvaluationData | None = None
     checks: tuple[Check, ...] = field(default=(), repr=False)
 
     @property
@@ -216,13 +219,14 @@ def find_preferences(
     if not isinstance(config, TrainDpoConfig):
         return None
     kind = kind_of_reference(config)
-    bare = Preferences(config=config, kind=kind)
+    text, found = (None, []) if config.lm_validation_data is None else find_validation(config.lm_validation_data)
+    bare = Preferences(config=config, kind=kind, text=text)
     if kind == "separate" and not getattr(config.reference, "model_path", None):
         raise ReferenceModelError(
             "reference.model_path: type separate compares with a model of its own, and none is named; name it, use "
             "reference: {type: adapter_base} with an adapter, or {type: precomputed}"
         )
-    bare = replace(bare, checks=tuple(_store_checks(bare)))
+    bare = replace(bare, checks=(*(replace(check, name="lm_validation_data") for check in found), *_store_checks(bare)))
     if config.reference_model is None:
         return bare if kind == "none" else replace(bare, checks=(*bare.checks, _side_by_side(kind, base_bytes)))
     theirs = _origin(config, written, origin)

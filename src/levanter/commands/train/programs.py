@@ -262,6 +262,8 @@ def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
         "compiler_options": run.compiler.working["score"],
     }
     found = [evaluate_pairs_program(run.pairs, run.state.model, run.frozen, run.state_plan, **how)]
+    if run.pairs.text is not None:
+        found.append(evaluation_program(run, largest))
     if run.pairs.stores is None:
         return found
     return [reference_program(run.pairs, *run.pairs.scored_once(run.frozen, run.state_plan), **how), *found]

@@ -96,6 +96,8 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
         )
         keep.make_up_export(state)
         evaluate = _evaluation(plan, mesh, prepared.data, session, frozen, reference, said, last=stop)
+        if prepared.first == 0 and evaluate is not None and getattr(plan.work.config, "run_initial_eval", False):
+            evaluate(0, state)
         observed = instruments(
             plan,
             mesh,

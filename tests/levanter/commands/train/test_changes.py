@@ -9,6 +9,7 @@ from levanter.checkpoint import CheckpointRef
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.train.changes import FIXED, SAID, SILENT, ChangedRunError, changes, judge
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.dpo_config import TrainDpoConfig
 from levanter.config import parse, plain
 from levanter.data.config import LmDataConfig
 from levanter.trainer.config import TrainerConfig
@@ -16,7 +17,7 @@ from levanter.trainer.config import TrainerConfig
 
 def keys() -> set[str]:
     nested = {"data": LmDataConfig, "trainer": TrainerConfig}
-    own = {field.name for field in fields(TrainLmConfig)}
+    own = {field.name for field in fields(TrainDpoConfig)}
     return (own - nested.keys()) | {f"{name}.{field.name}" for name, kind in nested.items() for field in fields(kind)}
 
 

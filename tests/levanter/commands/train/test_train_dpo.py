@@ -75,3 +75,56 @@ def test_the_plan_has_the_reference_where_there_is_one(separate, adapted):
     step = {each.name for each in plan.program("train_step").inputs}
     assert step == {"state", "frozen", "reference", "batch"}
     assert {each.name for each in lean.program("train_step").inputs} == {"state", "frozen", "batch"}
+
+
+def test_text_is_evaluated_besides_and_before_the_first_step(folder, tmp_path):
+    (folder / "text.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 5)
+    text = {
+        "tokenizer": str(folder / "model"),
+        "cache_dir": None,
+        "components": {"plain": {"source": {"validation_urls": [str(folder / "text.jsonl")]}}},
+    }
+    config = read(
+        folder,
+        tmp_path,
+        **ADAPTED,
+        steps=2,
+        lm_validation_data=text,
+        lm_validation_prefix="held",
+        run_initial_eval=True,
+        scheduled_eval_steps=[1],
+        reference_eval_cache={"mode": "build_or_load"},
+    )
+    plan, _, tracker = run(config)
+    assert own_programs(plan)[-3:] == ["reference_logprobs", "evaluate_pairs", "evaluate"]
+    assert tracker.found[0]["eval/pairs/dpo_chosen_reward"] != 0 and len(tracker.series("held/plain/loss")) == 2
+    assert sorted((tmp_path / "tokens" / "reference_logprobs" / "pairs" / "train").iterdir())
+
+
+def test_a_run_resumes_bit_for_bit(folder, tmp_path):
+    """Two steps, and two more in another attempt, are four; another loss, or another reference, is another run."""
+    keep = {"checkpointer": {"base_path": str(tmp_path / "checkpoints"), "keep": [{"every": 2}]}}
+    _, _, first = run(read(folder, tmp_path, **ADAPTED, steps=4, trainer={**keep, "id": "whole"}), run_id="whole")
+    run(read(folder, tmp_path, **ADAPTED, steps=4, trainer={**keep, "num_train_steps": 2}))
+    _, done, rest = run(read(folder, tmp_path, **ADAPTED, steps=4, trainer=keep))
+    assert done.taken == 4 and sorted(rest.found) == [2, 3]
+    assert rest.series("train/loss") == first.series("train/loss")[2:]
+    for change in ({"beta": 0.2}, {"loss": {"type": "ipo"}}):
+        plan = describe(read(folder, tmp_path, **{**ADAPTED, **change}, steps=4, trainer=keep), LOCAL)
+        assert any(f"{next(iter(change))}" in str(error) and "different run" in str(error) for error in plan.errors)
+
+
+def test_a_precomputed_reference_is_made_once(folder, tmp_path, monkeypatch, caplog):
+    """The second run reads what the first one stored: it loads no reference, and trains the same."""
+    from levanter.commands.train import pair_run
+
+    reference = {"type": "precomputed", "model_path": str(folder / "other"), "cache_dir": str(tmp_path / "said")}
+    plan, _, first = run(read(folder, tmp_path / "one", reference=reference))
+    assert own_programs(plan)[0] == "reference_logprobs" and "reference" not in plan.resident_bytes
+    assert {each.name for each in plan.program("train_step").inputs} == {"state", "frozen", "batch"}
+    monkeypatch.setattr(pair_run, "_loaded", lambda *_, **__: pytest.fail("the reference was loaded again"))
+    _, _, second = run(read(folder, tmp_path / "two", reference=reference))
+    assert second.series("train/loss") == first.series("train/loss")
+    other = {**reference, "model_path": str(folder / "model")}
+    with pytest.raises(ValueError, match="these log-probabilities are of another reference, or of other pairs"):
+        run(read(folder, tmp_path / "three", reference=other))
