@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +106,9 @@ def folder(tmp_path_factory):
 
 
 def losses(folder, out, *, devices=8, **more) -> Logged:
-    config = parse(TrainDpoConfig, overrides=document(folder, out, **more))
-    plan = describe(config, LOCAL).check()
+    trainer = {"mesh": {"axes": {"data": devices}}, **more.pop("trainer", {})}
+    config = parse(TrainDpoConfig, overrides=document(folder, out, trainer=trainer, **more))
+    plan = describe(config, replace(LOCAL, devices=devices)).check()
     tracker = Logged()
     ENTRY_POINT.execute(plan, plan.mesh.build(jax.devices()[:devices]), Session(run_id="run", tracker=tracker))
     return tracker
@@ -155,7 +157,7 @@ ADAM = {"optimizer": {"learning_rate": 0.003, "warmup": 0, "lr_schedule": "const
 def test_a_run_is_torchs(folder, tmp_path):
     """Losses of three steps of AdamW: both texts in one forward pass, the mask, the gradient, the reference."""
     other = {"type": "separate", "model_path": str(folder / "other")}
-    found = losses(folder, tmp_path, reference=other, **IN_ORDER, **ADAM).series("train/loss")
+    found = losses(folder, tmp_path, devices=1, reference=other, **IN_ORDER, **ADAM).series("train/loss")
     expected = torch_losses(folder, "sigmoid", 3, reference="other")
     assert abs(expected[0] - expected[2]) > 1e-3
     np.testing.assert_allclose(found, expected, rtol=1e-4)
@@ -170,7 +172,7 @@ def test_the_first_steps_are_trls(folder, tmp_path):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     records = [pair(n) for n in range(40)]
-    ours = losses(folder, tmp_path, steps=5, **IN_ORDER, **ADAM).series("train/loss")
+    ours = losses(folder, tmp_path, steps=5, devices=1, **IN_ORDER, **ADAM).series("train/loss")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = TEMPLATE
     tokenizer.pad_token = "<pad>"

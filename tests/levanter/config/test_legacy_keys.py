@@ -148,6 +148,7 @@ def test_no_row_of_the_table_is_silent():
         ),
         "model": lambda row: {"model": {row.name: 5}},
         "data": lambda row: {"data": {"configs": {"a": {}}} if row.name == "configs" else {"id": "a", row.name: "b"}},
+        "data.components.*": lambda row: {"data": {"components": {"a": {row.name: True}}}},
         "data.components.*.format": lambda row: {"data": {"components": {"a": {"format": {row.name: "b"}}}}},
         "eval_harness": lambda row: {"eval_harness": {row.name: 5}},
         "eval_harness.task_spec.*": lambda row: {"eval_harness": {"task_spec": [{row.name: "b"}]}},

@@ -51,6 +51,7 @@ def bytes_beside(
         # Loaded last, where it stays; else before anything.
         already = beside_loading(load)
         there = resident if stays else 0
+        found |= {name: found[name] + second for name in (EVALUATE, DIGEST) if name in found}
         found |= {program.name: there + already.get(program.name, 0) for program in load.programs}
     for program in computing:
         if program.name == EVALUATE_PAIRS:

@@ -87,7 +87,8 @@ class TrainDpoConfig(TrainLmConfig):
         lm_validation_prefix: what its metrics' names begin with.
         scheduled_eval_steps: after which steps there is an evaluation; null for every `trainer.steps_per_eval`.
         run_initial_eval: whether there is one before the first step.
-        hf_save_steps: null for no exports but the last.
+        hf_save_steps: null for no exports.
+        peft_hf_upload: not supported yet; false is nothing.
     """
 
     EARLIER: ClassVar[str] = TRAIN_DPO
@@ -101,6 +102,7 @@ class TrainDpoConfig(TrainLmConfig):
     lm_validation_prefix: str = "lm_eval"
     scheduled_eval_steps: list[Count] | None = None
     run_initial_eval: bool = False
+    peft_hf_upload: bool | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     hf_save_steps: PositiveInt | None = 10_000  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:

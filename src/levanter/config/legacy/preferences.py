@@ -19,6 +19,7 @@ BEGINS = OldKey(
     new="initialize_model_from_checkpoint_path",
     why="train_dpo takes the parameters of a checkpoint, not its optimizer state",
 )
+ORDER = OldKey(block="data.components.*", name="shuffle", new="", why="the order of all sets is that of data.shuffle")
 PREFERENCE_KEYS = (PATH, IS_HF, BEGINS)
 """Keys that only `train_dpo` had, or meant something else there."""
 
@@ -32,6 +33,7 @@ def translate_preferences(draft: Draft, earlier: str) -> None:
     """
     if earlier in (TRAIN_DPO, LORA_DPO):
         _random_a(draft, "adapter" if earlier == TRAIN_DPO else "lora")
+        _orders(draft)
     if earlier != TRAIN_DPO:
         return
     path, is_hf, begins = (draft.entry((row.name,)) for row in PREFERENCE_KEYS)
@@ -54,3 +56,12 @@ def _random_a(draft: Draft, block: str) -> None:
     draft.set((block, "a_init_mode"), "random", old=f"{block}.zero_init_b", mark=zero.mark)
     why = "with zero_init_b: true A was random; its default of today would make both factors 0"
     draft.changes.append(Change(key=key, was="(absent)", now=f"{key}: random", why=why, mark=zero.mark))
+
+
+def _orders(draft: Draft) -> None:
+    """Takes `shuffle` out of components, where published documents have it and nothing ever read it."""
+    for each in draft.block(("data", "components")) or ():
+        path = ("data", "components", each.key)
+        entry = draft.entry((*path, ORDER.name))
+        if entry is not None:
+            draft.ignore(ORDER, entry, path)

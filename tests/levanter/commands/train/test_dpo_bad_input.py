@@ -223,6 +223,49 @@ def test_the_earlier_reference_is_translated_and_migrated(folder, tmp_path):
     assert parse(TrainDpoConfig, paths=[str(tmp_path / "new.yaml")]) == config
 
 
+PUBLISHED = """
+data:
+  tokenizer: MODEL
+  cache_dir: OUT/tokens
+  shuffle: true
+  permutation_type: feistel
+  components:
+    prefs:
+      source: {type: url, train_urls: [FOLDER/train.jsonl]}
+      cache_dir: OUT/tokens/prefs
+      format: {type: preference_chat, pack: false, slice_strategy: raise}
+      shuffle: true
+train_seq_len: 48
+trainer:
+  seed: 42
+  mp: p=f32,c=bfloat16
+  train_batch_size: 8
+  num_train_steps: 2
+  model_averaging: null
+  ray: {auto_start_cluster: false}
+  checkpointer: {base_path: OUT/checkpoints, save_interval: 10m, keep: [{every: 500}]}
+  tracker: {type: noop}
+optimizer: {learning_rate: 5e-6, weight_decay: 0.01, warmup: 0.1, lr_schedule: cosine, max_grad_norm: 1.0}
+lora: {r: 8, alpha: 8.0, dropout: 0.0}
+initialize_from_hf: MODEL
+use_hf_model_config: true
+beta: 0.1
+validation_split_fraction: 0.05
+merged_hf_save_path: OUT/merged
+peft_hf_upload: false
+hf_save_steps: 1000
+"""
+
+
+def test_a_document_of_lora_dpo_as_they_are_published(folder, tmp_path):
+    path = tmp_path / "published.yaml"
+    path.write_text(filled(PUBLISHED, folder, tmp_path))
+    config = parse(LoraDpoConfig, paths=[str(path)])
+    plan = describe(config.training, LOCAL)
+    assert not plan.errors and "adapters" in plan.resident_bytes
+    assert "data.components.prefs.shuffle" in {change.key for change in migrate(str(path), "lora_dpo").changes}
+
+
 def test_parameters_of_a_checkpoint_are_taken_without_its_optimizer(tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text("initialize_from_checkpoint_path: gs://acme/checkpoints\n")
