@@ -146,6 +146,9 @@ class Preferences:
     def first_loss(self) -> float | None:
         """The loss of the first step, where that is known: policy and reference begin as one model."""
         config = self.config
+        lora = config.lora
+        if lora is not None and (lora.dropout or (lora.base_dtype is not None and self.kind != "adapter_base")):
+            return None
         if config.begun_from_checkpoint is not None or config.trainer.initialize_from is not None:
             return None
         if self.kind == "adapter_base" or (self.model is not None and config.reference_model == config.pretrained):
