@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import draccus
 
 from levanter.config.ranges import Fraction, PositiveFloat, PositiveInt, Ranged
+
+IN, OUT = "in", "out"
+"""The sides of a projection, where targets are named by axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +20,20 @@ class AdapterConfig(Ranged, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str | None:
         """What an adapter without `type` is: none."""
         return "none"
+
+
+def _axes_problems(key: str, asked: object) -> list[str]:
+    """What is wrong with targets by their axes."""
+    if not isinstance(asked, dict):
+        return []
+    if not asked or asked.keys() - {IN, OUT}:
+        return [f"{key}: {asked}: projections are named by `{IN}`, `{OUT}` or both, each an axis or a list of axes"]
+    named = {side: [axes] if isinstance(axes, str) else axes for side, axes in asked.items()}
+    return [
+        f"{key}.{side}: must be an axis or a list of axes, got {axes!r}"
+        for side, axes in named.items()
+        if not isinstance(axes, list) or not axes or not all(isinstance(axis, str) for axis in axes)
+    ]
 
 
 @AdapterConfig.register_subclass("none")
@@ -33,7 +50,8 @@ class LoraConfig(AdapterConfig):
     Attributes:
         target_modules: which projections get one. A list names each by our path (`**.self_attn.q_proj`), by its last
             name (`q_proj`), or by the checkpoint's name (`c_attn`); a text is a regular expression that a whole path
-            or name matches; null for every projection but the output head and routers of experts.
+            or name matches; `{in: embed}`, `{out: [mlp]}`, or both, means those whose inputs, or results, have all of
+            these axes; null for every projection but the output head and routers of experts.
         exclude_modules: which get none, named likewise; null for the output head.
         r: the rank.
         alpha: the product is multiplied by `alpha / r`.
@@ -50,8 +68,8 @@ class LoraConfig(AdapterConfig):
             integers with a scale per output channel, and all else is in the compute dtype.
     """
 
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
+    target_modules: list[str] | str | dict[str, Any] | None = None
+    exclude_modules: list[str] | str | dict[str, Any] | None = None
     r: PositiveInt = 8
     alpha: PositiveFloat = 8.0
     dropout: Fraction = 0.0
@@ -65,7 +83,11 @@ class LoraConfig(AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
+        problems = [
+            problem
+            for key in ("target_modules", "exclude_modules")
+            for problem in _axes_problems(f"{key}", getattr(self, key))
+        ]
         if self.dropout == 1:
             problems.append("dropout: 1 leaves nothing of what A is multiplied by; use less")
         if self.zero_init_b == (self.a_init_mode == "zero"):

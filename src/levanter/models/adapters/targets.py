@@ -8,7 +8,7 @@ rows. So other tools, which see one matrix there, train the same numbers.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from haliax import Axis
 
@@ -20,7 +20,7 @@ from haliax_ext.rules import WeightRule, WeightRules
 from levanter.layers.linear import Linear
 from levanter.layers.low_rank import RANK
 from levanter.layers.quantized import COPIES, ROUTER, projections
-from levanter.models.adapters.config import LoraConfig
+from levanter.models.adapters.config import IN, OUT, LoraConfig
 from levanter.models.groups import HEAD, parameter_group
 
 T = TypeVar("T")
@@ -199,20 +199,30 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
 
 
 def _is_target(member: TargetMember, group: TargetGroup, config: LoraConfig) -> bool:
-    if config.target_modules is None:
-        wanted = not group.is_head and not group.is_router
-    else:
-        wanted = _matches(config.target_modules, member, group)
+    # Head and routers want to be named.
+    named = isinstance(config.target_modules, Sequence) or not (group.is_head or group.is_router)
+    wanted = named and (config.target_modules is None or _matches(config.target_modules, member, group))
     excluded = config.exclude_modules is not None and _matches(config.exclude_modules, member, group)
     return wanted and not excluded
 
 
-def _matches(patterns: Sequence[str] | str, member: TargetMember, group: TargetGroup) -> bool:
+Named = Sequence[str] | str | Mapping[str, Any]
+"""Projections: by names, by a regular expression, or by their axes."""
+
+
+def _matches(patterns: Named, member: TargetMember, group: TargetGroup) -> bool:
     names = (member.path, *group.names)
+    if isinstance(patterns, Mapping):
+        sides = {IN: {axis.name for axis in group.In}, OUT: {axis.name for axis in member.Out}}
+        return all(sides[side].issuperset(_listed(axes)) for side, axes in patterns.items())
     if isinstance(patterns, str):
         pattern = re.compile(patterns)
         return any(pattern.fullmatch(name) is not None for name in names)
     return any(_names(pattern, name) for pattern in patterns for name in names)
+
+
+def _listed(axes: Sequence[str] | str) -> Sequence[str]:
+    return (axes,) if isinstance(axes, str) else axes
 
 
 def _names(pattern: str, name: str) -> bool:
@@ -227,10 +237,19 @@ def _by_pattern(patterns: Mapping[str, T], group: TargetGroup, default: T) -> T:
     return default
 
 
-def _idle(key: str, patterns: Sequence[str] | str | None, groups: Sequence[TargetGroup]) -> list[str]:
+def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> list[str]:
     """What is wrong with names: what matches nothing, or is no regular expression."""
     if patterns is None:
         return []
+    if isinstance(patterns, Mapping):
+        if any(_matches(patterns, member, group) for group in groups for member in group.members):
+            return []
+        sides = {
+            IN: {axis.name for group in groups for axis in group.In},
+            OUT: {axis.name for group in groups for member in group.members for axis in member.Out},
+        }
+        said = "; ".join(f"`{side}` may be {', '.join(sorted(names))}" for side, names in sides.items())
+        return [f"{key}: no projection has the axes {dict(patterns)}; {said}"]
     if isinstance(patterns, str):
         try:
             re.compile(patterns)

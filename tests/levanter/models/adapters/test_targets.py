@@ -1,5 +1,6 @@
 """Which projections get an adapter, which share a factor, and how many parameters that makes."""
 
+import json
 import math
 
 import haliax as hax
@@ -7,7 +8,9 @@ import jax
 import pytest
 
 from haliax_ext.abstract import abstract, leaves
+from levanter.commands.train.lora_config import LoraLmConfig
 from levanter.compat.hf.config_bridge import read_config
+from levanter.config import load
 from levanter.layers.low_rank import LowRank
 from levanter.models.adapters import AdapterError, Adapters, LoraConfig, find_targets, groups_of
 from levanter.models.llama.config import LlamaConfig
@@ -102,6 +105,48 @@ def test_experts_are_adapted_and_routers_when_they_are_named():
 def test_names_patterns_and_expressions(config, expected):
     _, groups = of(TINY)
     assert names(find_targets(groups, LoraConfig(**config))).keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"in": "embed"}, {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+        ({"out": ["mlp"]}, {"gate_proj", "up_proj"}),
+        ({"out": "embed"}, {"o_proj", "down_proj"}),
+        ({"in": "embed", "out": ["kv_head", "head_size"]}, {"q_proj", "k_proj", "v_proj"}),
+        ({"in": "mlp"}, {"down_proj"}),
+    ],
+)
+def test_axes_name_projections(asked, expected):
+    """Those whose inputs, or results, have all of them; the head and routers want to be named."""
+    _, groups = of(TINY)
+    assert set(names(find_targets(groups, LoraConfig(target_modules=asked, r=4)))) == expected
+    others = set(names(find_targets(groups, LoraConfig(r=4)))) - expected
+    assert set(names(find_targets(groups, LoraConfig(exclude_modules=asked, r=4)))) == others
+    read = load(LoraLmConfig, ["--initialize_from_hf", "x", "--lora.target_modules", json.dumps(asked)]).lora
+    assert read.target_modules == asked
+
+
+def test_parts_of_a_group_are_named_by_axes():
+    _, groups = of(published("mixtral", num_local_experts=4, num_key_value_heads=8))
+    found = names(find_targets(groups, LoraConfig(target_modules={"in": ["embed"]}, r=2)))
+    assert "router" not in found and {"gate_proj", "up_proj", "q_proj"} <= found.keys()
+
+
+def test_axes_that_no_projection_has_are_refused():
+    _, groups = of(TINY)
+    with pytest.raises(
+        AdapterError, match=r"no projection has the axes \{'in': 'embd'\}; `in` may be embed, head_size"
+    ):
+        find_targets(groups, LoraConfig(target_modules={"in": "embd"}))
+    for wrong, says in (
+        ({"from": "embed"}, "projections are named by `in`, `out` or both"),
+        ({}, "projections are named by `in`, `out` or both"),
+        ({"in": []}, r"target_modules.in: must be an axis or a list of axes, got \[\]"),
+        ({"out": [3]}, r"target_modules.out: must be an axis or a list of axes, got \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            LoraConfig(target_modules=wrong)
 
 
 def test_the_checkpoint_s_names_are_names():
