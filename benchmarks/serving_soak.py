@@ -6,6 +6,10 @@
 Of the requests 20 % leave before their answer has come, 10 % are broken, 5 % are longer than the context; so many are
 asked at once that the queue overruns (429, asked again). Everybody else must get an answer, and a request that names a
 seed the same one each time. At the end no row runs, nothing waits and every page is free.
+
+Gaps are those between the parts of a streamed answer, each of which is a token of a row (those of an answer with two
+choices come together): log-probabilities are asked for, so that a token which is no text by itself is an event too. As
+many others' prompts as may be are computed in them.
 """
 
 import argparse
@@ -167,7 +171,8 @@ async def leave(place: Place, rng: random.Random, *, tokens: int) -> None:
 async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int) -> None:
     """Asks until there is room, and compares the answer with that to the same request before."""
     body, streamed = asked(rng, tokens=tokens), rng.random() < 0.5
-    data = request("/v1/completions", json.dumps({**body, "stream": streamed}).encode())
+    more = {"stream": True, "logprobs": 0} if streamed else {}
+    data = request("/v1/completions", json.dumps({**body, **more}).encode())
     while True:
         status, answer, times = await sent(place, data)
         seen.statuses[status] += 1
@@ -181,7 +186,8 @@ async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int)
     key = json.dumps(body)
     if seen.texts.setdefault(key, text) != text:
         seen.wrong.append(f"{key} was answered by {seen.texts[key]}, and later by {text}")
-    seen.gaps += [after - before for before, after in itertools.pairwise(times)]
+    if streamed:
+        seen.gaps += [after - before for before, after in itertools.pairwise(times)]
 
 
 def resident(pid: int | None) -> int:
@@ -243,6 +249,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="of the server")
     options = parser.parse_args()
+    # Beside this file; the tests that run the soak in a process of their own need none of it.
+    from serving_client import stand_first
+
+    print(stand_first())
     began = time.perf_counter()
     seen, account = asyncio.run(soak(**vars(options)))
     print(f"{seen.kinds.total():,} requests in {time.perf_counter() - began:.0f} s: {dict(seen.kinds)}")

@@ -21,7 +21,6 @@ clients elsewhere do not.
 import argparse
 import asyncio
 import bisect
-import gc
 import json
 import os
 import random
@@ -32,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving_client import Streamed, asked, load, ours, resident, stream
+from serving_client import Streamed, asked, load, ours, resident, stand_first, stream
 
 PROMPT, NEW = (8, 96), (32, 256)
 FLAT = 0.02
@@ -104,17 +103,6 @@ def gaps_of(answers: Sequence[Streamed]) -> tuple[list[float], list[float]]:
             if at == 0 or latest[at - 1] <= before:
                 quiet.append(after - before)
     return every, quiet
-
-
-def stand_first() -> str:
-    """Has this process run when it is woken, before others; says how."""
-    gc.disable()
-    try:
-        # Nobody that it starts inherits that.
-        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-    except (AttributeError, PermissionError):
-        return "clients compete with the server for processors"
-    return "clients have their processor before the server"
 
 
 def said(name: str, gaps: Sequence[float]) -> tuple[float, float]:
