@@ -312,7 +312,8 @@ class Service:
                 for of in [of for of in ticket.open if of.request == request]:
                     self._end(ticket, of, "failed", delivery.at)
             ticket.push(delivery)
-            if request not in ticket.requests:
+            # A token behind which more come ends nothing; of those there are many.
+            if (not isinstance(delivery, Piece) or delivery.last) and request not in ticket.requests:
                 self._forget(request)
 
     def _forget(self, request: str) -> None:
