@@ -49,8 +49,8 @@ TURN = 5e-5
 """Seconds that a thread of a server keeps the interpreter while another one wants it."""
 
 NEW_OBJECTS = 10_000
-"""Objects that a server makes, beside those that are gone again, before it looks for garbage among them: it stands still
-while it looks, and with Python's 700 it looked at every tenth step."""
+"""Objects that a server makes, beside those that are gone again, before it looks for garbage among them: it stands
+still while it looks, and with Python's 700 it looked at every tenth step."""
 
 
 class NotInstalledError(ValueError):
