@@ -33,7 +33,7 @@ from levanter.run import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
 NAME = "eval_harness"
-TOKENS_ON_CPU, TOKENS = 2048, 16384
+TOKENS_ON_CPU, TOKENS = 512, 16384
 """Tokens of a batch on each of its shards, where nobody says: enough for the products to be fast, few enough for the
 last batches, which are not full, to cost little."""
 LONGEST = 4096
@@ -272,7 +272,7 @@ def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     for rows in (trainer.per_device_eval_parallelism, trainer.per_device_parallelism):
         if rows != -1:
             return rows * length
-    return max(length, TOKENS_ON_CPU if target.platform == "cpu" else TOKENS)
+    return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
 
 
 def _template(config: EvalHarnessConfig, tokenizer: object) -> tuple[ChatTemplate | None, list[Check]]:
