@@ -249,10 +249,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="of the server")
     options = parser.parse_args()
-    # Beside this file; the tests that run the soak in a process of their own need none of it.
-    from serving_client import stand_first
-
-    print(stand_first())
     began = time.perf_counter()
     seen, account = asyncio.run(soak(**vars(options)))
     print(f"{seen.kinds.total():,} requests in {time.perf_counter() - began:.0f} s: {dict(seen.kinds)}")
