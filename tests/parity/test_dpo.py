@@ -163,6 +163,14 @@ def test_a_run_is_torchs(folder, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+# trl counts all that is behind the prompt, so what the template marks is all of that.
+ALL_BEHIND = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ 'A: ' + message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}U: {{ message['content'] }}\n{% endif %}{% endfor %}"
+)
+
+
 @pytest.mark.slow
 def test_the_first_steps_are_trls(folder, tmp_path):
     """trl's `DPOTrainer` on the same pairs: the losses of its first five steps."""
@@ -172,9 +180,11 @@ def test_the_first_steps_are_trls(folder, tmp_path):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     records = [pair(n) for n in range(40)]
-    ours = losses(folder, tmp_path, steps=5, devices=1, **IN_ORDER, **ADAM).series("train/loss")
+    ours = losses(
+        folder, tmp_path, steps=5, devices=1, format={"chat_template": ALL_BEHIND}, **IN_ORDER, **ADAM
+    ).series("train/loss")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = ALL_BEHIND
     tokenizer.pad_token = "<pad>"
     rows = [{"prompt": r["chosen"][:1], "chosen": r["chosen"][1:], "rejected": r["rejected"][1:]} for r in records]
     arguments = trl.DPOConfig(
@@ -222,7 +232,9 @@ def test_three_references_are_one(folder, tmp_path):
         "separate": {"type": "separate", "model_path": str(folder / "model")},
         "precomputed": {"type": "precomputed"},
     }
-    found = {name: losses(folder, tmp_path / name, adapter=LORA, reference=kind) for name, kind in kinds.items()}
+    found = {
+        name: losses(folder, tmp_path / name, devices=1, adapter=LORA, reference=kind) for name, kind in kinds.items()
+    }
     first = found["adapter_base"]
     assert first.series("train/loss")[0] - first.series("train/loss")[-1] > 1e-3
     for name in ("separate", "precomputed"):

@@ -77,6 +77,7 @@ def test_the_plan_has_the_reference_where_there_is_one(separate, adapted):
     assert {each.name for each in lean.program("train_step").inputs} == {"state", "frozen", "batch"}
 
 
+@pytest.mark.slow
 def test_text_is_evaluated_besides_and_before_the_first_step(folder, tmp_path):
     (folder / "text.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 5)
     text = {
@@ -101,6 +102,7 @@ def test_text_is_evaluated_besides_and_before_the_first_step(folder, tmp_path):
     assert sorted((tmp_path / "tokens" / "reference_logprobs" / "pairs" / "train").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(folder, tmp_path):
     """Two steps, and two more in another attempt, are four; another loss, or another reference, is another run."""
     keep = {"checkpointer": {"base_path": str(tmp_path / "checkpoints"), "keep": [{"every": 2}]}}
@@ -114,7 +116,8 @@ def test_a_run_resumes_bit_for_bit(folder, tmp_path):
         assert any(f"{next(iter(change))}" in str(error) and "different run" in str(error) for error in plan.errors)
 
 
-def test_a_precomputed_reference_is_made_once(folder, tmp_path, monkeypatch, caplog):
+@pytest.mark.slow
+def test_a_precomputed_reference_is_made_once(folder, tmp_path, monkeypatch):
     """The second run reads what the first one stored: it loads no reference, and trains the same."""
     from levanter.commands.train import pair_run
 
