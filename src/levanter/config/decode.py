@@ -44,6 +44,8 @@ class _Invalid:
         return "INVALID"
 
 
+SAME: Mapping[str, str] = {"hf_checkpoint": "initialize_from_hf", "initialize_from_hf": "hf_checkpoint"}
+"""What some commands call one way, and some another."""
 LONGEST_TEXT = 200
 """Characters of a value that are shown."""
 INVALID: Final = _Invalid()
@@ -178,6 +180,8 @@ class Decoder:
         elsewhere = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
         if not hint and elsewhere:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in elsewhere[:3])}"
+        if not hint and SAME.get(entry.key) in known:
+            hint = f"; here it is `{SAME[entry.key]}`"
         hint = hint or did_you_mean(entry.key, vocabulary)
         if not hint:
             hint = f"; valid keys here are {', '.join(known)}" if known else "; no keys are accepted here"

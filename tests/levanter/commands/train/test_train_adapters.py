@@ -18,7 +18,7 @@ from levanter.commands.train.changes import ChangedRunError
 from levanter.commands.train.lora_config import LoraLmConfig
 from levanter.commands.train.run import execute
 from levanter.commands.train.train_lm import TrainLmConfig, describe
-from levanter.config import load
+from levanter.config import ConfigError, load
 from levanter.plan.budget import budget_of
 from levanter.run import Session, Target
 from levanter.tracker import NoopTracker
@@ -405,6 +405,11 @@ def test_upstream_s_lora_lm_runs(generation, pretrained, tmp_path, devices):
         a, b = (found.get(f"{module}.lora_{which}.weight") for which in "AB")
         assert (a is not None) == name.endswith(("q_proj.weight", "v_proj.weight"))
         np.testing.assert_allclose(merged[name], x if a is None else x + 8 / 4 * (b @ a), atol=1e-6, err_msg=name)
+
+
+def test_a_key_of_other_commands_is_pointed_at():
+    with pytest.raises(ConfigError, match="unknown key; here it is `initialize_from_hf`"):
+        load(LoraLmConfig, ["--hf_checkpoint", "acme/llama"])
 
 
 def test_defaults_are_upstream_s():
