@@ -69,8 +69,8 @@ def of_generating(found: TimeCalibration, generation: str) -> TimeCalibration:
     if generation not in GENERATING_SCALE:
         return found
     said = (
-        f"two published loads set {generation}'s scale for generating text; of the five that test it four are within "
-        "25 %, and a server of a small model with few rows took 1.6 times its modelled time"
+        f"hardly calibrated: two published loads set {generation}'s scale for generating text; of the five that test "
+        "it four are within 25 %, and a server of a small model with few rows took 1.6 times its modelled time"
     )
     return TimeCalibration(said=said, spread=BEYOND)
 
