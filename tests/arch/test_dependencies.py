@@ -76,8 +76,8 @@ CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
             CORE | declared("tensorboard", "trackio", "ray", "constraint", "serve", "harness") | {"libtpu"},
         ),
         (("tests",), CORE | declared("test", "tensorboard", "clients", "judges") | {"libtpu"}),
-        # llama.cpp runs in an environment of its own, which the benchmark is told.
-        (("benchmarks",), CORE | declared("test") | {"xllamacpp"}),
+        # llama.cpp, peft and lm_eval run in environments of their own, which the benchmarks are told.
+        (("benchmarks",), CORE | declared("test", "judges") | {"xllamacpp"}),
     ],
     ids=["sources", "tests", "benchmarks"],
 )

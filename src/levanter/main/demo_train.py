@@ -16,6 +16,7 @@ from levanter.commands.shell.entry import run_entry_point
 from levanter.commands.shell.lifecycle import leave
 from levanter.commands.train.train_lm import TrainLmConfig, train
 from levanter.data import python_docs_text
+from levanter.eval.perplexity import EvalResult
 from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
 
 
@@ -33,7 +34,7 @@ def main(config: TrainLmConfig) -> int:
     done = train(config)
     if done.preempted:
         return PREEMPTED
-    if done.evaluation is None:
+    if not isinstance(done.evaluation, EvalResult):
         raise ValueError("the demo compares a held-out loss, and nothing was evaluated; use config/train/demo.yaml")
     loss = math.log(2) * done.evaluation.overall.micro.bits_per_byte
     entropy = bigram_entropy(python_docs_text().encode())

@@ -14,11 +14,13 @@ import pytest
 from helpers.hf_folder import CONFIG, TEXTS, write_folder
 
 import levanter.main
+from levanter.commands import plan_options
 from levanter.commands.catalog import ENTRY_POINTS
+from levanter.commands.plan_options import PlanUsageError, asked_for
 from levanter.compat.hf import package
 from levanter.config import HelpRequested
 from levanter.main import plan
-from levanter.main.plan import PlanUsageError, asked_for, main
+from levanter.main.plan import main
 
 MAIN = Path(levanter.main.__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -99,9 +101,9 @@ def test_entry_points_are_what_the_table_says(entry):
     names = {field.name for field in dataclasses.fields(config)}
     # `plan: {assume_tokens: N}` is a key of every run, and none of our own flags hides a key.
     assert "plan" in names
-    assert not names & {*plan._WITH_VALUE, *plan._SWITCHES}
+    assert not names & {*plan_options._WITH_VALUE, *plan_options._SWITCHES}
     assert callable(module.describe)
-    assert entry.name in plan.help_text() and entry.summary in plan.help_text()
+    assert entry.name in plan_options.help_text() and entry.summary in plan_options.help_text()
 
 
 def test_a_run_that_fits(tmp_path, folder, capsys):

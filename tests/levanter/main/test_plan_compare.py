@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from levanter.main.plan import PlanUsageError, asked_for, main
+from levanter.commands.plan_options import PlanUsageError, asked_for
+from levanter.main.plan import main
 
 MODEL = {
     "type": "llama",

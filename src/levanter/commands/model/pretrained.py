@@ -220,10 +220,8 @@ def describe_pretrained(
     if int8 is not None:
         module, rules = int8.module, int8.rules
     adapted, adapting = _adapted(choice, origin, module, rules, config, Vocab, precision)
-    adapter = None
     if adapted is not None:
-        module, rules, adapter = adapted.module, adapted.rules, adapted.adapter
-    checks += [*quantizing, *adapting]
+        module, rules = adapted.module, adapted.rules
     if work == "generate" and target.platform == "cpu":
         module = contracted_first(module)
     sharding = plan_sharding(
@@ -236,9 +234,8 @@ def describe_pretrained(
     activations = planned_activations(
         config, resolved, rows=batch(resolved.batch_ways), positions=positions, Vocab=Vocab, precision=precision
     )
-    if int8 is not None:
-        checks.append(quantization_check(int8, sharding))
-    load_plan = None
+    checks += [*quantizing, *adapting, *([] if int8 is None else [quantization_check(int8, sharding)])]
+    load_plan, adapter = None, None if adapted is None else adapted.adapter
     if not sharding.errors:
         load_plan, found = planned_loading(
             origin, config, Vocab, sharding, target, memory_bytes=choice.memory_bytes, rules=rules, adapter=adapter

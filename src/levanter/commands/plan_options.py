@@ -1,0 +1,203 @@
+"""The command line of `plan`: its own options, and what is left of it for the entry point."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from levanter.commands.catalog import ENTRY_POINTS, Listed
+from levanter.config import HelpRequested
+from levanter.config.errors import COMMAND_LINE, Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from levanter.plan.inquiry import Scope
+
+LOCAL, FULL = "local", "full"
+
+
+class PlanUsageError(ValueError):
+    """The command line names nothing that can be planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The parsed command line.
+
+    Attributes:
+        entry_point: which run.
+        argv: its own arguments: files and overrides.
+        targets: accelerators' names and `local`.
+        json: a file for the verdicts, `-` for standard output.
+        html: a file for the page.
+        compile: whether to compile.
+        scope: which Programs the verdict covers (`preflight.Question`).
+        require_inputs: whether missing inputs are refused.
+        search: whether to look for better meshes.
+        keep_hlo: a folder in which the compiler's output is kept.
+        cache: whether compiler results are cached, and cached ones reused.
+        compare: whether the same run without adapters is planned beside it.
+    """
+
+    entry_point: Listed
+    argv: tuple[str, ...]
+    targets: tuple[str, ...]
+    json: str | None = None
+    html: str | None = None
+    compile: bool = True
+    scope: "Scope" = "run"
+    require_inputs: bool = False
+    search: bool = False
+    keep_hlo: str | None = None
+    cache: bool = True
+    compare: bool = False
+
+
+_WITH_VALUE = (
+    "target",
+    "json",
+    "html",
+    "assume_tokens",
+    "assume_requests",
+    "chip_hour_price",
+    "goal",
+    "keep_hlo",
+    "compare",
+)
+_OF_PLAN_BLOCK = ("assume_tokens", "assume_requests", "chip_hour_price", "goal")
+"""Options that are keys of the block `plan:`."""
+_SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
+
+HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
+
+Tells whether a run loads and fits on a pod, and how fast it goes, from its own configuration, before the pod is rented.
+Needs no TPU, no weights (a folder with a config.json, or a complete `model:` block) and no network.
+
+entry points:
+{entry_points}
+
+options:
+  --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
+                       devices here; several: --target A --target B, or --target A,B
+  --no-compile         arithmetic only: seconds instead of a minute; refuses by inputs, gradients and named activations
+  --timed_only         compile only what makes up the job's time; the verdict then covers nothing else (default:
+                       everything that runs: loading, the first state, evaluation, checkpoints, exports)
+  --all_programs       also compile what draws the initial weights (minutes; judged by arithmetic otherwise)
+  --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
+  --assume_tokens N    tokens of the text, if it is not available (also `plan: {{assume_tokens: N}}` in the file)
+  --assume_requests N  requests of a harness's tasks, if their documents are not available
+  --chip_hour_price D  dollars an hour of a chip: runs that generate text say what a million tokens cost
+  --search             look for meshes that fit better or run faster
+  --goal GOAL          what a search for runs that generate text looks for: max_rows, latency_ms, or
+                       tokens_per_second (default)
+  --compare full       runs that train adapters: plan the same run without them beside it, every weight trained
+  --no_cache           recompile everything, and cache nothing
+  --json FILE          the verdicts as JSON; `-` for standard output
+  --html FILE          the verdicts as one self-contained page
+  --keep_hlo FOLDER    keep the compiler's output for each Program
+  everything else      options of the entry point: --trainer.mesh.axes '{{model: 8}}', …
+
+exit codes: 0 fits, or NOT COMPILED (the known bytes fit; only a compiler knows the rest);
+2 bad input (unknown key, axis, indivisible, missing file with --require_inputs); 3 does not fit; 4 the compiler
+crashed; 6 undecided (no compiler, and a device's memory or what would run is unknown); 130 Ctrl-C.
+With several targets: the worst one's (3 before 4 before 2 before 6).
+
+examples:
+  python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target local
+  python -m levanter.main.plan train_lm --config_path config/train/llama2_7b_v4-32.yaml --target v4-32,v6e-16
+  python -m levanter.main.plan train_lm --help trainer.mesh
+"""
+
+
+def help_text() -> str:
+    """The text of `--help`."""
+    width = max(map(len, ENTRY_POINTS)) + 2
+    rows = "\n".join(f"  {entry.name:<{width}}{entry.summary}" for entry in ENTRY_POINTS.values())
+    return HELP.format(entry_points=rows)
+
+
+def asked_for(argv: Sequence[str]) -> PlanRequest:
+    """Splits a command line into the options of `plan` and the entry point's own arguments.
+
+    Raises:
+        HelpRequested: `--help` alone; after an entry point it shows that one's keys.
+        PlanUsageError: lists a missing or unknown entry point, a missing target, flags without values.
+    """
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help"):
+        if words:
+            raise HelpRequested(help_text())
+        raise PlanUsageError(f"no entry point given; known: {', '.join(ENTRY_POINTS)}\n\n{help_text()}")
+    problems: list[str] = []
+    values: dict[str, list[str]] = {name: [] for name in _WITH_VALUE}
+    switches: set[str] = set()
+    rest: list[str] = []
+    names: list[str] = []
+    while words:
+        word = words.pop(0)
+        flag, equals, text = word.removeprefix("--").partition("=")
+        flag = flag.replace("-", "_")
+        if not word.startswith("-") and not names and not rest:
+            names.append(word)
+        elif word.startswith("--") and flag in _SWITCHES and not equals:
+            switches.add(flag)
+        elif word.startswith("--") and flag in _WITH_VALUE:
+            if not equals and (not words or words[0].startswith("--")):
+                problems.append(f"--{flag} needs a value")
+            else:
+                values[flag].append(text if equals else words.pop(0))
+        else:
+            rest.append(word)
+            if word.startswith("--") and "=" not in word:
+                # The next word is the key's value, whatever it looks like.
+                while words and not words[0].startswith("--"):
+                    rest.append(words.pop(0))
+    wants_help = any(word in ("-h", "--help") for word in rest)
+    entry = ENTRY_POINTS.get(names[0]) if names else None
+    if entry is None:
+        what = f"unknown entry point {names[0]!r}" if names else "the entry point must come first"
+        hint = did_you_mean(names[0], ENTRY_POINTS) if names else ""
+        problems.append(f"{what}{hint} (known: {', '.join(ENTRY_POINTS)})")
+    targets = [name.strip() for value in values["target"] for name in value.split(",") if name.strip()]
+    if not targets and not wants_help:
+        problems.append("no target: give --target v4-256 (any accelerator; several are planned in turn) or local")
+    if any(value != FULL for value in values["compare"]):
+        problems.append(f"--compare {values['compare'][0]}: what a run is compared with is `{FULL}`, full fine-tuning")
+    if {"all_programs", "timed_only"} <= switches:
+        problems.append("--all_programs and --timed_only contradict each other")
+    for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo", "compare"):
+        if len(values[name]) > 1:
+            problems.append(f"--{name} is given {len(values[name])} times")
+    if problems:
+        raise PlanUsageError("\n".join(problems))
+    assert entry is not None
+
+    def one(name: str) -> str | None:
+        return values[name][0] if values[name] else None
+
+    return PlanRequest(
+        entry_point=entry,
+        argv=(*rest, *(f"--plan.{name}={one(name)}" for name in _OF_PLAN_BLOCK if values[name])),
+        targets=tuple(dict.fromkeys(targets)),
+        json=one("json"),
+        html=one("html"),
+        compile="no_compile" not in switches,
+        scope="all" if "all_programs" in switches else "timed" if "timed_only" in switches else "run",
+        require_inputs="require_inputs" in switches,
+        search="search" in switches,
+        keep_hlo=one("keep_hlo"),
+        cache="no_cache" not in switches,
+        compare=bool(values["compare"]),
+    )
+
+
+def with_own_options(problem: Problem) -> Problem:
+    """A word of the command line that is no key of the run may have been meant as an option of ours."""
+    words = re.fullmatch(r"--([\w-]+) needs a value", problem.message)
+    key = words[1] if words else problem.key if problem.message.startswith("unknown key") else ""
+    here = problem.mark is not None and problem.mark.source == COMMAND_LINE
+    if not here or not key or "." in key:
+        return problem
+    options = sorted((*_WITH_VALUE, *_SWITCHES))
+    meant = did_you_mean(key.replace("-", "_"), options).removeprefix("; ")
+    listed = ", ".join(f"--{name}" for name in options)
+    return replace(problem, message=f"{problem.message}\noptions of plan: {listed}" + (f"; {meant}" if meant else ""))
