@@ -279,7 +279,8 @@ def shard_as_computed(x: hax.NamedArray) -> hax.NamedArray:
     if mapping is None or mesh is None:
         return x
     spec = mapping.spec(axis.name for axis in x.axes)
-    return hax.NamedArray(jax.lax.with_sharding_constraint(x.array, spec), x.axes)
+    array = jax.lax.with_sharding_constraint(x.array, spec)  # pyright: ignore[reportUnknownMemberType]
+    return hax.NamedArray(array, x.axes)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ def pair_rows(tokens: Tokens, *, half: int, slices: Slice) -> PairRows:
             f"{alike:,} of {len(begins):,} pairs ({alike / len(begins):.1%}) have one text as chosen and as rejected, "
             f"which teaches nothing; more than {MOST_ALIKE:.0%} are refused: are chosen_field and rejected_field right?"
         )
-    long = (lengths > half).any(axis=1)
+    long = np.any(lengths > half, axis=1).reshape(-1)
     if slices == "raise" and long.any():
         raise DataError(
             f"{int(long.sum()):,} of {len(long):,} pairs have a text longer than a row of {half:,} tokens (the longest "

@@ -94,12 +94,12 @@ class StepRecipe(Generic[B]):
         draws: whether what is trained is bound with random numbers, as dropout of adapters is.
     """
 
-    objective: Objective[LmHeadModel, B]
+    objective: Objective[Any, B]
     optimizer: optax.GradientTransformation
     schedule: Schedule
     precision: Precision
     accumulation: int = 1
-    bind: Callable[..., LmHeadModel] = bind
+    bind: Callable[..., PyTree] = bind
     parameters: ShardingPlan | None = None
     model: ShardingPlan | None = None
     skip_nonfinite: bool = False

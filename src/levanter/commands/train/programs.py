@@ -31,7 +31,7 @@ from levanter.trainer.adapted_state import Adapted, init_base_program
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
 from levanter.trainer.frozen import digest_program
 from levanter.trainer.loss import LmObjective
-from levanter.trainer.objective import Objective
+from levanter.trainer.preference import PreferenceObjective
 from levanter.trainer.state import StatePlan, TrainState, init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
 from levanter.trainer.trainable import Partition, bind
@@ -103,7 +103,7 @@ class TrainedRun:
         return None if self.pairs is None or self.pairs.model is None else self.pairs.model.load
 
     @property
-    def objective(self) -> Objective[Any, Any]:
+    def objective(self) -> LmObjective | PreferenceObjective:
         """The objective."""
         return self.of_text if self.pairs is None else self.pairs.objective
 
