@@ -154,6 +154,7 @@ IN_ORDER = {"data": {"shuffle": False}, "validation_split_fraction": None}
 ADAM = {"optimizer": {"learning_rate": 0.003, "warmup": 0, "lr_schedule": "constant", "weight_decay": 0.0}}
 
 
+@pytest.mark.slow
 def test_a_run_is_torchs(folder, tmp_path):
     """Losses of three steps of AdamW: both texts in one forward pass, the mask, the gradient, the reference."""
     other = {"type": "separate", "model_path": str(folder / "other")}
