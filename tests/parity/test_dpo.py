@@ -248,7 +248,7 @@ def test_three_references_are_one(folder, tmp_path):
 @pytest.mark.parametrize(
     ("axes", "more"),
     [
-        ({"data": 2, "model": 4}, {}),
+        ({"data": 2, "model": 2}, {}),
         ({"data": 4, "model": 2}, {"per_device_parallelism": 1}),
         ({"model": 2, "group": 2, "data": 2}, {}),
         ({"data": 1, "model": 1}, {}),
