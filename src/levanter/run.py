@@ -170,6 +170,7 @@ class Searchable:
         keys: the keys that set a layout's batch, by dotted name: rows that a device takes at once, and over all
             devices.
         remat_key: the key that chooses what is kept for the backward pass; None where there is none.
+        overrides: `trainer.mesh.overrides`, which a layout keeps where it can.
     """
 
     training: bool
@@ -185,6 +186,9 @@ class Searchable:
     compute_bytes: int
     keys: Callable[[int, int], Mapping[str, int]]
     remat_key: str | None = None
+    overrides: Mapping[str, Mapping[str, str | list[str] | None]] = field(
+        default_factory=dict[str, Mapping[str, str | list[str] | None]]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

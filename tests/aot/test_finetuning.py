@@ -16,6 +16,7 @@ from levanter.commands.train.lora_config import LoraLmConfig
 from levanter.commands.train.lora_lm import ENTRY_POINT
 from levanter.config import load_written
 from levanter.plan.aot import Compiled
+from levanter.plan.drawn import tile_padding
 from levanter.plan.inquiry import Question
 from levanter.plan.preflight import preflight
 from levanter.plan.verdict import Verdict
@@ -82,12 +83,18 @@ def test_nothing_frozen_is_reduced(pod, compiled):
 def test_what_comes_out_is_the_state_in_place(pod, compiled):
     verdict = compiled(pod)
     memory, groups = step(verdict).memory, verdict.plan.resident_bytes
+    assert verdict.budget is not None
     state = groups["adapters"] + groups["optimizer"]
-    assert memory.alias == pytest.approx(state, rel=0.15), "small arrays are padded to tiles"
+    padding = sum(
+        tile_padding(each.nbytes, each.shard_shape)
+        for each in verdict.budget.residents
+        if each.group in ("adapters", "optimizer")
+    )
+    assert memory.alias == pytest.approx(state + padding, rel=0.01)
     assert memory.output - memory.alias < 1 << 16, "metrics"
     frozen = sum(size for name, size in groups.items() if name.startswith("frozen"))
     assert frozen > 5 * state
-    assert memory.argument == pytest.approx(frozen + state, rel=0.03)
+    assert memory.argument == pytest.approx(frozen + state + padding, rel=0.03)
 
 
 def test_between_slices_travel_gradients_of_adapters_alone(compiled):

@@ -165,7 +165,9 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
         notes=pretrained.notes,
         work=replace(work, sequences=sequences),
         searchable=pretrained.searchable(
-            positions=config.max_eval_length, keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows}
+            positions=config.max_eval_length,
+            keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
+            overrides=config.trainer.mesh.overrides,
         ),
     )
 

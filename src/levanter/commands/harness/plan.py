@@ -174,7 +174,9 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         resident_bytes=resident,
         beside=beside,
         searchable=pretrained.searchable(
-            positions=length, keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows}
+            positions=length,
+            keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
+            overrides=config.trainer.mesh.overrides,
         )
         if texts is None
         else "layouts of generation are not searched yet",

@@ -180,6 +180,7 @@ def describe_jobs(
         searchable=pretrained.searchable(
             positions=max(job.positions for job in jobs),
             keys=lambda rows, ways: {"eval_batch_size": rows * ways},
+            overrides=config.trainer.mesh.overrides,
         ),
     )
 

@@ -128,12 +128,18 @@ class PretrainedModel:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
 
-    def searchable(self, *, positions: int, keys: Callable[[int, int], Mapping[str, int]]) -> Searchable:
+    def searchable(
+        self,
+        *,
+        positions: int,
+        keys: Callable[[int, int], Mapping[str, int]],
+        overrides: Mapping[str, Mapping[str, str | list[str] | None]],
+    ) -> Searchable:
         """What the layout search needs to know about a run with this model.
 
         Args:
             positions: tokens in a sequence.
-            keys: see `Searchable`.
+            keys, overrides: see `Searchable`.
         """
         sizes = {axis.name: axis.size for axis in self.config.axes.values()}
         return Searchable(
@@ -146,6 +152,7 @@ class PretrainedModel:
             batch_axis=self.resolved.batch_axis,
             compute_bytes=self.precision.compute.itemsize,
             keys=keys,
+            overrides=overrides,
         )
 
     @property

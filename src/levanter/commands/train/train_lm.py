@@ -397,6 +397,7 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
         compute_bytes=np.dtype(run.precision.compute).itemsize,
         keys=lambda rows, _: {"trainer.per_device_parallelism": rows // run.sequences},
         remat_key="model.gradient_checkpointing",
+        overrides=run.config.trainer.mesh.overrides,
     )
 
 

@@ -10,14 +10,18 @@ second; of a mixture of experts they cut the features of each expert, or whole e
 they cut `vocab` too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from haliax_ext.divisibility import divisors
 from levanter.models.axes import COMPOSITES
 
 Residual = Literal["whole", "embed", "position"]
+Overrides = Mapping[str, Mapping[str, str | list[str] | None]]
+"""Rules for some parameters, as `trainer.mesh.overrides` has them."""
+NO_OVERRIDES: Overrides = MappingProxyType({})
 MLP, EXPERT = "mlp", "expert"
 SCORING_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -62,8 +66,12 @@ class Candidate:
         """Into how many parts heads and `mlp` are cut."""
         return self.model * self.group
 
-    def mesh_options(self) -> dict[str, Any]:
-        """What to write under `trainer.mesh:`, every rule of a default that it departs from included."""
+    def mesh_options(self, overrides: Overrides = NO_OVERRIDES) -> dict[str, Any]:
+        """What to write under `trainer.mesh:`, every rule of a default that it departs from included.
+
+        Args:
+            overrides: the run's own rules for some parameters; what of them has a meaning here is kept.
+        """
         tensor: str | list[str] = ["model", "group"] if self.group > 1 else "model"
         axes = {"data": -1, "model": self.model} | ({"group": self.group} if self.group > 1 else {})
         axes |= {"replica": self.replica} if self.replica > 1 else {}
@@ -76,7 +84,22 @@ class Candidate:
         }
         if self.residual != "whole":
             options["residual_mapping"] = {self.residual: tensor}
+        if kept := self._kept(overrides, set(axes)):
+            options["overrides"] = kept
         return options
+
+    def _kept(self, overrides: Overrides, axes: Set[str]) -> dict[str, dict[str, str | list[str] | None]]:
+        """The rules whose mesh axes there are; where parameters are whole over `data`, none that cuts some over it."""
+        meant = axes if self.fsdp else axes - {"data"}
+        found = {
+            pattern: {
+                axis: value
+                for axis, value in rule.items()
+                if value is None or meant.issuperset([value] if isinstance(value, str) else value)
+            }
+            for pattern, rule in overrides.items()
+        }
+        return {pattern: rule for pattern, rule in found.items() if rule}
 
     @property
     def kind(self) -> Literal["cut", "replica", "whole"]:

@@ -17,7 +17,7 @@ part (`HIDDEN`); the sums of tensor parallelism do not.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from haliax_ext.abstract import Leaf
 from haliax_ext.errors import ShardingError, gib
@@ -30,7 +30,7 @@ from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models.activations import EMBEDDED, RESIDUAL
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.comms import Network, spans_of
-from levanter.plan.search.candidates import Candidate
+from levanter.plan.search.candidates import Candidate, Overrides
 from levanter.run import RunPlan
 
 MATMUL_EFFICIENCY = 0.65
@@ -72,6 +72,7 @@ class SearchSubject:
         global_batch: rows of a training step; None for scoring.
         flops_per_token: model FLOPs, attention over the causal half.
         compute_bytes: bytes of an element in the compute dtype.
+        overrides: the run's own rules for some parameters.
     """
 
     training: bool
@@ -88,6 +89,7 @@ class SearchSubject:
     global_batch: int | None
     flops_per_token: float
     compute_bytes: int
+    overrides: Overrides = field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[Leaf, ...]:
@@ -129,6 +131,7 @@ def subject_of(plan: RunPlan) -> SearchSubject:
         global_batch=found.global_batch,
         flops_per_token=load.flops_causal / load.tokens,
         compute_bytes=found.compute_bytes,
+        overrides=found.overrides,
     )
 
 
@@ -198,7 +201,7 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
     """Prices a candidate on a pod; what cannot run has a `problem`."""
     try:
         resolved = resolve(
-            MeshConfig(batch_axis_name=subject.batch_axis, **candidate.mesh_options()),
+            MeshConfig(batch_axis_name=subject.batch_axis, **candidate.mesh_options(subject.overrides)),
             subject.axes,
             devices=pod.devices,
             granules=pod.slices,

@@ -61,7 +61,7 @@ def values(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
         "compiled": [
             {
                 "layout": str(tried.candidate),
-                "mesh": tried.candidate.mesh_options(),
+                "mesh": tried.candidate.mesh_options(result.overrides),
                 "fits": tried.verdict.fits if tried.verdict else None,
                 "peak_bytes": tried.verdict.peak_bytes if tried.verdict else None,
                 "seconds_per_token": tried.seconds_per_token,

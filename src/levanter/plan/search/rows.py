@@ -8,7 +8,7 @@ the answer is the first of them that fits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -22,7 +22,7 @@ from levanter.inference.config import CACHE_DTYPES
 from levanter.inference.served import MOST_ROWS, Served
 from levanter.plan.comms import Network, spans_of
 from levanter.plan.report.words import seconds_text, three_digits
-from levanter.plan.search.candidates import Candidate
+from levanter.plan.search.candidates import NO_OVERRIDES, Candidate, Overrides
 from levanter.plan.search.estimate import MATMUL_EFFICIENCY
 
 HBM = 0.8
@@ -93,6 +93,7 @@ class RowsResult:
         tried: what was compiled, and what the compiler said.
         best: the best that fits; None where none does.
         neighbours: what changing one thing of the best comes to.
+        overrides: the run's own rules for some parameters.
     """
 
     goal: Goal
@@ -101,13 +102,14 @@ class RowsResult:
     tried: tuple[tuple[RowsLayout, str], ...]
     best: RowsLayout | None
     neighbours: tuple[tuple[str, str], ...]
+    overrides: Overrides = field(default_factory=dict)
 
     @property
     def keys(self) -> Mapping[str, Any]:
         """What to write for the best, by dotted name."""
         if self.best is None:
             return {}
-        return {"trainer.mesh": self.best.candidate.mesh_options(), **self.best.keys}
+        return {"trainer.mesh": self.best.candidate.mesh_options(self.overrides), **self.best.keys}
 
 
 def layouts(served: Served, *, devices: int) -> Iterator[Served]:
@@ -176,6 +178,7 @@ def search_rows(
     *,
     limit: int,
     compile_layout: Callable[[RowsLayout], tuple[bool, str]] | None,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> RowsResult:
     """The best layout for a goal, and what its neighbours come to.
 
@@ -185,6 +188,7 @@ def search_rows(
         goal: what is asked for.
         limit: bytes of a device.
         compile_layout: whether a layout fits, and what the compiler says; None asks no compiler.
+        overrides: the run's own rules for some parameters.
     """
     every = list(layouts(served, devices=pod.devices))
     found = [each for one in every for each in options(one, pod, goal, limit=limit)]
@@ -206,6 +210,7 @@ def search_rows(
         tried=tuple(tried),
         best=best,
         neighbours=() if best is None else tuple(_neighbours(best, pod, goal, limit=limit)),
+        overrides=overrides,
     )
 
 
@@ -264,7 +269,7 @@ def fragment(result: RowsResult) -> str:
     """The best as YAML."""
     assert result.best is not None
     own = {key.rpartition(".")[2]: value for key, value in result.best.keys.items()}
-    document = {"inference": own, "trainer": {"mesh": result.best.candidate.mesh_options()}}
+    document = {"inference": own, "trainer": {"mesh": result.best.candidate.mesh_options(result.overrides)}}
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
 
 

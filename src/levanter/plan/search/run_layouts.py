@@ -42,7 +42,7 @@ def keys_of(plan: RunPlan[Any], candidate: Candidate) -> dict[str, Any]:
 def vary(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
     """The configuration with the layout of a candidate, and the keys from `keys_of`."""
     mesh: MeshConfig = config.trainer.mesh
-    options = candidate.mesh_options()
+    options = candidate.mesh_options(mesh.overrides)
     laid_out = MeshConfig(
         batch_axis_name=mesh.batch_axis_name,
         dcn_axes=mesh.dcn_axes,
@@ -237,7 +237,14 @@ def found_rows(asked: LayoutCompiler, pod: Accelerator) -> Searched:
         return verdict.exit_code == OK, f"{verdict.headline.partition(';')[0]}{took}"
 
     goal = asked.config.plan.goal
-    result = search_rows(served, pod, goal, limit=limit, compile_layout=compiled if question.compile else None)
+    result = search_rows(
+        served,
+        pod,
+        goal,
+        limit=limit,
+        compile_layout=compiled if question.compile else None,
+        overrides=asked.config.trainer.mesh.overrides,
+    )
     return Searched(text=render_rows(result, target=pod.name), values=rows_values(result, target=pod.name))
 
 

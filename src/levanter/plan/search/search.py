@@ -7,14 +7,14 @@ next is said beforehand, for whoever can compile side by side.
 """
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
 
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
-from levanter.plan.search.candidates import Candidate, candidates
+from levanter.plan.search.candidates import Candidate, Overrides, candidates
 from levanter.plan.search.estimate import Estimate, SearchSubject, estimate
 from levanter.plan.verdict import ProgramVerdict
 
@@ -67,6 +67,7 @@ class SearchResult:
         fitting: how many of them fit by arithmetic.
         closest: where nothing fits, the candidate that needs least.
         own: the layout as the user has it, where it was compiled.
+        overrides: the run's own rules for some parameters.
     """
 
     best: Tried | None
@@ -76,6 +77,7 @@ class SearchResult:
     fitting: int
     closest: Tried | None = None
     own: ProgramVerdict | None = None
+    overrides: Overrides = field(default_factory=dict)
 
     @property
     def own_is_best(self) -> bool:
@@ -91,7 +93,7 @@ class SearchResult:
             extra: keys beside `trainer.mesh`, by dotted name: the batch, `model.gradient_checkpointing`.
         """
         assert self.best is not None
-        document: dict[str, Any] = {"trainer": {"mesh": self.best.candidate.mesh_options()}}
+        document: dict[str, Any] = {"trainer": {"mesh": self.best.candidate.mesh_options(self.overrides)}}
         for dotted, value in (extra or {}).items():
             at = document
             *path, last = dotted.split(".")
@@ -166,6 +168,7 @@ def search(
         fitting=len(fitting),
         closest=None if winner else min(priced, key=_needs, default=None),
         own=own,
+        overrides=subject.overrides,
     )
 
 

@@ -298,3 +298,32 @@ def test_every_speed_is_of_what_was_compiled_or_says_that_it_is_not():
         spoken = neighbour.why_not
         if "slower" in spoken or "as fast" in spoken:
             assert spoken.startswith("compiled: ") or "not compiled" in spoken
+
+
+def test_a_runs_own_rules_are_kept_where_they_have_a_meaning():
+    given = {"pairs": {"mlp": "data", "head_size": "data"}, "o_proj": {"heads": ["model", "group"], "embed": None}}
+    cut, grouped, whole = (
+        Candidate(data=8, model=1),
+        Candidate(data=2, model=2, group=2),
+        Candidate(data=8, model=1, fsdp=False),
+    )
+    assert cut.mesh_options(given)["overrides"] == {"pairs": given["pairs"], "o_proj": {"embed": None}}
+    assert grouped.mesh_options(given)["overrides"] == given
+    # What leaves the parameters whole over `data` cuts none of them over it.
+    assert whole.mesh_options(given)["overrides"] == {"o_proj": {"embed": None}}
+    assert "overrides" not in cut.mesh_options()
+
+
+def test_a_runs_own_rules_are_in_the_price_and_in_what_is_to_be_pasted():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("v6e-64")
+    plain = Candidate(data=64, model=1, remat=True)
+    # Without `embed`, `lm_head` is cut along its other axis and takes as much; with neither it is whole.
+    rules = {"lm_head": {"embed": None}}
+    own = replace(subject, overrides=rules)
+    head = next(leaf for leaf in subject.parameters if leaf.path == "lm_head.weight")
+    size = int(np.prod([size for _, size in head.axes])) * head.dtype.itemsize
+    more = estimate(plain, own, pod).argument_bytes - estimate(plain, subject, pod).argument_bytes
+    assert more >= size * 63 // 64
+    result = search(own, pod, compile_candidate=lambda c: verdict_of(c, seconds=1.0, tokens=1))
+    assert result.best is not None and result.best.candidate.fsdp
+    assert yaml.safe_load(result.fragment())["trainer"]["mesh"]["overrides"] == rules
