@@ -1,6 +1,6 @@
-"""Times a step that trains adapters: ours, our full step, and peft with torch.
+"""Times a step that trains adapters: ours, our full step, peft with torch, and upstream's.
 
-    python benchmarks/finetuning.py [--shape smollm2] [--peft …/python] [--rounds 8]
+    python benchmarks/finetuning.py [--shape smollm2] [--peft …/python] [--upstream …/python] [--rounds 8]
 
 The model is a Llama of the shape of SmolLM2-135M, or another of `SHAPES`, in float32 on one CPU device; adapters of
 rank 16 on all seven projections of each layer. All contenders begin with the same weights, use the same batches (random
@@ -12,6 +12,8 @@ nothing is timed.
 - *full*: the same without it.
 - *lora_remat*, *full_remat*: both with every layer recomputed in the backward pass.
 - *peft*: transformers' Llama with `peft.get_peft_model` and torch's AdamW over what requires a gradient.
+- *upstream*: the compiled step of its `Trainer` as its `train_lm` makes it for `adapter: {type: lora}`, of
+  `pip install marin-levanter gitpython` in a separate environment.
 
 Every contender runs in its own process for the entire measurement and waits for its turn; turns alternate, in a
 different order each round. Ratios are taken turn by turn and their median is reported, for time and for CPU seconds.
@@ -229,7 +231,16 @@ def peft(shape: Shape, data: Any, _: int) -> Run:
     return _loop(once, None)
 
 
-FINETUNED = {each.__name__: each for each in (lora, full, lora_remat, full_remat, peft)}
+def upstream(shape: Shape, data: Any, devices: int) -> Run:
+    """Upstream's trainer with its adapters, and the attention that forms the scores; nothing is recomputed."""
+    import training_contenders
+
+    adapter = {"r": RANK, "alpha": ALPHA, "zero_init_b": True, "a_init_mode": "random"}
+    whole = dataclasses.replace(shape, remat=False)
+    return training_contenders.upstream(whole, data, devices, attention="vanilla", adapter=adapter)
+
+
+FINETUNED = {each.__name__: each for each in (lora, full, lora_remat, full_remat, peft, upstream)}
 
 
 def main() -> int:
@@ -238,6 +249,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=1, help="steps of a turn")
     parser.add_argument("--peft", help="the Python of an environment that has torch, transformers and peft")
+    parser.add_argument("--upstream", help="the Python of an environment that has marin-levanter")
     parser.add_argument("--only", nargs="*", default=[], help="of ours: lora, full, lora_remat, full_remat")
     parser.add_argument("--worker", choices=list(FINETUNED), help=argparse.SUPPRESS)
     parser.add_argument("--file", help=argparse.SUPPRESS)
@@ -253,6 +265,7 @@ def main() -> int:
         make_factors(shape, file)
         pythons = dict.fromkeys(asked.only or ("lora", "full", "lora_remat", "full_remat"), sys.executable)
         pythons |= {"peft": asked.peft} if asked.peft else {}
+        pythons |= {"upstream": asked.upstream} if asked.upstream else {}
         contenders = [
             Contender(name, python, file, 1, ["--shape", asked.shape], script=__file__)
             for name, python in pythons.items()
@@ -288,7 +301,7 @@ def report(contenders: list[Contender], shape: Shape, steps: int) -> None:
         rate = steps * shape.batch * shape.length / statistics.median(walls)
         cpu = statistics.median(cpus) / steps
         print(f"| {each.name} | {rate:,.0f} | {cpu:.3f} | {each.turns[-1]['peak']:.2f} |")
-    aims = (("lora", "full", 0.75), ("lora_remat", "full_remat", 0.8), ("lora", "peft", 0.8))
+    aims = (("lora", "full", 0.75), ("lora_remat", "full_remat", 0.8), ("lora", "peft", 0.8), ("lora", "upstream", 0.8))
     print("| | time | CPU time | aim |\n|---|---|---|---|")
     for name, other, aim in aims:
         if name in by_name and other in by_name:

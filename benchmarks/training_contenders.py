@@ -251,8 +251,10 @@ def plain(shape: Shape, data: Any, devices: int) -> Run:
     return _loop(once, (params, state))
 
 
-def upstream(shape: Shape, data: Any, _: int, *, attention: str | None = None) -> Run:
-    """Upstream's own trainer; runs in its environment."""
+def upstream(
+    shape: Shape, data: Any, _: int, *, attention: str | None = None, adapter: dict[str, Any] | None = None
+) -> Run:
+    """Upstream's own trainer; runs in its environment. Of an adapter A is `a.<projection>` of the data and B is 0."""
     import equinox as eqx
     import haliax as hax
     import jax
@@ -306,11 +308,22 @@ def upstream(shape: Shape, data: Any, _: int, *, attention: str | None = None) -
     trainer = Trainer(config, optimizer, loss_fn, add_default_hooks=False)
     trainer.__enter__()
     key = jax.random.PRNGKey(0)
-    state = trainer.initial_state(key, model_init=lambda: model_config.build(Vocab, key=key))
+    if adapter is None:
+        state = trainer.initial_state(key, model_init=lambda: model_config.build(Vocab, key=key))
+    else:
+        from levanter.adaptor import LoraAdaptorConfig
+
+        # What its `train_lm` does with `adapter:`.
+        kind = LoraAdaptorConfig(**adapter)
+        model = kind.apply(model_config.build(Vocab, key=key), key=key, axis_mapping=trainer.parameter_axis_mapping)
+        state = trainer.initial_state(key, model=model, is_trainable=kind.trainable_filter(model))
 
     def put(keys: Any, x: Any) -> Any:
         path = ".".join(key.name for key in keys if hasattr(key, "name"))
-        return jax.device_put(data[OUR_PATHS[path]].reshape(x.shape), x.sharding)
+        if ".lora_B." in path:
+            return jax.device_put(jnp.zeros_like(x), x.sharding)
+        held = OUR_PATHS[path.replace(".wrapped", "").replace(".lora.lora_A", "")]
+        return jax.device_put(data[f"a.{held}" if ".lora_A." in path else held].reshape(x.shape), x.sharding)
 
     arrays, rest = eqx.partition(state.model, eqx.is_array)
     state = dataclasses.replace(state, model=eqx.combine(jax.tree_util.tree_map_with_path(put, arrays), rest))
