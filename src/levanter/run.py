@@ -280,7 +280,7 @@ class RunPlan(Generic[W]):
         if self.load is not None:
             lines += ["", self.load.summary]
         if self.load_beside is not None:
-            lines += ["", f"reference: {self.load_beside.summary}"]
+            lines += ["", f"{self.load_beside.name.removeprefix('load.')}: {self.load_beside.summary}"]
         lines += ["", "runs: " + " → ".join(program.name for program in self.computing)]
         for when, programs in (("before", self.loading), ("for saving", self.saving)):
             if programs:

@@ -88,6 +88,20 @@ class Inputs:
             {"per_device_eval_parallelism": 1},
         )
 
+    def perplexity_gap(self, folder: Path) -> list[str]:
+        """The command that compares the model with itself in int8, in `folder/out`."""
+        return self._command(
+            folder,
+            "perplexity_gap",
+            {
+                "model_a": {"hf_checkpoint": str(self.model), "quantize": "int8"},
+                "model_b": {"hf_checkpoint": str(self.model)},
+                "output_path": str(folder / "out"),
+                "datasets": {"docs": _documents(self.documents)},
+            },
+            {"per_device_eval_parallelism": 1},
+        )
+
     def generate(self, folder: Path, **inference: Any) -> list[str]:
         """The command that answers 7 prompts, in `folder/answers.jsonl`."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,18 @@ def test_a_page_of_log_probabilities(tmp_path, inputs):
     np.testing.assert_allclose(numbers[1], numbers[0], atol=0.02, rtol=0)
 
 
+def test_two_models_on_the_same_bytes(tmp_path, inputs):
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        outputs = run_together(folder, count, inputs.perplexity_gap(folder), devices=8 // count, cache=inputs.cache)
+        assert "bits per byte" in outputs[0] and not any("bits per byte" in each for each in outputs[1:])
+        (row,) = json.loads((folder / "out" / "summary.json").read_text())["datasets"]
+        found.append({key: value for key, value in row.items() if "second" not in key})
+    alone, together = found
+    assert together == pytest.approx(alone, abs=1e-5) and alone["delta_bits"] != 0
+
+
 def told(tmp_path, command: list[str], *words: str) -> list[str]:
     """A command of which process 1 gets more words."""
     module = command[0]

@@ -16,7 +16,8 @@ from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder
 from helpers.served import listening, loaded
 from safetensors.numpy import load_file, save_file
 
-from levanter.commands.evaluate import eval_lm, viz_logprobs
+from levanter.commands.evaluate import eval_lm, perplexity_gap, viz_logprobs
+from levanter.commands.evaluate.gap_config import PerplexityGapConfig
 from levanter.commands.export import export_lm_to_hf
 from levanter.commands.generate import generate
 from levanter.commands.memorize import eval_careless_lm
@@ -124,6 +125,23 @@ def test_pages_of_log_probabilities(made, tmp_path):
         # Two digits are shown.
         np.testing.assert_allclose(numbers[way], numbers["merged"], atol=0.0101)
     assert np.abs(numbers["base"] - numbers["merged"]).max() > 0.1
+
+
+@pytest.mark.slow
+def test_gaps_between_them(made, tmp_path):
+    """Each beside its merged twin, on the same bytes."""
+    for way in ("checkpoint", "adapter", "base"):
+        (tmp_path / way).mkdir()
+        document = {
+            "model_a": model_words(made, way),
+            "model_b": model_words(made, "merged"),
+            "datasets": {"docs": {"source": {"validation_urls": [str(made / "docs.jsonl")]}}},
+            **{"max_eval_length": 48, "output_path": str(tmp_path / way / "out"), "trainer": {**TRAINER, "mesh": MESH}},
+        }
+        words = write(tmp_path / way / "gap.yaml", document)
+        assert run_entry_point(PerplexityGapConfig, perplexity_gap.main, words) == 0
+        (row,) = json.loads((tmp_path / way / "out" / "summary.json").read_text())["datasets"]
+        assert (abs(row["gap_bpb"]) < 1e-4) == (way != "base"), (way, row)
 
 
 def memorized(made: Path, out: Path, way: str) -> BookResult:

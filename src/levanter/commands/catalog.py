@@ -62,6 +62,13 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "tasks of the evaluation harness",
             ),
             (
+                "perplexity_gap",
+                "evaluate.perplexity_gap",
+                "evaluate.gap_config",
+                "PerplexityGapConfig",
+                "two models on the same bytes",
+            ),
+            (
                 "eval_careless_lm",
                 "memorize.eval_careless_lm",
                 "memorize.config",

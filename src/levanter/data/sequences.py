@@ -145,17 +145,22 @@ class EvalSequences:
         first_rows = np.array([span.first_row for span in self.sets], np.int64)
         return np.searchsorted(first_rows, rows, side="right") - 1
 
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `[rows, position]`: where in the stream each position of these rows is, beyond its end where padded."""
+        set_index = self.set_of(np.maximum(rows, 0))
+        first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
+        start = np.array([span.start for span in self.sets], np.int64)[set_index]
+        strides = [self.max_length - 1 if span.stride is None else span.stride for span in self.sets]
+        begin = start + (rows - first_row) * np.array(strides, np.int64)[set_index]
+        return begin[:, None] + np.arange(self.max_length)[None, :]
+
     def take(self, rows: np.ndarray) -> EvalRows:
         """The rows with these indices as arrays; −1 makes a padding row, which scores nothing."""
         rows = np.asarray(rows, np.int64)
         assert rows.ndim == 1 and (rows < self.row_count).all() and (rows >= -1).all(), rows
         set_index = self.set_of(np.maximum(rows, 0))
-        first_row = np.array([span.first_row for span in self.sets], np.int64)[set_index]
-        start = np.array([span.start for span in self.sets], np.int64)[set_index]
         stop = np.array([span.stop for span in self.sets], np.int64)[set_index]
-        strides = [self.max_length - 1 if span.stride is None else span.stride for span in self.sets]
-        begin = start + (rows - first_row) * np.array(strides, np.int64)[set_index]
-        places = begin[:, None] + np.arange(self.max_length)[None, :]
+        places = self.places(rows)
         real = (places < stop[:, None]) & (rows >= 0)[:, None]
         places = np.clip(places, 0, len(self.stream) - 1)
         if self.real is not None:

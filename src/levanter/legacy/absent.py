@@ -40,11 +40,6 @@ ABSENT: Mapping[str, AbsentEntryPoint] = {
         what="converting a Hugging Face checkpoint to our format",
         instead="not needed: every entry point reads Hugging Face files directly",
     ),
-    "perplexity_gap": AbsentEntryPoint(
-        config_name="PerplexityGapConfig",
-        what="comparing two models on the same bytes",
-        instead="`eval_lm` once for each model: bits per byte compare across tokenizers",
-    ),
     "train_asr": AbsentEntryPoint(
         config_name="TrainAsrConfig", what="training on speech", instead="this project trains on text only"
     ),

@@ -26,32 +26,6 @@ class ExportHfToLmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GapModelConfig:
-    """One of the two models of a comparison."""
-
-    checkpoint_path: str
-    model: LmConfig | None = None
-    checkpoint_is_hf: bool = False
-    tokenizer: str | None = None
-    tokenizer_backend: str = "hf"
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerplexityGapConfig:
-    """Two models on the same bytes."""
-
-    model_a: GapModelConfig
-    model_b: GapModelConfig
-    datasets: dict[str, Any] = field(default_factory=dict)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    output_path: str = "perplexity-gap"
-    max_eval_length: int = 4096
-    max_docs_per_dataset: int = 256
-    max_doc_bytes: int = 32768
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainAsrConfig:
     """Training of a model that transcribes speech."""
 

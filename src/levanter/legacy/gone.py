@@ -286,9 +286,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
     "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
     "levanter.main.lora_lm": {"train": "`main` trains"},
-    "levanter.main.perplexity_gap": {
-        "main score_main ModelPerplexityConfig": "`eval_lm` once for each model: bits per byte compare",
-    },
     "levanter.main.sft": {"train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
     "levanter.main.sft_mixture": {"train": "`train_lm` trains on conversations"},
     "levanter.main.train_asr": {"main": _SPEECH},
@@ -301,7 +298,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
 GONE_MODULES: Mapping[str, str] = {
     "levanter.adaptor": _LORA,
     "levanter.lora": _LORA,
-    "levanter.analysis": "`viz_logprobs` and `plan` write pages",
+    "levanter.analysis": "`viz_logprobs`, `perplexity_gap` and `plan` write pages",
     "levanter.visualization": "`viz_logprobs` writes the page",
     "levanter.callbacks._core": _HOOKS,
     "levanter.callbacks._metrics": _HOOKS,

@@ -37,6 +37,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.main.inference_repl": (),
     "levanter.main.lora_dpo": (),
     "levanter.main.lora_lm": (),
+    "levanter.main.perplexity_gap": (),
     "levanter.main.sft": (),
     "levanter.main.sft_mixture": (),
     "levanter.main.train_dpo": (),

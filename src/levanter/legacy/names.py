@@ -23,6 +23,7 @@ _PRECISION = "levanter.legacy.facades.precision"
 _HELPERS = "levanter.legacy.facades.helpers"
 _ABSENT = "levanter.legacy.absent_configs"
 _DPO = "levanter.commands.train.dpo_config"
+_GAP = "levanter.commands.evaluate.gap_config"
 _SFT = "levanter.commands.train.sft_config"
 _ROTARY = "levanter.layers.rotary"
 _DECODER = "levanter.models.decoder:DecoderLmHeadModel"
@@ -259,8 +260,10 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.main.export_hf_to_lm": {"ImportHfConfig": f"{_ABSENT}:ExportHfToLmConfig"},
     "levanter.main.perplexity_gap": {
-        "GapFinderConfig": f"{_ABSENT}:PerplexityGapConfig",
-        "GapFinderModelConfig": f"{_ABSENT}:GapModelConfig",
+        "GapFinderConfig": f"{_GAP}:PerplexityGapConfig",
+        "GapFinderModelConfig": f"{_GAP}:GapModelConfig",
+        "ModelPerplexityConfig": f"{_GAP}:PerplexityGapConfig",
+        "score_main": "levanter.commands.evaluate.perplexity_gap:main",
     },
     "levanter.main.sft": {"SFTConfig": f"{_SFT}:SftConfig"},
     "levanter.main.sft_mixture": {"SFTMixtureConfig": f"{_SFT}:SftMixtureConfig"},

@@ -35,10 +35,6 @@ def test_help_and_misspelt_keys(name: str, capsys):
 
 AS_USERS_HAVE_THEM = {
     "export_hf_to_lm": "hf_checkpoint: acme/llama@v1\noutput_path: gs://acme/out\nmodel: {type: llama, seq_len: 64}\n",
-    "perplexity_gap": (
-        "model_a: {checkpoint_path: acme/a, checkpoint_is_hf: true}\nmodel_b: {checkpoint_path: acme/b}\n"
-        "datasets: {one: {source: {validation_urls: [a.jsonl]}}}\n"
-    ),
     "train_asr": "data: {id: acme/speech}\nbatch_size: 8\nmodel: {type: whisper}\n",
 }
 

@@ -26,6 +26,11 @@ NEEDED = {
     "EvalHarnessConfig": ["--hf_checkpoint", "a", "--tasks", "b"],
     "HarnessTaskConfig": ["--task", "a"],
     "VizLmConfig": ["--hf_checkpoint", "a"],
+    "GapModelConfig": ["--hf_checkpoint", "a"],
+    "PerplexityGapConfig": [
+        *("--model.hf_checkpoint", "a", "--datasets"),
+        "{a: {source: {type: url, validation_urls: [x]}}}",
+    ],
     "GenerateConfig": ["--hf_checkpoint", "a"],
     "SampleLmConfig": ["--hf_checkpoint", "a"],
     "ServeConfig": ["--hf_checkpoint", "a"],

@@ -1,1 +1,1 @@
-"""`eval_lm` and `viz_logprobs`: how well a model predicts a text."""
+"""`eval_lm`, `viz_logprobs`, `perplexity_gap`: how well models predict a text."""

@@ -1,0 +1,16 @@
+"""Compares two models on the same bytes, whatever their tokenizers: bits per byte, and a page of where they part."""
+
+from typing import TYPE_CHECKING
+
+from haliax_ext.on_demand import export_on_demand
+from levanter.commands.shell.door import enter, leave
+
+if TYPE_CHECKING:
+    from levanter.commands.evaluate.gap_config import GapModelConfig, PerplexityGapConfig
+    from levanter.commands.evaluate.perplexity_gap import ENTRY_POINT, describe, execute, main
+
+__all__ = ["ENTRY_POINT", "GapModelConfig", "PerplexityGapConfig", "describe", "execute", "main"]
+export_on_demand(__name__)
+
+if __name__ == "__main__":
+    leave(enter("perplexity_gap"))
