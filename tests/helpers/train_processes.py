@@ -1,12 +1,20 @@
-"""Runs of `python -m levanter.main.train_lm` in processes of their own: tiny, and compiled once for all of them."""
+"""Runs of `python -m levanter.main.train_lm` in processes of their own: tiny, and compiled once for all of them.
+
+What became of one that was killed: the losses of all its attempts, and what calls itself a checkpoint.
+"""
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 from helpers.processes import QUICK
+
+from levanter.checkpoint import CheckpointSource, find_checkpoints
 
 RUN = """
 data:
@@ -62,9 +70,9 @@ def start(run: Path, *overrides: str, devices: int = 2, cache: Path, module: str
     )
 
 
-def train(run: Path, *overrides: str, devices: int = 2, cache: Path, expect: int = 0) -> str:
+def train(run: Path, *overrides: str, devices: int = 2, cache: Path, expect: int = 0, module: str = "train_lm") -> str:
     """Runs it to its end, and returns what it printed."""
-    process = start(run, *overrides, devices=devices, cache=cache)
+    process = start(run, *overrides, devices=devices, cache=cache, module=module)
     try:
         said, _ = process.communicate(timeout=600)
     finally:
@@ -83,3 +91,49 @@ def logged(folder: Path, metric: str = "train/loss") -> dict[int, list[float]]:
             if metric in record.get("metrics", {}):
                 found.setdefault(record["step"], []).append(record["metrics"][metric])
     return found
+
+
+def count(folder: Path) -> int:
+    """Lines logged so far, over all attempts."""
+    return sum(file.read_bytes().count(b"\n") for file in (folder / "logged").rglob("metrics.jsonl"))
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, before: int, *, seconds: float = 250) -> None:
+    """Waits until the process has logged a step."""
+    deadline = time.monotonic() + seconds
+    while count(folder) < before + 3:  # the configuration, and two steps
+        assert process.poll() is None, process.communicate()[0][-5000:]
+        assert time.monotonic() < deadline, "it takes no step"
+        time.sleep(0.01)
+
+
+def check_checkpoints(folder: Path) -> int:
+    """Reads everything that calls itself complete; returns the highest step."""
+    refs = find_checkpoints(str(folder / "checkpoints/run"))
+    for ref in refs[-3:]:
+        source = CheckpointSource(ref)
+        assert int(source.read("step", ())) == ref.step == int(source.read("optimizer.1.count", ()))
+        for name, info in source.tensors.items():
+            whole = source.read(name, tuple(slice(0, size) for size in info.shape))
+            assert np.isfinite(whole).all(), f"{ref}: {name}"
+    return refs[-1].step if refs else 0
+
+
+def newest(folder: Path) -> int:
+    """The highest step of a complete checkpoint; reads no array, so it may be asked while the run deletes others."""
+    refs = find_checkpoints(str(folder / "checkpoints/run"))
+    return refs[-1].step if refs else 0
+
+
+def resumed_from(said: str) -> int:
+    found = re.search(r"resuming from the checkpoint of step (\d+) ", said)
+    return int(found.group(1)) if found else 0
+
+
+def compare(folder: Path, expected: dict[int, float], *, complete: bool = True) -> None:
+    """Every step that was ever logged has the loss of the run that was not stopped, bit for bit."""
+    found = logged(folder)
+    if complete:
+        assert sorted(found) == list(range(len(expected)))
+    wrong = {step: values for step, values in found.items() if any(value != expected[step] for value in values)}
+    assert not wrong

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levanter.data.assistant_mask import ASSISTANT, Masked, MaskedTemplate
+from levanter.data.assistant_mask import ASSISTANT, WAYS_OUT, Masked, MaskedTemplate
 from levanter.data.chat import ChatTemplate
 from levanter.data.errors import DataError
 from levanter.data.store_write import Encoded
@@ -15,6 +15,8 @@ from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 
 NOTHING = Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32))
 """A conversation in which nothing can count, since the assistant says nothing."""
+ENCLOSE = "enclose the end of the turn in {% generation %} too"
+LATER = "the template ends this turn in another way once more messages follow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,9 @@ class AnswerEncoder:
             )
         if not self.allow_unstopped:
             spans = masked.spans[-1:] if self.template.marks_generation else masked.spans
-            for span in spans:
-                self._check_end(masked, span.first, span.stop, origin)
+            for number, span in enumerate(spans, start=1):
+                ways = ENCLOSE if self.template.marks_generation or number == len(spans) else f"{LATER}; {WAYS_OUT}"
+                self._check_end(masked, span.first, span.stop, origin, ways)
         return self._weighted(masked, origin)
 
     def _weighted(self, masked: Masked, origin: str) -> Encoded:
@@ -80,7 +83,7 @@ class AnswerEncoder:
         weights[:-1] = masked.counted[1:]
         return Encoded(ids, weights)
 
-    def _check_end(self, masked: Masked, first: int, stop: int, origin: str) -> None:
+    def _check_end(self, masked: Masked, first: int, stop: int, origin: str, ways: str) -> None:
         """Refuses an answer that does not end in a token by which a model stops: it would learn to go on and on."""
         for i in masked.ids[first:stop][::-1].tolist():
             if i in self._ends:
@@ -90,7 +93,7 @@ class AnswerEncoder:
         tail = self.tokenizer.decode(masked.ids[max(first, stop - 8) : stop])
         raise DataError(
             f"{origin}: what counts of an answer ends in {tail!r}, not in a special token: the model would not learn "
-            "to stop there; enclose the end of the turn in {% generation %} too, or set allow_unstopped: true"
+            f"to stop there; {ways}, or set allow_unstopped: true"
         )
 
     @cached_property

@@ -182,6 +182,15 @@ def read_manifest(folder: str) -> Manifest | None:
         raise StoreError(f"{path}: damaged ({error}); delete the folder to rebuild it") from error
 
 
+def is_bare(folder: str, manifest: Manifest) -> bool:
+    """Whether a store has nothing but what it was to be made from: its first records were refused, say.
+
+    Who then changes what the refusal advised to change begins it anew.
+    """
+    numbers = range(len(manifest.identity.shards))
+    return manifest.shards is None and not any(exists(join(shard_folder(folder, n), SHARD_MARK)) for n in numbers)
+
+
 def compare(folder: str, stored: StoreIdentity, wanted: StoreIdentity, *, sources: bool) -> None:
     """Raises unless a store is what the configuration asks for.
 

@@ -64,9 +64,9 @@ class ReferenceStore:
         if not exists(path):
             return
         found = read_json(path)
-        if not isinstance(found, dict) or found.get("version") != VERSION:
+        stored = found.get("identity") if isinstance(found, dict) and found.get("version") == VERSION else None
+        if not isinstance(stored, dict):
             raise ReferenceStoreError(f"{path}: is no manifest of log-probabilities of a reference; delete the folder")
-        stored: Mapping[str, Any] = found.get("identity", {})
         differences = [
             f"  {key}: made with {stored.get(key)!r}, configured {self.identity.get(key)!r}"
             for key in sorted(stored.keys() | self.identity.keys())

@@ -15,6 +15,7 @@ Jagged arrays, that is: flat values and offsets. Chunks are compressed and carry
 tokenizer, other files, a file cut short) is an error that names the difference, and is never read.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -231,7 +232,8 @@ def kvstore(path: str) -> str | dict[str, str]:
         StoreError: a kind of URL that it does not write to.
     """
     if not is_remote(path):
-        return {"driver": "file", "path": local_path(path) + "/"}
+        # TensorStore takes no `.` and no `..` in a path.
+        return {"driver": "file", "path": os.path.realpath(local_path(path)) + "/"}
     if path.split("://", 1)[0] not in _STORES:
         raise StoreError(f"{path}: token stores must be on a local disk, gs:// or s3://")
     return path.rstrip("/") + "/"

@@ -30,6 +30,7 @@ from levanter.data.manifest import (
     StoreError,
     StoreIdentity,
     compare,
+    is_bare,
     read_json,
     read_manifest,
     shard_folder,
@@ -136,7 +137,7 @@ def build_store(
     with leased(folder, what="building a token store", advice=advice, wait=True) as lease:
         _sweep(folder)
         manifest = read_manifest(folder)
-        if manifest is not None:
+        if manifest is not None and not is_bare(folder, manifest):
             compare(folder, manifest.identity, identity, sources=True)
             if manifest.shards is not None:
                 return manifest

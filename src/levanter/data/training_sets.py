@@ -28,7 +28,7 @@ from levanter.data.formats import (
     TextLmDatasetFormat,
     format_name,
 )
-from levanter.data.manifest import Manifest, SourceFile, StoreError, read_manifest
+from levanter.data.manifest import Manifest, SourceFile, StoreError, is_bare, read_manifest
 from levanter.data.preference import pair_identity
 from levanter.data.readers import read_documents, read_records
 from levanter.data.tokenizer import Tokenizer
@@ -303,8 +303,10 @@ def _other_cache(folder: str | None) -> str:
 
 
 def _manifest(where: str, folder: str) -> Manifest | None:
+    """The manifest of a store in which there is something."""
     try:
-        return read_manifest(folder)
+        found = read_manifest(folder)
+        return None if found is None or is_bare(folder, found) else found
     except StoreError:
         raise
     except (OSError, ValueError) as error:

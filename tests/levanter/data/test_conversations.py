@@ -171,6 +171,17 @@ def test_a_template_that_marks_nothing_of_what_was_said(tmp_path):
         data_of(tmp_path, [said("the cat?", "sat")], chat_template=other)
 
 
+def test_what_was_refused_leaves_a_store_that_can_be_begun_anew(tmp_path):
+    """Nobody is told to delete a folder in which there is nothing, having done what a refusal advised."""
+    records = [said("the cat?", "sat")]
+    with pytest.raises(DataError, match="set allow_unstopped: true"):
+        data_of(tmp_path, records, chat_template=MARKED, cached=True)
+    data = data_of(tmp_path, records, chat_template=MARKED, cached=True, allow_unstopped=True)
+    assert counted_text(data) == ["sat"]
+    with pytest.raises(StoreError, match="this token store was built from something else"):
+        data_of(tmp_path, records, chat_template=MARKED, cached=True)
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_conversations_without_an_answer_are_left_out_and_counted(tmp_path, cached):
     records = [said("the cat?"), said("the cat?", "sat"), said("and?")]

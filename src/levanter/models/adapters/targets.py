@@ -26,6 +26,8 @@ from levanter.models.groups import HEAD, parameter_group
 T = TypeVar("T")
 
 KEY = "adapter"
+LM_HEAD = "lm_head"
+"""What checkpoints call the output head."""
 _WEIGHT = ".weight"
 
 
@@ -267,6 +269,8 @@ def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> li
         + (f"; did you mean {' or '.join(close)}?" if (close := nearest(pattern, known)) else f"; {_some(groups)}")
         for pattern in patterns
         if not any(_names(pattern, name) for group in groups for name in _all_names(group))
+        # Upstream's default, written down; where the embedding is the head there is none.
+        and (pattern, key) != (LM_HEAD, f"{KEY}.exclude_modules")
     ]
 
 

@@ -382,7 +382,8 @@ GENERATIONS = {
 }
 
 
-@pytest.mark.parametrize("generation", ["2025", pytest.param("2026", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["2025", "2026"])
 def test_upstream_s_lora_lm_runs(generation, pretrained, tmp_path, devices):
     length, mesh = GENERATIONS[generation]
     text = " ".join(str(n * n % 61) for n in range(600))

@@ -1,17 +1,25 @@
 """Runs of `train_lm` that are killed, told to stop and interrupted: the losses are those of the run that was not."""
 
 import random
-import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from helpers.train_processes import logged, start, train, write_run
+from helpers.train_processes import (
+    check_checkpoints,
+    compare,
+    count,
+    logged,
+    newest,
+    resumed_from,
+    start,
+    train,
+    wait_for_steps,
+    write_run,
+)
 
-from levanter.checkpoint import CheckpointSource, find_checkpoints
+from levanter.checkpoint import find_checkpoints
 from levanter.compat.open import open_checkpoint
 from levanter.io import local_path
 
@@ -32,52 +40,6 @@ def straight(folder: Path, cache: Path, *overrides: str, steps: int) -> dict[int
     found = {step: values for step, values in logged(folder).items()}
     assert list(found) == list(range(steps)) and all(len(values) == 1 for values in found.values())
     return {step: value for step, (value,) in found.items()}
-
-
-def count(folder: Path) -> int:
-    """Lines logged so far, over all attempts."""
-    return sum(file.read_bytes().count(b"\n") for file in (folder / "logged").rglob("metrics.jsonl"))
-
-
-def wait_for_steps(process: subprocess.Popen, folder: Path, before: int, *, seconds: float = 250) -> None:
-    """Waits until the process has logged a step."""
-    deadline = time.monotonic() + seconds
-    while count(folder) < before + 3:  # the configuration, and two steps
-        assert process.poll() is None, process.communicate()[0][-5000:]
-        assert time.monotonic() < deadline, "it takes no step"
-        time.sleep(0.01)
-
-
-def check_checkpoints(folder: Path) -> int:
-    """Reads everything that calls itself complete; returns the highest step."""
-    refs = find_checkpoints(str(folder / "checkpoints/run"))
-    for ref in refs[-3:]:
-        source = CheckpointSource(ref)
-        assert int(source.read("step", ())) == ref.step == int(source.read("optimizer.1.count", ()))
-        for name, info in source.tensors.items():
-            whole = source.read(name, tuple(slice(0, size) for size in info.shape))
-            assert np.isfinite(whole).all(), f"{ref}: {name}"
-    return refs[-1].step if refs else 0
-
-
-def newest(folder: Path) -> int:
-    """The highest step of a complete checkpoint; reads no array, so it may be asked while the run deletes others."""
-    refs = find_checkpoints(str(folder / "checkpoints/run"))
-    return refs[-1].step if refs else 0
-
-
-def resumed_from(said: str) -> int:
-    found = re.search(r"resuming from the checkpoint of step (\d+) ", said)
-    return int(found.group(1)) if found else 0
-
-
-def compare(folder: Path, expected: dict[int, float], *, complete: bool = True) -> None:
-    """Every step that was ever logged has the loss of the run that was not stopped, bit for bit."""
-    found = logged(folder)
-    if complete:
-        assert sorted(found) == list(range(len(expected)))
-    wrong = {step: values for step, values in found.items() if any(value != expected[step] for value in values)}
-    assert not wrong
 
 
 @pytest.mark.timeout(900)
