@@ -132,8 +132,8 @@ def run(entry_point: str, path: Path, *words: str) -> int:
     return run_entry_point(config_class(entry_point), module.main, ["--config_path", str(path), *words])
 
 
-FAST = {"29_lora_lm_2025", "31_sft", "36_new_lora_dpo"}
-"""The others of their commands are slow; `train_dpo` and `sft_mixture` run in other tests too."""
+FAST = {"29_lora_lm_2025", "31_sft"}
+"""The others are slow; runs of `train_dpo` and on mixtures of conversations are in other tests too."""
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OF])
