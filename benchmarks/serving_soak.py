@@ -7,9 +7,13 @@ Of the requests 20 % leave before their answer has come, 10 % are broken, 5 % ar
 asked at once that the queue overruns (429, asked again). Everybody else must get an answer, and a request that names a
 seed the same one each time. At the end no row runs, nothing waits and every page is free.
 
+Who is refused asks again 50 ms later, as no client does that heeds what the server says; with `--patient` after the
+seconds of `Retry-After`, as OpenAI's does. Those take more `--clients` to overrun the queue throughout: the report says
+in how many of the seconds somebody was refused.
+
 Gaps are those between the parts of a streamed answer, each of which is a token of a row (those of an answer with two
 choices come together): log-probabilities are asked for, so that a token which is no text by itself is an event too. As
-many others' prompts as may be are computed in them.
+many others' prompts as may be are computed in them. Run by itself, this process has its processor before the server.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import resource
 import statistics
 import sys
@@ -42,6 +47,8 @@ class Seen:
     texts: dict[str, str] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
+    refused: Counter = field(default_factory=Counter)
+    """By second."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,12 @@ def broken(rng: random.Random) -> bytes:
 
 async def sent(place: Place, data: bytes) -> tuple[int, bytes, list[float]]:
     """Sends a request and reads all of its answer: status, body, and when its parts came."""
+    status, _, body, times = await exchanged(place, data)
+    return status, body, times
+
+
+async def exchanged(place: Place, data: bytes) -> tuple[int, bytes, bytes, list[float]]:
+    """The same, with the answer's head."""
     reader, writer = await asyncio.open_connection(place.host, place.port)
     try:
         writer.write(data)
@@ -105,9 +118,9 @@ async def sent(place: Place, data: bytes) -> tuple[int, bytes, list[float]]:
         while part := await reader.read(1 << 16):
             body += part
             times.append(time.perf_counter())
-        return status, body, times
+        return status, head, body, times
     except (ConnectionError, asyncio.IncompleteReadError):
-        return 0, b"", []
+        return 0, b"", b"", []
     finally:
         writer.close()
 
@@ -134,7 +147,7 @@ def text_of(body: bytes, *, streamed: bool) -> str | None:
     return json.dumps([["".join(choices[n]), reasons[n]] for n in sorted(choices)])
 
 
-async def one(place: Place, rng: random.Random, seen: Seen, *, tokens: int) -> None:
+async def one(place: Place, rng: random.Random, seen: Seen, *, tokens: int, patient: bool = False) -> None:
     """One client."""
     kind = rng.random()
     if kind < LEAVE:
@@ -155,7 +168,7 @@ async def one(place: Place, rng: random.Random, seen: Seen, *, tokens: int) -> N
             seen.wrong.append(f"a prompt beyond the context: {status} {answer[:200]!r}")
     else:
         seen.kinds["answered"] += 1
-        await answered(place, rng, seen, tokens=tokens)
+        await answered(place, rng, seen, tokens=tokens, patient=patient)
 
 
 async def leave(place: Place, rng: random.Random, *, tokens: int) -> None:
@@ -168,17 +181,18 @@ async def leave(place: Place, rng: random.Random, *, tokens: int) -> None:
     writer.transport.abort()
 
 
-async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int) -> None:
+async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int, patient: bool) -> None:
     """Asks until there is room, and compares the answer with that to the same request before."""
     body, streamed = asked(rng, tokens=tokens), rng.random() < 0.5
     more = {"stream": True, "logprobs": 0} if streamed else {}
     data = request("/v1/completions", json.dumps({**body, **more}).encode())
     while True:
-        status, answer, times = await sent(place, data)
+        status, head, answer, times = await exchanged(place, data)
         seen.statuses[status] += 1
         if status != 429:
             break
-        await asyncio.sleep(0.05)
+        seen.refused[int(time.perf_counter())] += 1
+        await asyncio.sleep(after(head) if patient else 0.05)
     text = text_of(answer, streamed=streamed) if status == 200 else None
     if text is None:
         seen.wrong.append(f"{status}: {answer[:300]!r}")
@@ -190,13 +204,27 @@ async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int)
         seen.gaps += [after - before for before, after in itertools.pairwise(times)]
 
 
+def after(head: bytes) -> float:
+    """The seconds that an answer's head asks to wait."""
+    found = re.search(rb"(?i)\r\nretry-after: (\d+)\r\n", head)
+    assert found is not None, f"a refusal names no seconds: {head!r}"
+    return float(found[1])
+
+
 def resident(pid: int | None) -> int:
     """Bytes of memory that a process holds; 0 if nobody asks."""
     return 0 if pid is None else int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
 async def soak(
-    url: str, *, requests: int, clients: int, tokens: int = 24, seed: int = 0, pid: int | None = None
+    url: str,
+    *,
+    requests: int,
+    clients: int,
+    tokens: int = 24,
+    seed: int = 0,
+    pid: int | None = None,
+    patient: bool = False,
 ) -> tuple[Seen, dict]:
     """Runs all clients.
 
@@ -207,6 +235,7 @@ async def soak(
         tokens: of an answer, at most.
         seed: of what they do.
         pid: the server's process, whose memory is watched.
+        patient: whether who is refused heeds `Retry-After`.
 
     Returns:
         What was seen, and the server's own account at the end, once nothing runs.
@@ -219,7 +248,7 @@ async def soak(
 
     async def client() -> None:
         for turn in turns:
-            await one(place, turn, seen, tokens=tokens)
+            await one(place, turn, seen, tokens=tokens, patient=patient)
             if seen.kinds.total() % 100 == 0:
                 seen.resident.append(resident(pid))
 
@@ -241,6 +270,8 @@ async def status_of(place: Place) -> dict:
 
 def main() -> int:
     """Runs the soak and says what came of it; 0 if nothing was wrong."""
+    from serving_client import stand_first
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--requests", type=int, default=3000)
@@ -248,11 +279,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="of the server")
+    parser.add_argument("--patient", action="store_true", help="who is refused heeds Retry-After")
     options = parser.parse_args()
+    print(stand_first())
     began = time.perf_counter()
     seen, account = asyncio.run(soak(**vars(options)))
-    print(f"{seen.kinds.total():,} requests in {time.perf_counter() - began:.0f} s: {dict(seen.kinds)}")
+    seconds = time.perf_counter() - began
+    print(f"{seen.kinds.total():,} requests in {seconds:.0f} s: {dict(seen.kinds)}")
     print(f"statuses: {dict(sorted(seen.statuses.items()))} (0: a connection that ended without an answer)")
+    print(f"refused by the full queue: {seen.refused.total():,}, in {len(seen.refused)} of {seconds:.0f} seconds")
     if len(seen.gaps) > 100:
         cuts = statistics.quantiles(seen.gaps, n=100)
         middle, high = 1e3 * cuts[49], 1e3 * cuts[98]

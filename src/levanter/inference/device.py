@@ -144,10 +144,10 @@ class DeviceRows:
         return self._step(self.programs.decode, given, self._of_rows(sampling), masks or {})
 
     def _of_rows(self, sampling: Sequence[RowSampling | None]) -> dict[str, np.ndarray]:
-        """`host_params` of rows; those of the call before of as many rows, where they are sampled as then."""
+        """`host_params` of rows, made of those of the call before of as many."""
         before = self._params.get(len(sampling))
         if before is None or any(a is not b for a, b in zip(before[0], sampling, strict=True)):
-            before = self._params[len(sampling)] = (list(sampling), host_params(sampling))
+            before = self._params[len(sampling)] = (list(sampling), host_params(sampling, before=before))
         return before[1]
 
     def _step(

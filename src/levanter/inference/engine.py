@@ -70,8 +70,9 @@ class Engine:
     Attributes:
         device: the rows on the devices.
         schedule: who runs next.
-        behind: calls in flight before the first of them is read; none while a text has to conform to something, whose
-            next call depends on the last one.
+        behind: steps whose calls are in flight before those of the first are read, all of them at once, so that rows
+            get their tokens evenly, whether or not a prompt is computed beside them; none while a text has to conform
+            to something, whose next call depends on the last one.
         constraints: follows texts that have to conform to something; None where no request asks for that.
         computed_tokens: of prompts, computed so far; those of rows that gave way count each time.
         shared_tokens: of prompts, that nobody had to compute, since another row had.
@@ -84,7 +85,8 @@ class Engine:
     computed_tokens: int = field(default=0, init=False)
     shared_tokens: int = field(default=0, init=False)
     _standing: Standing = field(init=False)
-    _calls: "deque[_Call]" = field(default_factory=deque, init=False)
+    _calls: "deque[tuple[_Call, ...]]" = field(default_factory=deque, init=False)
+    """Of each step that is not read yet."""
     _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
     _lost: dict[ChoiceId, str] = field(default_factory=dict, init=False)
     _sampled: dict[ChoiceId, RowSampling] = field(default_factory=dict, init=False)
@@ -137,10 +139,12 @@ class Engine:
         self._standing = plan.after
         self.computed_tokens += sum(len(part.tokens) for part in plan.prefill)
         self.shared_tokens += sum(part.start for part in plan.prefill if part.fresh)
-        self._dispatch(plan)
+        if calls := self._dispatch(plan):
+            self._calls.append(calls)
         constrained = any(row is not None and row.request.constraint for row in plan.after.rows)
         while self._calls and (len(self._calls) > self.behind or plan.empty or constrained):
-            yield from self._read(self._calls.popleft())
+            for call in self._calls.popleft():
+                yield from self._read(call)
             if plan.empty:
                 break
 
@@ -150,17 +154,18 @@ class Engine:
         self._lost.pop(of, None)
         self._standing = self.schedule.ended(self._standing, of)
 
-    def _dispatch(self, plan: StepPlan) -> None:
+    def _dispatch(self, plan: StepPlan) -> tuple[_Call, ...]:
         """Sends a step's calls. Rows first that have text: who ends a prompt in this step goes on in the next one."""
-        sampling = self._sampling_of(plan)
+        sampling, calls = self._sampling_of(plan), []
         if plan.decode:
             masks = self._masks([(row.id, row.place) for row in plan.decode], plan)
             drawn = self.device.decode(plan.decode, plan.tables, sampling, masks)
-            self._calls.append(_Call(rows=plan.decode, drawn=drawn))
+            calls.append(_Call(rows=plan.decode, drawn=drawn))
         if plan.bucket is not None:
             masks = self._masks([(part.id, part.place) for part in plan.prefill if part.ends], plan)
             drawn = self.device.prefill(plan.bucket, plan.prefill, plan.tables, sampling, masks)
-            self._calls.append(_Call(parts=plan.prefill, drawn=drawn))
+            calls.append(_Call(parts=plan.prefill, drawn=drawn))
+        return tuple(calls)
 
     def _sampling_of(self, plan: StepPlan) -> list[RowSampling | None]:
         """How each row is sampled: the same object in every step, so that who has seen it need not look again."""

@@ -106,13 +106,32 @@ class RowSampling:
     stop_ids: tuple[int, ...]
 
 
-def host_params(rows: Sequence[RowSampling | None]) -> dict[str, np.ndarray]:
-    """The arrays of `RowParams` by name, for rows in the order of `batch`; None where nobody is."""
-    arrays = {
-        name: np.full((len(rows), *(axis.size for axis in extra)), value, dtype)
-        for name, (dtype, value, extra) in _FIELDS.items()
-    }
-    for n, row in enumerate(rows):
+def host_params(
+    rows: Sequence[RowSampling | None],
+    *,
+    before: tuple[Sequence[RowSampling | None], Mapping[str, np.ndarray]] | None = None,
+) -> dict[str, np.ndarray]:
+    """The arrays of `RowParams` by name, for rows in the order of `batch`; None where nobody is.
+
+    Args:
+        rows: how each is sampled.
+        before: as many others and what this gave for them: only those that are others now are gone through again. The
+            arrays are new ones all the same, since a call may still be reading those.
+    """
+    if before is None:
+        known: Sequence[RowSampling | None] = [None] * len(rows)
+        arrays = {
+            name: np.full((len(rows), *(axis.size for axis in extra)), value, dtype)
+            for name, (dtype, value, extra) in _FIELDS.items()
+        }
+    else:
+        known, arrays = before[0], {name: array.copy() for name, array in before[1].items()}
+    for n, (row, old) in enumerate(zip(rows, known, strict=True)):
+        if row is old:
+            continue
+        if old is not None:
+            for name, (_, value, _) in _FIELDS.items():
+                arrays[name][n] = value
         if row is not None:
             _fill(arrays, n, row)
     return arrays

@@ -8,6 +8,7 @@ newest goes.
 """
 
 import asyncio
+import re
 import resource
 from collections import OrderedDict
 from dataclasses import replace
@@ -20,6 +21,9 @@ from levanter.serving.limits import LimitsConfig
 
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 """What a connection gets that there is no room for."""
+END_OF_HEAD = re.compile(rb"\n\r?\n")
+MOST_HEAD = 1 << 14
+"""Bytes of a request's head."""
 OTHER_FILES = 256
 """Open files of a process that are not connections, at most."""
 
@@ -83,6 +87,16 @@ class BoundedConnection(H11Protocol):
         elif not self._has_begun and self.conn.their_state is h11.IDLE:
             self._has_begun = True
             self._await_head(self.limits.header_seconds)
+
+    def handle_events(self) -> None:
+        """Reads what came. h11 bounds a head that has not ended, and reads any that has: 20,000 short lines in one
+        piece took it 80 ms, in which nobody else is answered."""
+        if self.conn.their_state is h11.IDLE:
+            came, _ = self.conn.trailing_data
+            if len(came) > MOST_HEAD and END_OF_HEAD.search(came[:MOST_HEAD]) is None:
+                self.send_400_response(f"the head of the request has more than {MOST_HEAD:,} bytes")
+                return
+        super().handle_events()
 
     def on_response_complete(self) -> None:
         """Waits for the next head."""

@@ -220,3 +220,21 @@ def test_a_row_that_cannot_be_followed_any_more_ends_alone(engine, devices):
 def test_what_no_row_can_hold_is_refused(engine):
     with pytest.raises(RefusedError, match="45 tokens"):
         list(engine.run([request("long", *prompt(1, 45))]))
+
+
+def test_rows_get_a_token_a_step_whether_or_not_a_prompt_is_computed(engine):
+    """The calls of a step are read together: one call each would leave the others without a token at times."""
+    first, second = request("a", *prompt(1, 3), new=30), request("b", *prompt(2, 20))
+    engine.offer(first)
+    tokens, parts = [], []
+    prefill = engine.device.prefill
+    vars(engine.device)["prefill"] = lambda *args: parts.append(len(tokens)) or prefill(*args)
+    while not engine.idle:
+        if len(tokens) == 8:
+            engine.offer(second)
+        made = [event.of.request for event in engine.step() if isinstance(event, Token)]
+        tokens.append(made.count("a"))
+    # Of 20 tokens 8 at a time, while the other one gets its own.
+    assert len([step for step in parts if step >= 8]) == 3
+    begun = tokens.index(1)
+    assert tokens[begun : begun + 30] == [1] * 30 and sum(tokens) == 30

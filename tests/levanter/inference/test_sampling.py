@@ -42,6 +42,31 @@ def rows_of(params, *, seed=None, prompt=3, stop_ids=(), choices=False):
     )
 
 
+def test_only_rows_that_are_others_are_gone_through_again():
+    one, other, biased = (
+        RowSampling(params=params, seed=n << 33, choice=n, prompt_tokens=n, stop_ids=tuple(range(n)))
+        for n, params in enumerate(
+            (SamplingParams(), SamplingParams(temperature=0.5, top_k=3), SamplingParams(logit_bias={4: 2.0, 5: -1.0}))
+        )
+    )
+    before = None
+    for rows in (
+        [one, None, biased, None],
+        [one, other, biased, None],
+        [one, other, None, biased],
+        [other, other, None, one],
+        [None] * 4,
+    ):
+        found, kept = host_params(rows, before=before), {} if before is None else before[1]
+        held = {name: array.copy() for name, array in kept.items()}
+        for name, expected in host_params(rows).items():
+            np.testing.assert_array_equal(found[name], expected)
+            assert found[name].dtype == expected.dtype
+            # A call may still read what there was before.
+            assert not kept or (found[name] is not kept[name] and np.array_equal(kept[name], held[name]))
+        before = rows, found
+
+
 @functools.cache
 def _jitted(masked):
     @jax.jit

@@ -66,6 +66,33 @@ def test_a_head_that_does_not_end_is_not_waited_for(connect, sent):
         assert is_answered(port)
 
 
+LONG_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 20_000 + b"\r\n"
+
+
+@pytest.mark.parametrize("before", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\n123"])
+def test_a_head_that_is_too_long_is_not_read(connect, before):
+    with served() as port:
+        client, said = connect(port), b""
+        client.sendall(before + LONG_HEAD)
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(65536):
+                said += part
+        assert said.count(b"HTTP/1.1 200") == bool(before)
+        # What the client still sends may end the connection before it has read why.
+        assert before or b"head of the request has more than 16,384 bytes" in said or not said
+        assert is_answered(port)
+
+
+def test_a_head_of_many_lines_within_the_bound_is_read(connect):
+    with served() as port:
+        client, said = connect(port), b""
+        lines = b"X: y\r\n" * 2_500
+        client.sendall(b"GET /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" + lines + b"\r\n")
+        while part := client.recv(65536):
+            said += part
+        assert said.startswith(b"HTTP/1.1 200")
+
+
 def test_a_head_that_comes_byte_by_byte_has_no_more_time(connect):
     with served(header_seconds=0.5) as port:
         slow, stopped = connect(port), threading.Event()
