@@ -5,52 +5,14 @@
 The run is that of `train_lm` with `adapter: {type: lora, …}`.
 """
 
-from dataclasses import replace
-
 from levanter.commands.shell.perform import perform
+from levanter.commands.train.by_other_keys import by_other_keys
 from levanter.commands.train.lora_config import LoraLmConfig
-from levanter.commands.train.train_lm import ENTRY_POINT as TRAINING
-from levanter.commands.train.train_lm import describe as describe_training
-from levanter.commands.train.work import TrainPlan
 from levanter.config import Written
-from levanter.run import EntryPoint, Target
 
 NAME = "lora_lm"
-
-
-def describe(config: LoraLmConfig, target: Target, *, written: Written | None = None) -> TrainPlan:
-    """Describes the training run; reads metadata only.
-
-    Args:
-        config: what is trained.
-        target: the devices.
-        written: the keys that the user wrote; None for a config made in Python.
-
-    Raises:
-        ValueError: see `train_lm`.
-    """
-    written = Written.in_python(config) if written is None else written
-    return replace(describe_training(config.training, target, written=written), entry_point=NAME)
-
-
-def describe_in_full(config: LoraLmConfig, target: Target, *, written: Written | None = None) -> TrainPlan:
-    """Describes the same run without adapters, every weight trained; see `describe`."""
-    written = Written.in_python(config) if written is None else written
-    plan = describe_training(config.training.without_adapter, target, written=written)
-    return replace(plan, entry_point=NAME)
-
-
-ENTRY_POINT = EntryPoint(
-    name=NAME,
-    config=LoraLmConfig,
-    describe=describe,
-    execute=TRAINING.execute,
-    outputs=TRAINING.outputs,
-    conclude=TRAINING.conclude,
-    facts=TRAINING.facts,
-    left=TRAINING.left,
-    in_full=describe_in_full,
-)
+ENTRY_POINT = by_other_keys(NAME, LoraLmConfig, lambda config: config.training)
+describe = ENTRY_POINT.describe
 
 
 def main(config: LoraLmConfig, *, written: Written | None = None) -> int:
