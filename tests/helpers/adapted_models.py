@@ -10,10 +10,11 @@ import numpy as np
 from helpers.family_models import describe_folder
 from safetensors.numpy import save_file
 
-from haliax_ext.abstract import with_arrays
+from haliax_ext.abstract import leaves, with_arrays
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.compat.hf.peft import open_peft
 from levanter.models.adapters.targets import groups_of
+from levanter.models.adapters.whole import part_of
 
 TOKENS = np.random.default_rng(5).integers(3, 250, (8, 24)).astype(np.int32)
 
@@ -37,8 +38,9 @@ def read_adapter(folder: Path, model, rules):
     """The targets and the factors of a folder of `peft`."""
     every = groups_of(model, rules)
     adapter = open_peft(str(folder)).of_model(every)
-    targets = adapter.targets(every, rules)
-    return targets, adapter.read(targets, rules)
+    part = part_of(model, adapter.whole(leaves(model), rules))
+    targets = adapter.targets(every, rules, part)
+    return targets, adapter.read(targets, rules, part)
 
 
 def write_adapter(folder: Path, tensors: dict[str, np.ndarray], **config) -> Path:

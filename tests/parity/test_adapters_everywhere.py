@@ -58,8 +58,13 @@ def train(folder: Path, **changes) -> None:
     assert run_entry_point(train_lm.TrainLmConfig, train_lm.main, words) == 0
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+BEGINS = {"type": "lora", "r": 4, "alpha": 8, "zero_init_b": True, "a_init_mode": "peft"}
+WHOLE = {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens", "norm"]}
+TRAINED = {"factors": BEGINS, "copies": {**BEGINS, **WHOLE}}
+
+
+@pytest.fixture(scope="module", params=["factors", pytest.param("copies", marks=pytest.mark.slow)])
+def made(request, tmp_path_factory):
     """The folder of a run that is over, with all that it wrote, and its base."""
     folder = tmp_path_factory.mktemp("adapters")
     weights = {
@@ -69,7 +74,7 @@ def made(tmp_path_factory):
     write_folder(folder / "base", config={**CONFIG, "torch_dtype": "float32"}, weights=weights)
     (folder / "docs.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     (folder / "book.txt").write_text(TEXT)
-    train(folder)
+    train(folder, adapter=TRAINED[request.param])
     return folder
 
 

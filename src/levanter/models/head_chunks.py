@@ -128,8 +128,8 @@ class Found:
     Attributes:
         scores: of every chunk.
         of_x: the gradient of the activations, in their dtype and over their axes.
-        of_head: of the head, in its dtype and in its parameters' shards; None for arrays of integers in it, and as a
-            whole where nobody learns it.
+        of_head: of the head, in its dtype and in its parameters' shards; None for arrays in it that nobody learns, and
+            as a whole where nobody learns any.
     """
 
     scores: Scores
@@ -146,7 +146,7 @@ def scores_and_gradients(
     *,
     Chunks: Axis,
     how: HeadScoring,
-    learns: bool,
+    learned: tuple[bool, ...],
 ) -> Found:
     """The scores of every chunk and what they give back, by three products of a chunk's logits' size.
 
@@ -157,10 +157,10 @@ def scores_and_gradients(
         x, head, targets, Chunks, how: see `scores`.
         beside: arrays by chunks that `given` gets a chunk of.
         given: the cotangents of a chunk's scores.
-        learns: whether the gradient of the head is wanted.
+        learned: of which arrays of the head, in their order, the gradient is wanted.
     """
     loop = _dense_loop if isinstance(head.operand, Dense) and head.bias is None else _loop
-    return loop(x, head, targets, beside, given, Chunks, how, learns)
+    return loop(x, head, targets, beside, given, Chunks, how, learned)
 
 
 def _loop(
@@ -171,10 +171,16 @@ def _loop(
     given: Given,
     Chunks: Axis,
     how: HeadScoring,
-    learns: bool,
+    learned: tuple[bool, ...],
 ) -> Found:
-    """Any head, by JAX's derivative of each chunk."""
-    floating, rest = eqx.partition(stored, eqx.is_inexact_array)
+    """Any head, by JAX's derivative of each chunk.
+
+    Of an adapted one the factors are learned alone: their sums are as thin as the rank, and no gradient of the matrix
+    is made.
+    """
+    learns = any(learned)
+    wanted = jax.tree.unflatten(jax.tree.structure(stored), learned)
+    floating, rest = eqx.partition(stored, wanted)
     floating, rest = hax.auto_sharded((floating, rest))
 
     def step(
@@ -212,7 +218,7 @@ def _dense_loop(
     given: Given,
     Chunks: Axis,
     how: HeadScoring,
-    learns: bool,
+    learned: tuple[bool, ...],
 ) -> Found:
     """A head `[vocab, embed]` that is an array, by hand.
 
@@ -223,7 +229,7 @@ def _dense_loop(
     × vocabulary around, once. Otherwise XLA for CPUs turns vocabulary × embed around, and again for each thing that the
     optimizer makes of it.
     """
-    operand = stored.operand
+    operand, learns = stored.operand, any(learned)
     assert isinstance(operand, Dense)
     rows = OpenedAxes.of(axis for axis in targets.axes if axis != Chunks) if learns else OpenedAxes(())
 

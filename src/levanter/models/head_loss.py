@@ -11,6 +11,7 @@ differentiated, none is made.
 """
 
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import haliax as hax
@@ -89,7 +90,7 @@ class _Gradients(eqx.Module):
 
     Attributes:
         of_x: of the activations; None where nobody asks.
-        of_head: of the head; None where nobody asks, and for arrays of integers in it.
+        of_head: of the head; None where nobody asks, and for arrays in it that nobody asks for.
     """
 
     of_x: NamedArray | None
@@ -98,16 +99,22 @@ class _Gradients(eqx.Module):
 
 def _sums_forward(x, head, targets, weights, Chunks, how, z_weight):
     # JAX says of each input whether it is differentiated.
-    asked, learns = x.array.perturbed, any(each.perturbed for each in jax.tree.leaves(head))
+    asked, learned = x.array.perturbed, tuple(bool(each.perturbed) for each in jax.tree.leaves(head))
     assert not weights.array.perturbed, "the sums are not differentiated by their weights"
     x, head, targets, weights = jax.tree.map(lambda each: each.value, (x, head, targets, weights))
-    if not learns:
-        # One that nothing is added up for is gathered once, where it is cut, and not for each chunk.
-        head = jax.tree.map(shard_as_computed, head, is_leaf=lambda each: isinstance(each, NamedArray))
+    # What nothing is added up for is gathered once, where it is cut, and not for each chunk.
+    head = _with_unlearned(shard_as_computed, head, learned)
     given = functools.partial(_cotangents, z_weight=z_weight)
-    found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learns=learns)
+    found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learned=learned)
     kept = _Gradients(of_x=found.of_x if asked else None, of_head=found.of_head)
     return _summed(found.scores, weights, z_weight), kept
+
+
+def _with_unlearned(fn: Callable[[NamedArray], NamedArray], head: Linear, learned: tuple[bool, ...]) -> Linear:
+    """A head with `fn` of the arrays of which no gradient is asked for."""
+    flat, structure = jax.tree.flatten(head, is_leaf=lambda each: isinstance(each, NamedArray))
+    arrays = (x if is_learned else fn(x) for x, is_learned in zip(flat, learned, strict=True))
+    return jax.tree.unflatten(structure, arrays)
 
 
 def _sums_backward(*fixed_kept_and_cotangent):

@@ -47,21 +47,21 @@ class _Kept(eqx.Module):
 
     Attributes:
         x, head, targets: the inputs.
-        learns: whether anybody asks for a gradient of the head.
+        learned: of which arrays of the head a gradient is asked for.
     """
 
     x: NamedArray
     head: Linear
     targets: NamedArray
-    learns: bool = eqx.field(static=True)
+    learned: tuple[bool, ...] = eqx.field(static=True)
 
 
 def _in_chunks_forward(x, head, targets, Chunks, how):
     # JAX says of each input whether it is differentiated. Where a head is not, the sum of its gradients would be a
     # carry of a loop that nobody reads: XLA for CPUs drops it, but not before each chunk's rows are spread for it.
-    learns = any(each.perturbed for each in jax.tree.leaves(head))
+    learned = tuple(bool(each.perturbed) for each in jax.tree.leaves(head))
     x, head, targets = jax.tree.map(lambda each: each.value, (x, head, targets))
-    return _in_chunks(x, head, targets, Chunks, how), _Kept(x=x, head=head, targets=targets, learns=learns)
+    return _in_chunks(x, head, targets, Chunks, how), _Kept(x=x, head=head, targets=targets, learned=learned)
 
 
 def _in_chunks_backward(Chunks, how, kept, cotangent):
@@ -78,7 +78,7 @@ def _in_chunks_backward(Chunks, how, kept, cotangent):
         lambda _, given: given,
         Chunks=Chunks,
         how=how,
-        learns=kept.learns,
+        learned=kept.learned,
     )
     return found.of_x, found.of_head, None
 

@@ -40,6 +40,7 @@ class FrozenPart:
         digests: of each frozen parameter, by path, in hexadecimal; empty text where it is not known yet.
         adapters: of the adapters that are trained instead, each target with its rank; None where parameters are.
         dtype: in what the frozen parameters were held, which their digests depend on; None if that is not known.
+        whole: parameters of which copies are trained beside adapters.
     """
 
     patterns: tuple[str, ...]
@@ -47,11 +48,14 @@ class FrozenPart:
     digests: Mapping[str, str] = field(repr=False)
     adapters: Mapping[str, int] | None = None
     dtype: str | None = None
+    whole: tuple[str, ...] = ()
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What is saved beside the arrays of a checkpoint."""
-        adapters = {} if self.adapters is None else {"adapters": dict(self.adapters)}
+        adapters: dict[str, Any] = {} if self.adapters is None else {"adapters": dict(self.adapters)}
+        if self.whole:
+            adapters["whole"] = list(self.whole)
         said = {"trainable": list(self.patterns), "from": self.origin, "digests": dict(self.digests)}
         return {FROZEN: {**said, **adapters, **({} if self.dtype is None else {"dtype": self.dtype})}}
 
@@ -67,6 +71,7 @@ class FrozenPart:
             digests=said["digests"],
             adapters=said.get("adapters"),
             dtype=said.get("dtype"),
+            whole=tuple(said.get("whole", ())),
         )
 
 
@@ -101,6 +106,7 @@ def check_partition(ref: CheckpointRef, ours: FrozenPart | None) -> None:
 def _check_adapters(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenPart | None) -> None:
     there, here = (None if part is None else part.adapters for part in (theirs, ours))
     if there == here:
+        _check_whole(ref, theirs, ours)
         return
     if there is None or here is None:
         said = ("trained no adapters", "trains adapters") if there is None else ("trained adapters", "trains none")
@@ -116,6 +122,20 @@ def _check_adapters(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenP
     raise CheckpointMismatchError(
         f"{ref.path}: this checkpoint is of a run with other adapters; {len(lines)} differ:\n  " + "\n  ".join(lines)
     )
+
+
+def _check_whole(ref: CheckpointRef, theirs: FrozenPart | None, ours: FrozenPart | None) -> None:
+    there, here = (frozenset() if part is None else frozenset(part.whole) for part in (theirs, ours))
+    if there != here:
+        lines = [
+            f"{path}: {'trained whole' if path in there else 'frozen'} when it was saved, "
+            f"{'trained whole' if path in here else 'frozen'} now (adapter.modules_to_save)"
+            for path in sorted(there ^ here)
+        ]
+        raise CheckpointMismatchError(
+            f"{ref.path}: this checkpoint is of a run with other adapters; {len(lines)} differ:\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def _rank(rank: int | None) -> str:

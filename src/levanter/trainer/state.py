@@ -32,6 +32,7 @@ from levanter.models.groups import ADAPTERS, FROZEN_GROUPS, PARAMETER_GROUPS, fr
 from levanter.models.precision import Precision
 from levanter.trainer.averaging import ParameterAverage, begin
 from levanter.trainer.parts import ModelAveragingConfig
+from levanter.trainer.renewed import Renewal, unchanged
 from levanter.trainer.trainable import EVERYTHING, Partition, parameters_of
 
 MODEL, OPTIMIZER, FROZEN, AVERAGE = "model", "optimizer", "frozen", "average"
@@ -275,11 +276,12 @@ def init_optimizer_program(
     plan: StatePlan,
     optimizer: optax.GradientTransformation,
     averaging: ModelAveragingConfig | None = None,
+    renewed: Renewal[LmHeadModel] = unchanged,
 ) -> Program:
     """The Program that adds optimizer state to the trained part of a model that was loaded."""
 
     def initialize(model: LmHeadModel, key: jax.Array) -> TrainState:
-        return start(model, optimizer, key, averaging)
+        return start(renewed(model, jax.random.fold_in(key, 1)), optimizer, key, averaging)
 
     return Program(
         name="init_optimizer",

@@ -99,7 +99,6 @@ def test_todays_documents_are_train_lms():
             HUB.replace("{id", "{a: {id: x}, b: {id").replace("answer}", "answer}}"),
             "trained on the first of a, b",
         ),
-        (SftConfig, SFT + "reinit_tokens: ['<|x|>']\n", "reinit_tokens: embeddings are not initialized again"),
         (SftConfig, SFT.replace("{cache_dir", "{cash_dir"), r"supervised_data\.cash_dir: expected a source"),
         (SftMixtureConfig, "supervised_data: {a: 5}\n", r"supervised_data\.a: expected a source, got 5"),
         (SftMixtureConfig, "supervised_data: 5\n", "supervised_data: expected a source, or sources by name, got 5"),

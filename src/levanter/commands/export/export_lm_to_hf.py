@@ -215,7 +215,7 @@ def execute(plan: RunPlan[ConvertWork], mesh: Mesh | None = None, session: Sessi
     work, show = plan.work, session is not None and session.show
     assert work.source is not None, "a plan without its checkpoint must not run: RunPlan.check() comes first"
     config = work.config
-    merged = None if work.merge is None else work.merge.leaves(work.source, _dtype(config.dtype))
+    merged = None if work.merge is None else work.merge.tensors(work.source)
     with Progress("exporting", total=work.files.nbytes, unit="bytes", show=show) as progress:
         folder = write_export(
             work.files,

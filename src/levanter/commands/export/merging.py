@@ -16,8 +16,9 @@ from levanter.commands.model.origin import Origin
 from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, open_peft, plan_peft, read_when_asked
-from levanter.compat.hf.peft.merge import MergedLeaves, stored_leaves
+from levanter.compat.hf.peft.merge import MergedTensors, copies_of, stored_leaves
 from levanter.models.adapters.targets import TargetGroup, groups_of
+from levanter.models.adapters.whole import part_of
 from levanter.models.registry import LmConfig
 from levanter.run import Check
 
@@ -32,6 +33,7 @@ class Merge:
         adapter: the adapter; None where it is not available here.
         targets: the modules that it changes.
         saved: the checkpoint of ours that it is out of; None where it is in files of peft.
+        whole: paths of the leaves of which the adapter has whole copies.
     """
 
     own: tuple[Leaf, ...]
@@ -39,13 +41,20 @@ class Merge:
     adapter: PeftAdapter | None
     targets: tuple[TargetGroup, ...]
     saved: SavedAdapters | None = None
+    whole: tuple[str, ...] = ()
 
-    def leaves(self, source: TensorSource, dtype: np.dtype | None) -> MergedLeaves:
-        """The base's leaves with the adapter in them, each read when it is asked for."""
+    def tensors(self, source: TensorSource) -> MergedTensors:
+        """The base's tensors with the adapter in them, read when they are asked for."""
         assert self.adapter is not None, "a plan without its adapter must not run: RunPlan.check() comes first"
         if self.saved is not None:
             self.saved.check_base(self.rules, self.own, source)
-        return MergedLeaves(source, self.rules, self.own, self.adapter, self.targets, dtype)
+        return MergedTensors(
+            source=source,
+            rules=self.rules,
+            adapter=self.adapter,
+            targets=self.targets,
+            copies=copies_of(self.own, self.rules, self.whole),
+        )
 
 
 def find_merge(
@@ -76,27 +85,29 @@ def find_merge(
             rules.match(stored, source.tensors)
         every = groups_of(module, rules)
         if adapter_path is None:
-            adapter, targets = _of_checkpoint(origin, every, rules)
+            adapter, targets, whole = _of_checkpoint(origin, every, rules, module)
         else:
             adapter = open_peft(adapter_path).of_model(every)
-            targets = adapter.targets(every, rules)
+            whole = adapter.whole(own, rules)
+            targets = adapter.targets(every, rules, part_of(module, whole))
     except (MissingCheckpointFileError, UnreachableError) as error:
         return nothing, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
     except (CheckpointError, CheckpointMismatchError, WeightMismatchError, UnsupportedTargetError) as error:
         return nothing, [Check(name="adapter", status="error", message=str(error), error=error)]
-    said = f"{adapter.where}: {len(targets)} kinds of modules, rank {_some({group.rank for group in targets})}"
+    copies = f", and {len(whole)} arrays whole" if whole else ""
+    said = f"{adapter.where}: {len(targets)} kinds of modules, rank {_some({group.rank for group in targets})}{copies}"
     checks = [Check(name="adapter", status="ok", message=said)]
     if adapter_path is not None and adapter.config.base is not None and adapter.config.base != origin.reference:
         message = f"the adapter says that it is of {adapter.config.base}; it is merged into {origin.reference}"
         checks.append(Check(name="adapter", status="note", message=message))
     saved = origin.adapters if adapter_path is None else None
-    return replace(nothing, adapter=adapter, targets=targets, saved=saved), checks
+    return replace(nothing, adapter=adapter, targets=targets, saved=saved, whole=whole), checks
 
 
 def _of_checkpoint(
-    origin: Origin, every: Sequence[TargetGroup], rules: WeightRules
-) -> tuple[PeftAdapter, tuple[TargetGroup, ...]]:
-    """The adapter of one of our checkpoints, and the modules that it changes."""
+    origin: Origin, every: Sequence[TargetGroup], rules: WeightRules, module: PyTree
+) -> tuple[PeftAdapter, tuple[TargetGroup, ...], tuple[str, ...]]:
+    """The adapter of one of our checkpoints, the modules that it changes, and what it has whole copies of."""
     saved = origin.adapters
     assert saved is not None
     if origin.rules is not None:
@@ -106,9 +117,10 @@ def _of_checkpoint(
             "only; export that checkpoint, and merge what peft_save_path has into the export",
         )
     targets = saved.targets(every)
-    own = leaves(saved.tree(targets))
+    own = leaves(saved.tree(targets, part_of(module, saved.part.whole)))
     plan = plan_peft(targets, every, rules, own, use_rslora=saved.config.use_rslora, base=origin.reference)
-    return read_when_asked(plan, Slices(saved.source), where=saved.where).of_model(every), targets
+    found = read_when_asked(plan, Slices(saved.source), where=saved.where).of_model(every)
+    return found, targets, saved.part.whole
 
 
 class Slices(Mapping[str, Readable]):

@@ -1,13 +1,15 @@
 """A pretrained model with an adapter bound to it, loaded from the files of both."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import haliax as hax
+import jax
 import numpy as np
 from haliax import NamedArray
 
-from haliax_ext.abstract import cast, leaves
+from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import AdjacentSource, ByteRange, Index, RemoteAccess, RemoteSource, TensorInfo, TensorSource
@@ -18,6 +20,7 @@ from levanter.compat.hf.peft import PeftAdapter, open_peft
 from levanter.compat.hf.peft.names import peft_rules
 from levanter.models.adapters.targets import TargetGroup, groups_of
 from levanter.models.adapters.tree import Adapters, factors
+from levanter.models.adapters.whole import own_path, part_of, paths_of
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import Check
@@ -65,20 +68,24 @@ def find_adapted(
     try:
         if isinstance(adapter, SavedAdapters):
             opened, targets = adapter, adapter.targets(groups_of(module, named))
-            tree = cast(opened.tree(targets), precision.compute)
+            part = _copied(module, adapter.part.whole, adapter.where)
+            tree = cast(opened.tree(targets, part), precision.compute)
             own = same_names(leaves(tree), padded=adapter.padded)
         else:
             every = groups_of(module, named)
             opened = open_peft(adapter).of_model(every)
-            targets = opened.targets(every, named)
-            tree = cast(opened.tree(targets), precision.compute)
-            own = peft_rules(targets, named)
+            plain = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
+            part = _copied(module, opened.whole(leaves(plain), named), opened.where)
+            targets = opened.targets(every, named, part)
+            tree = cast(opened.tree(targets, part), precision.compute)
+            own = peft_rules(targets, named, paths_of(part))
     except (MissingCheckpointFileError, UnreachableError) as error:
         return None, [Check(name="adapter", status="unchecked", message=str(error), error=error)]
     except (CheckpointError, CheckpointMismatchError) as error:
         return None, [Check(name="adapter", status="error", message=str(error), error=error)]
     ranks = ", ".join(str(rank) for rank in sorted({group.rank for group in targets}))
-    message = f"{opened.where}: of {len(targets)} kinds of projections, rank {ranks}"
+    copies = f", and {len(whole)} arrays whole" if (whole := paths_of(part)) else ""
+    message = f"{opened.where}: of {len(targets)} kinds of projections, rank {ranks}{copies}"
     found = AdaptedModel(module=tree.bound_to(module), rules=_bound(rules, own, targets, tree), adapter=opened)
     return found, [Check(name="adapter", status="ok", message=message)]
 
@@ -101,15 +108,40 @@ def _bound(rules: WeightRules, own: WeightRules, targets: Sequence[TargetGroup],
         whole = next((each for each in adapted if path == each or path.startswith(f"{each}.")), None)
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
+    # A copy is read in the place of what it is of.
+    copies = {path: replace(table[own_path(path)], target=path) for path in paths_of(tree.whole)}
+    used = (copies.get(rule.target, rule) for rule in rules.rules)
     # What is read to be derived from is no leaf.
-    base = (rule if rule.target in read else replace(rule, target=moved(rule.target)) for rule in rules.rules)
+    base = (rule if rule.target in read else replace(rule, target=moved(rule.target)) for rule in used)
     derived = tuple(
         replace(rule, targets=tuple(map(moved, rule.targets)), like=moved(rule.like), derive=_Moved(rule.derive, moved))
         for rule in rules.derived
     )
     of_factors = (replace(table[factor.own], target=factor.bound) for factor in factors(tree))
     aliases = (*rules.aliases, *own.aliases)
-    return replace(rules, rules=(*base, *of_factors), derived=derived, aliases=aliases)
+    unread = (_any(name) for rule in rules.rules if rule.target in copies for name in rules.spellings(rule.source))
+    ignored = (*rules.ignored, *own.ignored, *unread)
+    return replace(rules, rules=(*base, *of_factors), derived=derived, aliases=aliases, ignored=ignored)
+
+
+def _any(source: str) -> str:
+    """A pattern of the names of a rule's tensors."""
+    return re.sub(r"\{[^{}]*\}", "*", source)
+
+
+def _copied(module: PyTree, whole: Sequence[str], where: str) -> PyTree:
+    """The part of a model of which there are whole copies.
+
+    Raises:
+        CheckpointError: some of it is held in integers.
+    """
+    if absent := set(whole) - {leaf.path for leaf in leaves(module)}:
+        raise CheckpointError(
+            where,
+            f"it has whole copies of {', '.join(sorted(absent))}, which would be 8-bit integers; leave quantize out, "
+            "or merge the adapter into its base before that is quantized",
+        )
+    return part_of(module, whole)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf, abstract
+from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.checkpoint import CheckpointMismatchError, CheckpointRef, CheckpointSource, UnreadableCheckpointError
@@ -102,13 +103,14 @@ class SavedAdapters:
             )
         return found
 
-    def tree(self, targets: Sequence[TargetGroup]) -> Adapters:
-        """Its factors, without memory.
+    def tree(self, targets: Sequence[TargetGroup], whole: PyTree = None) -> Adapters:
+        """Its factors and whole copies, without memory.
 
         Args:
             targets: from `targets`.
+            whole: the part of the model, abstract, of which it has whole copies; None for nothing.
         """
-        return abstract(lambda: Adapters.init(targets, self.config, key=jax.random.PRNGKey(0)))
+        return abstract(lambda part: Adapters.init(targets, self.config, key=jax.random.PRNGKey(0), whole=part), whole)
 
     def check_base(self, rules: WeightRules, own: Sequence[Leaf], source: TensorSource) -> int:
         """Compares the small arrays of a model with those that the adapters were trained on.

@@ -1,9 +1,13 @@
 """The adapters of a training run: which there are, and how they are saved as peft reads them."""
 
+from collections.abc import Callable
+
 import haliax as hax
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
-from haliax_ext.abstract import abstract, leaves, map_arrays
+from haliax_ext.abstract import abstract, leaves, map_arrays, with_arrays
 from haliax_ext.rules import WeightRules
 from levanter.commands.model.origin import Origin
 from levanter.commands.model.quantization import QuantizationError, quantized
@@ -11,11 +15,13 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.places import Places
 from levanter.commands.train.work import TrainWork
 from levanter.compat.hf.export import Beside, plan_export, tokenizer_documents, write_export
-from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gathered, plan_peft, write_peft
-from levanter.compat.hf.peft.merge import MergedLeaves, rounding_lines, stored_leaves
+from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gathered, open_peft, plan_peft, write_peft
+from levanter.compat.hf.peft.merge import MergedTensors, copies_of, rounding_lines, stored_leaves
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.io import join
-from levanter.models.adapters.targets import KEY, find_targets, groups_of
+from levanter.models.adapters.targets import KEY, AdapterError, TargetGroup, find_targets, groups_of
+from levanter.models.adapters.tree import Adapters
+from levanter.models.adapters.whole import find_whole, part_of
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, barrier
@@ -37,8 +43,81 @@ def found_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, modu
     """
     if config.lora is None:
         return None
-    every = groups_of(module, model.weight_rules(Vocab))
-    return Adapted(targets=find_targets(every, config.lora), config=config.lora, every=every)
+    rules = model.weight_rules(Vocab)
+    every = groups_of(module, rules)
+    targets = find_targets(every, config.lora)
+    whole = find_whole(leaves(module), rules, config.lora, targets)
+    return Adapted(targets=targets, config=config.lora, every=every, whole=whole)
+
+
+def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel) -> PeftAdapter | None:
+    """The adapters that a run begins with; reads headers only. None for fresh ones.
+
+    Args:
+        adapted: those of the run.
+        model: the architecture.
+        Vocab: rows of its embedding.
+        module: the model, abstract.
+
+    Raises:
+        CheckpointError: the folder is none, or of another model.
+        AdapterError: it has other adapters than the run trains; lists all that differ.
+    """
+    if adapted is None or adapted.config.initialize_from is None:
+        return None
+    key, config, rules = f"{KEY}.initialize_from", adapted.config, model.weight_rules(Vocab)
+    opened = open_peft(config.initialize_from).of_model(adapted.every)
+    # Unasked, peft writes the matrix of a head that has factors.
+    adapted_too = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
+    found = opened.whole(leaves(module), rules)
+    whole = tuple(path for path in found if path not in adapted_too)
+    theirs = {each.path: each for each in opened.targets(adapted.every, rules, part_of(module, found))}
+    ours = {each.path: each for each in adapted.targets}
+
+    def said(group: TargetGroup | None, scale: Callable[[int, float], float]) -> str:
+        if group is None:
+            return "none"
+        members = ", ".join(member.name for member in group.members)
+        return f"rank {group.rank}, scale {scale(group.rank, group.alpha):g} ({members})"
+
+    problems = []
+    for path in sorted(theirs.keys() | ours.keys()):
+        there, here = said(theirs.get(path), opened.config.scale), said(ours.get(path), config.scale)
+        if there != here:
+            problems.append(f"{path}: {there} in {opened.where}, {here} in this run")
+    for path in sorted(set(whole) ^ set(adapted.whole)):
+        there, here = ("whole" if path in each else "not whole" for each in (whole, adapted.whole))
+        problems.append(f"{path}: {there} in {opened.where}, {here} in this run (modules_to_save)")
+    if problems:
+        listed = "\n  ".join(problems)
+        raise AdapterError(f"{key}: it has other adapters than the run trains; {len(problems)} differ:\n  {listed}")
+    return opened
+
+
+def begun_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
+    """The adapters that a run begins with, in their shards.
+
+    Raises:
+        CorruptFileError: they hold numbers that are not finite; lists all of these.
+    """
+    assert work.adapted is not None and work.begun is not None and work.model.vocab_size is not None
+    state = work.state.model
+    assert isinstance(state, Adapters)
+    read = work.begun.read(
+        work.adapted.targets,
+        work.model.weight_rules(work.Vocab),
+        state.whole,
+        true_sizes={"vocab": work.model.vocab_size},
+    )
+    found: dict[str, np.ndarray] = {}
+    map_arrays(lambda leaf, x: found.__setitem__(leaf.path, x) or x, read)
+
+    def placed(path: str, x: np.ndarray) -> jax.Array:
+        sharding = work.state_plan.parameters.sharding(path, mesh)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    # The scale of the run's own, which is the same.
+    return with_arrays(state, {path: placed(path, x) for path, x in found.items()})
 
 
 def frozen_base(
@@ -72,6 +151,11 @@ def frozen_base(
         )
     rules = origin.weight_rules(model, Vocab, leaves(held))
     found = quantized(held, rules, asked=asked, tied_head="share", is_stored=origin.is_int8)
+    if found is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(found.module)}):
+        raise QuantizationError(
+            f"{KEY}.modules_to_save: {', '.join(sorted(integers))} would be held in 8-bit integers, of which there is "
+            f"no whole copy to train; leave it out, or hold the base in another {KEY}.base_dtype"
+        )
     return (held, None) if found is None else (found.module, found.rules)
 
 
@@ -92,6 +176,7 @@ def planned_peft(
         leaves(plan.adapters),
         use_rslora=adapted.config.use_rslora,
         base=config.pretrained,
+        true_sizes=None if model.vocab_size is None else {"vocab": model.vocab_size},
     )
 
 
@@ -140,9 +225,13 @@ def _save_merged(
     module = abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
     own = stored_leaves(leaves(module), rules, source, work.origin.stored)
     files = plan_export(own, model, Vocab, dtype=work.config.hf_save_dtype)
-    dtypes = {tensor.dtype for tensor in files.tensors}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
-    merged = MergedLeaves(source, rules, own, adapter, work.adapted.targets, dtype)
+    merged = MergedTensors(
+        source=source,
+        rules=rules,
+        adapter=adapter,
+        targets=work.adapted.targets,
+        copies=copies_of(own, rules, work.adapted.whole),
+    )
     beside = Beside(tokenizer=tokenizer, eos_ids=tuple(work.config.hf_generation_eos_token_ids or ()))
     write_export(files, merged, folder, beside=beside, overwrite=True)
     if show:

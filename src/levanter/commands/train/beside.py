@@ -11,8 +11,10 @@ from haliax_ext.program import Program
 from levanter.commands.train.evaluation import PROGRAM as EVALUATE
 from levanter.commands.train.pair_evaluation import PROGRAM as EVALUATE_PAIRS
 from levanter.commands.train.preferences import SCORE, Preferences
+from levanter.models.adapters.whole import paths_of
 from levanter.plan.budget import residents_of
 from levanter.plan.load_budget import beside_loading
+from levanter.trainer.adapted_state import COPIED, INIT
 from levanter.trainer.frozen import DIGEST
 from levanter.trainer.state import StatePlan
 
@@ -34,16 +36,24 @@ def bytes_beside(
     resident = plan.resident.bytes_per_device
     frozen = resident - plan.whole.bytes_per_device
     parameters = plan.parameters.bytes_per_device
+    if plan.adapters is not None:
+        # What has a copy is no part of the model that is computed with.
+        copied = set(paths_of(plan.adapters.whole))
+        parameters -= sum(each.bytes_per_device for each in plan.loaded.leaves if each.leaf.path in copied)
     known = {
         # Made first, and what is trained is made beside it.
         "init_state": frozen,
-        "init_adapters": frozen,
+        INIT: frozen,
         # What was loaded is frozen, or becomes the state.
         "init_optimizer": frozen,
         DIGEST: resident - frozen,
         EVALUATE: resident - parameters,
     }
     found = {program.name: known[program.name] for program in computing if program.name in known}
+    for program in computing:
+        if program.name == INIT and any(each.name == COPIED for each in program.inputs):
+            taken = residents_of(program, plan.parameters.mesh)
+            found[INIT] -= sum(each.nbytes for each in taken if each.path.startswith(f"{COPIED}."))
     second = 0
     if pairs is not None and pairs.model is not None and pairs.model.load is not None:
         load, stays = pairs.model.load, pairs.resident is not None

@@ -84,6 +84,10 @@ SAID = frozenset(
         "trainer.compiler",
         "trainer.compiler_options",
         "trainer.initialize_from",
+        # Of the first state, which is long past.
+        "reinit_tokens",
+        "reinit_embeddings",
+        "reinit_lm_head",
         "hf_save_path",
         "hf_save_steps",
         "hf_save_dtype",
@@ -218,8 +222,12 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
 
 
 def _adapter(written: object) -> object:
-    """An `adapter:` block; the two ways to say none are one."""
-    return None if isinstance(written, dict) and written.get("type") == "none" else written
+    """An `adapter:` block: the two ways to say none are one, and with what adapters began is in their checkpoint."""
+    if not isinstance(written, dict):
+        return written
+    block = cast("dict[str, object]", written)
+    kept = {key: value for key, value in block.items() if value is not None and key != "initialize_from"}
+    return None if block.get("type") == "none" else kept
 
 
 def _below(block: str, before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

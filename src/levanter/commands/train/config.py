@@ -33,6 +33,9 @@ class TrainLmConfig(Ranged):
         epoch: passes over the data; 0 for as many as the steps take.
         hf_save_path, hf_save_steps, hf_save_dtype, hf_generation_eos_token_ids: the Hugging Face export, in folders
             `<hf_save_path>/<run id>/step-<N>`; N counts finished steps (upstream: from 0, one less).
+        reinit_tokens: tokens whose rows of the embedding table and of the output head begin anew, where the run begins
+            from a Hugging Face checkpoint: drawn with the mean and the deviation of all rows. False for none.
+        reinit_embeddings, reinit_lm_head: whether theirs do.
         adapter: what is trained in the place of the model's own weights: `{type: lora, …}`, or none.
         peft_save_path: where adapters are saved as peft reads them, in folders `<peft_save_path>/<run id>/step-<N>`, as
             often as `hf_save_steps` says.
@@ -60,6 +63,9 @@ class TrainLmConfig(Ranged):
     hf_save_steps: PositiveInt = 10_000
     hf_save_dtype: str | None = None
     hf_generation_eos_token_ids: list[Count] | None = None
+    reinit_tokens: bool | list[str] = False
+    reinit_embeddings: bool = True
+    reinit_lm_head: bool = True
     adapter: AdapterConfig | None = None
     peft_save_path: PathText | None = None
     peft_hf_upload: str | None = None
@@ -89,11 +95,28 @@ class TrainLmConfig(Ranged):
             problems.append(
                 "initialize_from_hf: true means model.reference_checkpoint, which is null; name a checkpoint"
             )
+        problems += self._token_problems()
         problems += self._adapter_problems()
         if self.train_seq_len is not None and self.train_seq_len < 2:
             problems.append(f"train_seq_len must be at least 2 (a token and the next), got {self.train_seq_len}")
         if problems:
             raise ValueError("\n".join(problems))
+
+    def _token_problems(self) -> list[str]:
+        """What does not go with `reinit_tokens`."""
+        if not self.reinit_tokens:
+            return []
+        if self.reinit_tokens is True:
+            return ["reinit_tokens: true meant tokens of one model's tokenizer; name those that begin anew"]
+        problems = []
+        if not self.pretrained:
+            problems.append(
+                "reinit_tokens: rows of a checkpoint begin anew, and the run begins from no Hugging Face checkpoint "
+                "(hf_checkpoint, initialize_from_hf)"
+            )
+        if self.lora is not None and self.lora.initialize_from is not None:
+            problems.append("reinit_tokens and adapter.initialize_from: its copies have rows of their own; keep one")
+        return problems
 
     def _adapter_problems(self) -> list[str]:
         """Keys that contradict `adapter:`, or its absence."""

@@ -26,6 +26,7 @@ from levanter.checkpoint import (
     restore,
 )
 from levanter.commands.model.layout import load_weights
+from levanter.commands.train.adapters import begun_adapters
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.models.base import LmHeadModel
 from levanter.processes.together import jit_together
@@ -57,7 +58,12 @@ def first_state(
     key = jax.random.PRNGKey(config.trainer.seed)
     if work.adapted is not None:
         base = adapted_model(plan, mesh, key, show=show)
-        return (jit_together(plan.program(INIT), mesh)(key) if resumed is None else restored(plan, mesh, resumed)), base
+        if resumed is not None:
+            return restored(plan, mesh, resumed), base
+        if work.begun is not None:
+            return jit_together(plan.program(INIT), mesh)(key, begun_adapters(work, mesh)), base
+        copied = work.adapted.copied(base)
+        return jit_together(plan.program(INIT), mesh)(key, *(() if copied is None else (copied,))), base
     if config.pretrained is not None:
         assert plan.load is not None and work.origin is not None and work.origin.checkpoint is not None
         loaded = load_weights(

@@ -5,8 +5,11 @@ from collections.abc import Callable
 
 import haliax as hax
 
+from haliax_ext.abstract import leaves
 from levanter.layers.experts import ExpertsSpec
 from levanter.layers.low_rank import RANK
+from levanter.models.adapters.tree import PAIRS, Adapters
+from levanter.models.adapters.whole import WHOLE
 from levanter.models.base import LmHeadModel
 from levanter.models.flops import FlopsPerToken
 from levanter.models.registry import LmConfig
@@ -27,9 +30,10 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
     """
     if not plan.frozen:
         return None
-    adapters = None
+    adapters, whole = None, ()
     if plan.adapters is not None:
         adapters = {path: pair.rank for path, pair in plan.adapters.pairs.items()}
+        whole = tuple(leaf.path for leaf in leaves(plan.adapters.whole))
     assert trainer.trainable is not None or adapters is not None
     return FrozenPart(
         patterns=trainer.trainable or (),
@@ -37,6 +41,7 @@ def frozen_part(trainer: TrainerConfig, plan: StatePlan, *, begun_from: str | No
         origin=f"trainer.seed {trainer.seed}" if begun_from is None else begun_from,
         digests=dict.fromkeys(sorted(plan.frozen), ""),
         dtype=_held(plan),
+        whole=whole,
     )
 
 
@@ -87,6 +92,11 @@ def spared_flops(
     found: list[float] = []
     map_parameters(product, frozen)
     weights = sum(found) - _adapter_flops(trained, chosen)
+    if isinstance(trained, Adapters) and trained.whole is not None:
+        # What is trained as a copy spares nothing.
+        found.clear()
+        map_parameters(product, trained.whole)
+        weights -= sum(found)
     roles: list[tuple[str, ...]] = []
     map_parameters(lambda parameter, _: roles.append(parameter.roles), trained)
     if all("head" in each for each in roles):
@@ -129,6 +139,26 @@ def learned_by_head(model: LmConfig, trained: LmHeadModel) -> tuple[str, ...]:
     return tuple(sorted(found, reverse=True))
 
 
+def head_notes(plan: StatePlan) -> list[Check]:
+    """What an adapter of the output head costs, where there is one."""
+    pairs = {} if plan.adapters is None else plan.adapters.pairs
+    found = []
+    for group, pair in pairs.items():
+        own = [each for each in plan.parameters.leaves if each.leaf.path.startswith(f"{PAIRS}.{group}.")]
+        if not any("vocab" in each.leaf.names for each in own):
+            continue
+        size = sum(math.prod(each.leaf.shape) for each in own)
+        held = sum(each.bytes_per_device for each in own)
+        inner, outer = (math.prod(each.leaf.shape) // pair.rank for each in own)
+        message = (
+            f"rank {pair.rank}: {6 * size:,} FLOPs a token in a step, {3 * size / (2 * inner * outer):.1%} of "
+            f"those of the head's own two products; its gradients are added up over the chunks in {held:,} bytes on a "
+            "device, and neither W + ΔW nor a gradient of W is ever made"
+        )
+        found.append(Check(name="adapter of the head", status="note", message=message))
+    return found
+
+
 def partition_notes(plan: StatePlan) -> list[Check]:
     """How much of the model is trained, if not all of it."""
     if not plan.frozen:
@@ -137,10 +167,16 @@ def partition_notes(plan: StatePlan) -> list[Check]:
     trained = {path: size for path, size in sizes.items() if path not in plan.frozen}
     if plan.adapters is not None:
         base = sum(sizes.values()) - sum(trained.values())
+        copies = [path for path in trained if path.startswith(f"{WHOLE}.")]
+        whole = ""
+        if copies:
+            size = sum(trained[path] for path in copies)
+            named = ", ".join(path.removeprefix(f"{WHOLE}.") for path in copies[:3]) + (", …" if copies[3:] else "")
+            whole = f", {size:,} of them whole copies in float32 ({named}),"
         message = (
-            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters beside {base:,} "
-            f"frozen ones ({sum(trained.values()) / base:.2%}), which have no gradients and no optimizer state, and "
-            "are in no checkpoint"
+            f"{len(plan.adapters.pairs)} adapters are trained, {sum(trained.values()):,} parameters{whole} beside "
+            f"{base:,} frozen ones ({sum(trained.values()) / base:.2%}), which have no gradients and no optimizer "
+            "state, and are in no checkpoint"
         )
         return [Check(name="adapter", status="ok", message=message)]
     share = sum(trained.values()) / sum(sizes.values())

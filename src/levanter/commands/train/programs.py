@@ -32,6 +32,7 @@ from levanter.trainer.batch_plan import BatchPlan, BatchStage
 from levanter.trainer.frozen import digest_program
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.preference import PreferenceObjective
+from levanter.trainer.renewed import RenewedRows, unchanged
 from levanter.trainer.state import StatePlan, TrainState, init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
 from levanter.trainer.trainable import Partition, bind
@@ -60,6 +61,7 @@ class TrainedRun:
         kind: the objective, before the configuration's settings are applied.
         pairs: what pairs are learned from with; None where text is.
         rules: where the arrays come from that are loaded; None for where their names say.
+        renewed: the rows of a checkpoint that begin anew; None for none.
     """
 
     config: TrainLmConfig
@@ -79,6 +81,7 @@ class TrainedRun:
     kind: LmObjective = field(default_factory=LmObjective)
     pairs: Preferences | None = None
     rules: WeightRules | None = None
+    renewed: RenewedRows | None = None
 
     @property
     def sequences(self) -> int:
@@ -160,9 +163,13 @@ def first_programs(run: TrainedRun) -> list[Program]:
     if run.adapted is not None:
         base = init_base_program(plan, run.build, run.adapted.base_dtype(run.precision))
         first = [] if run.config.pretrained is not None else [base]
-        first.append(run.adapted.init_program(plan, run.transformation, averaging))
+        if run.adapted.config.initialize_from is None:
+            first.append(run.adapted.init_program(plan, run.transformation, averaging, base=run.frozen))
+        else:
+            first.append(run.adapted.begin_program(run.state, plan, run.transformation, averaging))
     elif run.config.pretrained is not None:
-        first = [init_optimizer_program(run.state, plan, run.transformation, averaging)]
+        renewed = unchanged if run.renewed is None else run.renewed
+        first = [init_optimizer_program(run.state, plan, run.transformation, averaging, renewed)]
     else:
         first = [init_program(plan, run.build, run.transformation, run.precision, partition, averaging)]
         if run.frozen is not None:

@@ -29,12 +29,12 @@ from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.shell.perform import perform
-from levanter.commands.train.adapters import found_adapters, frozen_base, planned_peft
+from levanter.commands.train.adapters import begun_with, found_adapters, frozen_base, planned_peft
 from levanter.commands.train.beside import bytes_beside
 from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import find_validation
-from levanter.commands.train.frozen import frozen_part, partition_notes, spared_flops
+from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
 from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
 from levanter.commands.train.outcome import Trained
@@ -47,6 +47,7 @@ from levanter.commands.train.programs import (
     pair_programs,
     step_programs,
 )
+from levanter.commands.train.renewed import renewed_rows
 from levanter.commands.train.run import execute
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
@@ -113,7 +114,7 @@ def describe(
     checks += () if run.pairs is None else run.pairs.checks
     state_plan = run.state_plan
     part = frozen_part(trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
-    checks += partition_notes(state_plan)
+    checks += [*partition_notes(state_plan), *head_notes(state_plan)]
     largest = max((stage.plan for stage in batches), key=lambda plan: plan.microbatch)
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))
     load = None
@@ -152,6 +153,7 @@ def describe(
             partition=run.partition,
             frozen=run.frozen,
             adapted=run.adapted,
+            begun=begun_with(run.adapted, model, Vocab, abstract(lambda: run.build(jax.random.PRNGKey(0)))),
             peft=peft,
             frozen_part=part,
             state_plan=state_plan,
@@ -185,13 +187,23 @@ def _trained(
     partition = Partition.of(trainer.trainable, abstract(example))
     adapted = found_adapters(settled.config, model, Vocab, abstract(example))
     mappings, rules = resolved.mappings, None
+    renewed = renewed_rows(
+        settled.config,
+        abstract(example),
+        tokenizer=settled.tokenizer,
+        vocab=settled.vocab,
+        partition=partition,
+        adapted=adapted,
+    )
+    if adapted is not None and renewed is not None:
+        adapted = replace(adapted, renewed=renewed)
     if adapted is None:
         state = abstract_state(example, settled.transformation, settled.precision, partition, trainer.model_averaging)
         frozen = abstract_frozen(example, settled.precision, partition)
     else:
-        state = adapted.abstract_state(settled.transformation, trainer.model_averaging)
         held = cast(abstract(example), adapted.base_dtype(settled.precision))
         frozen, rules = frozen_base(settled.config, adapted, settled.origin, model, Vocab, held)
+        state = adapted.abstract_state(settled.transformation, trainer.model_averaging, base=frozen)
         mappings = adapted.placed(mappings, resolved.spec)
     hbm_bytes = trainer.mesh.hbm_bytes(target.hbm_bytes)
     return TrainedRun(
@@ -211,6 +223,7 @@ def _trained(
         platform=target.platform,
         kind=objective,
         rules=rules,
+        renewed=renewed,
     )
 
 

@@ -7,7 +7,7 @@ import haliax as hax
 from levanter.commands.model.origin import Origin
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.preferences import Preferences
-from levanter.compat.hf.peft import PeftPlan
+from levanter.compat.hf.peft import PeftAdapter, PeftPlan
 from levanter.data import EvaluationData, Tokenizer
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
@@ -35,6 +35,7 @@ class TrainWork:
         partition: which part of the model is trained.
         frozen: the rest of it, abstract; None if there is none.
         adapted: the adapters that are trained; None if parameters of the model are.
+        begun: the adapters that it begins with; None for fresh ones.
         peft: what is written of adapters; None for nothing.
         frozen_part: how checkpoints identify it, without digests.
         state_plan: its placement.
@@ -54,6 +55,7 @@ class TrainWork:
     partition: Partition
     frozen: LmHeadModel | None
     adapted: Adapted | None
+    begun: PeftAdapter | None
     peft: PeftPlan | None
     frozen_part: FrozenPart | None
     state_plan: StatePlan

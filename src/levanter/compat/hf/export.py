@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import haliax as hax
 import jax
@@ -228,9 +228,21 @@ def refuse_taken(folder: str | Path) -> None:
     place_of(folder).refuse_taken()
 
 
+class ByRows(Protocol):
+    """Tensors that are made on the host of the process that writes, some rows at a time."""
+
+    def rows(self, tensor: OutTensor) -> Iterator[np.ndarray]:
+        """The rows of a tensor in order, in the dtype that is written."""
+        ...
+
+
+Arrays = Mapping[str, jax.Array | Readable] | ByRows
+"""What is written: leaves by path, or tensors by rows."""
+
+
 def write_export(
     plan: ExportPlan,
-    arrays: Mapping[str, jax.Array | Readable],
+    arrays: Arrays,
     folder: Folder,
     *,
     beside: Beside,
@@ -241,7 +253,7 @@ def write_export(
 
     Args:
         plan: from `plan_export`.
-        arrays: by leaf path; on devices, in memory, or in files that are read slice by slice.
+        arrays: by leaf path; on devices, in memory, or in files that are read slice by slice. Or tensors by rows.
         folder, overwrite, progress: as `export` takes them.
         beside: what lies beside the weights.
     """
@@ -269,7 +281,7 @@ def write_export(
 def _bring(
     place: ExportPlace | None,
     plan: ExportPlan,
-    arrays: Mapping[str, jax.Array | Readable],
+    arrays: Arrays,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Brings the weights to process 0, which writes them."""
@@ -281,8 +293,17 @@ def _bring(
                 progress(done, total)
 
 
-def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Mapping[str, Any]) -> Iterator[int]:
+def _write_shard(place: ExportPlace | None, shard: Shard, arrays: Arrays) -> Iterator[int]:
     """Writes one file, where this process does; yields bytes as they are written."""
+    if not isinstance(arrays, Mapping):
+        if place is not None:
+            with place.open(shard.file) as file:
+                file.write(shard.header)
+                for tensor in shard.tensors:
+                    for rows in arrays.rows(tensor):
+                        file.write(np.ascontiguousarray(rows).view(np.uint8).data)
+                        yield rows.nbytes
+        return
     if place is None:
         for tensor in bring(shard.tensors, arrays, jit=jit_together):
             yield tensor.nbytes

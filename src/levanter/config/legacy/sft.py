@@ -43,13 +43,7 @@ OUTPUT = _row("output_role", "format.roles of each component", "roles have the n
 WEIGHTS = _row("mixture_weights", "data.train_weights", "weights are the data's")
 BLOCK = _row("mixture_block_size", "data.mixture_block_size", "how sets are mixed is the data's")
 STRATEGY = _row("stop_strategy", "data.stop_strategy", "how sets are mixed is the data's")
-REINIT = _row("reinit_tokens", "", "tokens keep the embeddings of the checkpoint; refused where it names some")
-REINIT_HEAD = _row("reinit_lm_head", "", "it said what reinit_tokens would change")
-REINIT_TABLE = _row("reinit_embeddings", "", "it said what reinit_tokens would change")
-SFT_KEYS = (
-    *(MODEL_KEY, TOKENIZER, LENGTH, KIND, URLS, MESSAGES, INPUT, OUTPUT, WEIGHTS, BLOCK, STRATEGY),
-    *(REINIT, REINIT_HEAD, REINIT_TABLE),
-)
+SFT_KEYS = (MODEL_KEY, TOKENIZER, LENGTH, KIND, URLS, MESSAGES, INPUT, OUTPUT, WEIGHTS, BLOCK, STRATEGY)
 """Keys that only `sft` and `sft_mixture` had."""
 _OF_THE_HUB = {"input_field": ("input_key", "prompt"), "output_field": ("target_key", "response")}
 _OF_A_SET = ("train_urls", "validation_urls", "id", "name", "splits", "streaming", "stream", "cache_dir", "tags")
@@ -74,7 +68,6 @@ def translate_sft(draft: Draft, earlier: str) -> None:
     shuffled = _row("(shuffle)", "data.shuffle", "pairs were read in an order of their own")
     draft.set(("data", "shuffle"), True, old="shuffle", mark=draft.document.mark)
     draft.changes.append(Change(key="shuffle", was="(always)", now="data.shuffle: true", why=shuffled.why))
-    _tokens(draft)
     steps = draft.entry(("hf_save_steps",))
     if steps is not None and to_plain(steps.node) == 0:
         draft.ignore(_row("hf_save_steps", "", "0 was the default, and no number of steps"), steps, ())
@@ -195,19 +188,3 @@ def _component(each: Entry, kind: str, fields: Mapping[str, object]) -> MapNode:
     node = from_plain(made, each.mark)
     assert isinstance(node, MapNode)
     return node
-
-
-def _tokens(draft: Draft) -> None:
-    """What was done to embeddings before the first step."""
-    entry = draft.entry((REINIT.name,))
-    wanted = entry is not None and to_plain(entry.node) not in (None, False, [])
-    for row in (REINIT, REINIT_HEAD, REINIT_TABLE):
-        each = draft.entry((row.name,))
-        if each is None:
-            continue
-        if wanted and row is REINIT:
-            message = "embeddings are not initialized again: not implemented yet; leave it out to keep the checkpoint's"
-            draft.wrong(each, row.name, message)
-            draft.remove((row.name,))
-        else:
-            draft.ignore(row, each, ())

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import draccus
 
-from levanter.config.ranges import Fraction, PositiveFloat, PositiveInt, Ranged
+from levanter.config.ranges import Fraction, PathText, PositiveFloat, PositiveInt, Ranged
 
 IN, OUT = "in", "out"
 """The sides of a projection, where targets are named by axes."""
@@ -53,6 +53,8 @@ class LoraConfig(AdapterConfig):
             or name matches; `{in: embed}`, `{out: [mlp]}`, or both, means those whose inputs, or results, have all of
             these axes; null for every projection but the output head and routers of experts.
         exclude_modules: which get none, named likewise; null for the output head.
+        modules_to_save: norms, the embedding table, the output head, by their names: float32 copies of these are
+            trained as they are beside the adapters. With tied weights, the table's copy is the head's too.
         r: the rank.
         alpha: the product is multiplied by `alpha / r`.
         dropout: of what A is multiplied by, the share that a step leaves out. Experts read everything.
@@ -64,12 +66,16 @@ class LoraConfig(AdapterConfig):
             `peft`, uniform between ±1/√in. One of the two factors must begin as 0, and not both.
         placement: where the factors lie: `as_base`, cut wherever a mapping cuts the matrix that they are of; or
             `whole`, on every device.
+        initialize_from: adapters to begin with, as peft or `peft_save_path` wrote them: a folder, a hub id or a URL.
+            They must have the targets and ranks that are asked for. Null to begin as `a_init_mode` and `zero_init_b`
+            say.
         base_dtype: in what the frozen model is held; null for the compute dtype. With `int8`, its projections are 8-bit
             integers with a scale per output channel, and all else is in the compute dtype.
     """
 
     target_modules: list[str] | str | dict[str, Any] | None = None
     exclude_modules: list[str] | str | dict[str, Any] | None = None
+    modules_to_save: list[str] | None = None
     r: PositiveInt = 8
     alpha: PositiveFloat = 8.0
     dropout: Fraction = 0.0
@@ -79,6 +85,7 @@ class LoraConfig(AdapterConfig):
     zero_init_b: bool = False
     a_init_mode: Literal["zero", "random", "peft"] = "zero"
     placement: Literal["as_base", "whole"] = "as_base"
+    initialize_from: PathText | None = None
     base_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from levanter.layers.linear import Linear
 from levanter.layers.low_rank import RANK
 from levanter.layers.quantized import COPIES, ROUTER, projections
 from levanter.models.adapters.config import IN, OUT, LoraConfig
-from levanter.models.groups import HEAD, parameter_group
+from levanter.models.groups import EMBEDDING, HEAD, NORM, parameter_group
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class TargetGroup:
     @property
     def is_head(self) -> bool:
         """Whether it is the output head."""
-        return parameter_group(Leaf(f"{self.path}{_WEIGHT}", (), None)) == HEAD  # pyright: ignore[reportArgumentType]
+        return _group_named(self.path) == HEAD
 
     @property
     def is_router(self) -> bool:
@@ -187,11 +187,6 @@ def find_targets(groups: Sequence[TargetGroup], config: LoraConfig) -> tuple[Tar
                 f"{KEY}.r: rank {rank} of {group.path} is above {target.largest_rank}, the smaller side of its matrix; "
                 f"use at most that, or give it a rank of its own with {KEY}.rank_pattern"
             )
-        if group.is_head:
-            problems.append(
-                f"{KEY}.target_modules: {group.path} is the output head, and adapters of the head are not implemented "
-                "yet; leave it out"
-            )
         found.append(target)
     if not found and not problems:
         problems.append(f"{KEY}: no projection is left that would get an adapter; exclude_modules excludes all of them")
@@ -263,15 +258,43 @@ def _idle(key: str, patterns: Named | None, groups: Sequence[TargetGroup]) -> li
         return [f"{key}: no projection's whole path matches {patterns!r}; {hint}"]
     if not patterns and key.endswith("target_modules"):
         return [f"{key} is empty, so nothing would be trained; leave it out for every projection but the head"]
-    known = sorted({name.rsplit(".", 1)[-1] for group in groups for name in _all_names(group)})
     return [
-        f"{key}: {pattern!r} names no projection"
-        + (f"; did you mean {' or '.join(close)}?" if (close := nearest(pattern, known)) else f"; {_some(groups)}")
+        f"{key}: {pattern!r} {_why_none(pattern, groups)}"
         for pattern in patterns
         if not any(_names(pattern, name) for group in groups for name in _all_names(group))
         # Upstream's default, written down; where the embedding is the head there is none.
         and (pattern, key) != (LM_HEAD, f"{KEY}.exclude_modules")
     ]
+
+
+def _why_none(pattern: str, groups: Sequence[TargetGroup]) -> str:
+    kind = _group_named(pattern)
+    if pattern.endswith("bias"):
+        return f"is a bias, which gets no adapter; {_some(groups)}"
+    if kind in (NORM, EMBEDDING) or (kind == HEAD and not any(group.is_head for group in groups)):
+        return no_projection(pattern, tied=kind == HEAD)
+    known = sorted({name.rsplit(".", 1)[-1] for group in groups for name in _all_names(group)})
+    close = nearest(pattern, known)
+    return "names no projection" + (f"; did you mean {' or '.join(close)}?" if close else f"; {_some(groups)}")
+
+
+def _group_named(name: str) -> str:
+    return parameter_group(Leaf(f"{name}{_WEIGHT}", (), None))  # pyright: ignore[reportArgumentType]
+
+
+def no_projection(name: str, *, tied: bool) -> str:
+    """Why a module gets no adapter, and what trains it instead.
+
+    Args:
+        name: of a norm or a table, or the output head's.
+        tied: whether it is the head of a model whose head is its table.
+    """
+    if tied:
+        return (
+            "is the output head, which is the embedding table in this model (tied weights): with an adapter one "
+            f"matrix would have two meanings; {KEY}.modules_to_save: [embed_tokens] trains it whole"
+        )
+    return f"is no projection, and gets no adapter; {KEY}.modules_to_save: [{name}] trains it whole"
 
 
 def _all_names(group: TargetGroup) -> tuple[str, ...]:

@@ -18,12 +18,13 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
-from haliax_ext.pytree import KeyPath, PyTree, path_string
+from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
 from levanter.layers.linear import Linear
 from levanter.layers.low_rank import RANK, LowRank
 from levanter.layers.quantized import COPIES, EXPERT
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.whole import WHOLE, own_path
 
 M = TypeVar("M")
 PAIRS = "pairs"
@@ -82,23 +83,34 @@ def _projection(axes: tuple[Axis, ...], In: tuple[Axis, ...], scale: float, how:
 
 
 class Adapters(eqx.Module):
-    """All factors of a model's adapters.
+    """All factors of a model's adapters, and what is trained whole beside them.
 
     Attributes:
         pairs: by the path of their group.
         dropout: of what A is multiplied by, in training.
+        whole: copies of some of the model's parameters, float32, which take their places; see `models.adapters.whole`.
+            None for none.
     """
 
     pairs: dict[str, Pair]
     dropout: float = eqx.field(static=True, default=0.0)
+    whole: PyTree = None
 
     @staticmethod
-    def init(groups: Sequence[TargetGroup], config: LoraConfig, *, key: jax.Array) -> "Adapters":
-        """Fresh factors, with which a model computes what it did before."""
+    def init(groups: Sequence[TargetGroup], config: LoraConfig, *, key: jax.Array, whole: PyTree = None) -> "Adapters":
+        """Fresh factors, with which a model computes what it did before.
+
+        Args:
+            groups: the projections that get some.
+            config: how they begin.
+            key: of random numbers.
+            whole: a part of the model that is copied; None for nothing.
+        """
         keys = jax.random.split(key, len(groups))
         return Adapters(
             pairs={group.path: Pair.init(group, config, key=each) for group, each in zip(groups, keys, strict=True)},
             dropout=config.dropout,
+            whole=jax.tree.map(lambda x: x.astype(jnp.float32), whole),
         )
 
     def bound_to(self, base: M, key: jax.Array | None = None) -> M:
@@ -108,6 +120,8 @@ class Adapters(eqx.Module):
             base: the model.
             key: of dropout; None for none.
         """
+        if self.whole is not None:
+            base = jax.tree.map(lambda a, b: b if a is None else a, self.whole, base, is_leaf=_is_leaf)
         wanted = {path: (pair, name) for pair in self.pairs.values() for name, path in pair.paths}
         bits = {} if key is None or not self.dropout else self._bits(key)
 
@@ -136,6 +150,10 @@ class Adapters(eqx.Module):
             bits = own if not copies else jax.random.split(own, copies[0].size)
             found[pair.paths] = hax.named(bits, (*copies, Axis("bits", bits.shape[-1])))
         return found
+
+
+def _is_leaf(x: object) -> bool:
+    return x is None or is_named(x)
 
 
 def _array(linear: Linear) -> NamedArray:
@@ -187,7 +205,9 @@ def bound_plan(adapters: Adapters, plan: ShardingPlan) -> ShardingPlan:
         whole = next((f"{m}.weight" for m in adapted if path == f"{m}.weight" or path.startswith(f"{m}.weight.")), None)
         return path if whole is None else f"{whole}.base{path.removeprefix(whole)}"
 
-    base = (each for each in plan.leaves if not each.leaf.path.startswith(f"{PAIRS}."))
-    kept = (moved(each, below(each.leaf.path)) for each in base)
+    base = (each for each in plan.leaves if not each.leaf.path.startswith((f"{PAIRS}.", f"{WHOLE}.")))
+    # A copy is bound in the place of what it is of.
+    used = (by_path.get(own_path(each.leaf.path), each) for each in base)
+    kept = (moved(each, below(each.leaf.path.removeprefix(f"{WHOLE}."))) for each in used)
     bound = (moved(by_path[factor.own], factor.bound) for factor in factors(adapters))
     return replace(plan, leaves=(*kept, *bound), findings=())

@@ -1,19 +1,35 @@
 """Adapters merged into the files of their base: `export_lm_to_hf --hf_checkpoint BASE --adapter_path ADAPTER`."""
 
 import json
+import math
+import os
 import shutil
+import struct
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 
+import haliax as hax
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers.adapted_models import TOKENS, write_adapter
 from helpers.family_models import make_checkpoint
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from haliax_ext.abstract import abstract, leaves
+from haliax_ext.sources import TensorInfo
 from levanter.commands.export.config import ConvertLmConfig
 from levanter.commands.export.export_lm_to_hf import describe, execute
+from levanter.compat.hf.export import plan_export
+from levanter.compat.hf.peft import PeftAdapter, PeftConfig
+from levanter.compat.hf.peft.merge import MergedTensors, stored_leaves
 from levanter.config import load
+from levanter.models.adapters import groups_of
+from levanter.models.llama.config import LlamaConfig
 from levanter.run import RunRefused, Session, Target
 
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
@@ -176,3 +192,180 @@ def test_the_config_of_the_base_is_kept(made, tmp_path):
     mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, base))
     for key in ("model_type", "vocab_size", "architectures"):
         assert mine[key] == theirs[key]
+
+
+class Made:
+    """A source whose tensors are made when they are read."""
+
+    def __init__(self, shapes, value):
+        self.tensors = {
+            name: TensorInfo(name, shape, np.dtype(np.float32), 4 * math.prod(shape)) for name, shape in shapes.items()
+        }
+        self.value = value
+
+    def byte_ranges(self, name, index):
+        return ()
+
+    def read(self, name, index, out=None):
+        assert out is None
+        return np.full([each.stop - each.start for each in index], self.value, np.float32)
+
+
+def test_no_tensor_is_ever_whole_in_memory():
+    """Of matrices of 32 MiB, sums of 256 KiB are made at a time: what NumPy holds for that is a small part of one."""
+    config = LlamaConfig(
+        hidden_dim=1024, intermediate_dim=8192, num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64
+    )
+    Vocab = hax.Axis("vocab", 64)
+    model = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
+    rules = config.weight_rules(Vocab)
+    every = groups_of(model, rules)
+    shapes, name = {"down": (1024, 8192), "up": (8192, 1024)}, "model.layers.0.mlp.{}_proj"
+    base = Made({f"{name.format(kind)}.weight": shape for kind, shape in shapes.items()}, 1.0)
+    factors = {}
+    for kind, (rows, columns) in shapes.items():
+        module = f"base_model.model.{name.format(kind)}"
+        factors |= {f"{module}.lora_A.weight": (4, columns), f"{module}.lora_B.weight": (rows, 4)}
+    adapter = PeftAdapter(where="made", config=PeftConfig(r=4, alpha=8), source=Made(factors, 0.5))
+    targets = adapter.targets(every, rules)
+    assert len(targets) == 2
+    merged = MergedTensors(source=base, rules=rules, adapter=adapter, targets=targets, block_bytes=256 << 10)
+    files = plan_export(stored_leaves(leaves(model), rules, base, np.dtype(np.float32)), config, Vocab)
+    wanted = [tensor for tensor in files.tensors if tensor.name in base.tensors]
+    assert [tensor.nbytes for tensor in wanted] == [32 << 20] * 2
+    tracemalloc.start()
+    try:
+        for tensor in wanted:
+            count = 0
+            for rows in merged.rows(tensor):
+                assert (rows == 1 + 2 * 4 * 0.25).all()
+                count += len(rows)
+            assert count == tensor.shape[0]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20, peak
+
+
+LARGE = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_attention_heads=128,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=256,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+"""Llama 3.1 405B, but for its vocabulary, and `num_hidden_layers`."""
+MATRICES = {
+    "self_attn.q_proj": (16384, 16384),
+    "self_attn.k_proj": (1024, 16384),
+    "self_attn.v_proj": (1024, 16384),
+    "self_attn.o_proj": (16384, 16384),
+    "mlp.gate_proj": (53248, 16384),
+    "mlp.up_proj": (53248, 16384),
+    "mlp.down_proj": (16384, 53248),
+}
+
+
+def sparse(file: Path, tensors: dict[str, tuple[int, ...]], dtype: str, size: int) -> None:
+    """A safetensors file of zeros, of which the disk holds the header alone."""
+    at, header = 0, {}
+    for name, shape in tensors.items():
+        nbytes = size * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.truncate(8 + len(text) + at)
+
+
+def large(folder: Path, layers: int) -> tuple[Path, Path]:
+    """(a base of zeros, an adapter of rank 16 of zeros)"""
+    for each in ("base", "adapter"):
+        (folder / each).mkdir(parents=True)
+    (folder / "base" / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": layers}))
+    table = {"model.embed_tokens.weight": (256, 16384), "lm_head.weight": (256, 16384), "model.norm.weight": (16384,)}
+    factors = {}
+    for n in range(layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            table[f"model.layers.{n}.{norm}.weight"] = (16384,)
+        for name, (rows, columns) in MATRICES.items():
+            table[f"model.layers.{n}.{name}.weight"] = (rows, columns)
+            module = f"base_model.model.model.layers.{n}.{name}"
+            factors |= {f"{module}.lora_A.weight": (16, columns), f"{module}.lora_B.weight": (rows, 16)}
+    sparse(folder / "base" / "model.safetensors", table, "BF16", 2)
+    sparse(folder / "adapter" / "adapter_model.safetensors", factors, "F32", 4)
+    document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": 16, "lora_alpha": 16}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(document))
+    return folder / "base", folder / "adapter"
+
+
+def filled(file: Path) -> dict[str, np.ndarray]:
+    """Random numbers in every tensor of a file of zeros, in place, some rows at a time; the first two rows of each."""
+    rng, first = np.random.default_rng(0), {}
+    with file.open("r+b") as out:
+        (length,) = struct.unpack("<Q", out.read(8))
+        header = json.loads(out.read(length))
+        for name, each in header.items():
+            dtype = np.dtype(ml_dtypes.bfloat16 if each["dtype"] == "BF16" else np.float32)
+            rows, *rest = each["shape"]
+            # One block of random rows, again and again: making all of them would take minutes.
+            block = (0.02 * rng.standard_normal((min(rows, 256), *rest), dtype=np.float32)).astype(dtype)
+            out.seek(8 + length + each["data_offsets"][0])
+            for start in range(0, rows, 256):
+                out.write(block[: rows - start].tobytes())
+            first[name] = block[:2].astype(np.float32)
+    return first
+
+
+@pytest.mark.slow
+def test_one_layer_of_405b(tmp_path):
+    """6.4 GB merged by the command, in a process of its own that never has more than its largest tensor and 256 MiB."""
+    base, adapter = large(tmp_path, 1)
+    own, factors = filled(base / "model.safetensors"), filled(adapter / "adapter_model.safetensors")
+    out = tmp_path / "out"
+    words = ["--hf_checkpoint", base, "--adapter_path", adapter, "--output_dir", out, "--save_tokenizer", "false"]
+    command = [sys.executable, "-m", "levanter.main.export_lm_to_hf", *map(str, words)]
+    with (tmp_path / "said").open("w+") as said:
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    text = (tmp_path / "said").read_text()
+    assert os.waitstatus_to_exitcode(status) == 0, text[-4000:]
+    assert "lost in rounding" in text
+    largest, peak = 2 * 53248 * 16384, 1024 * used.ru_maxrss
+    assert peak < largest + (256 << 20), f"{peak / 2**20:,.0f} MiB; its largest tensor has {largest / 2**20:,.0f}"
+    (tmp_path / "peak").write_text(f"{peak / 2**20:,.0f} MiB")
+    (folder,) = {path.parent for path in out.rglob("config.json")}
+    index = folder / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    for name in MATRICES:
+        tensor = f"model.layers.0.{name}.weight"
+        module = f"base_model.model.{tensor.removesuffix('.weight')}"
+        with safe_open(folder / where.get(tensor, "model.safetensors"), "np") as file:
+            found = file.get_slice(tensor)[0:2]
+        with safe_open(adapter / "adapter_model.safetensors", "np") as file:
+            a = file.get_tensor(f"{module}.lora_A.weight")
+        wanted = (own[tensor] + factors[f"{module}.lora_B.weight"] @ a).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_all_of_405b_is_planned_from_headers(tmp_path):
+    """126 layers, 810 GB: files of which there are headers alone."""
+    base, adapter = large(tmp_path, 126)
+    words = ["--hf_checkpoint", base, "--adapter_path", adapter, "--output_dir", tmp_path / "out"]
+    config = load(ConvertLmConfig, [*map(str, words), "--save_tokenizer", "false"])
+    plan = describe(config, CPU).check()
+    said = "\n".join(check.message for check in plan.checks)
+    assert "7 kinds of modules, rank 16" in said and "the largest 1.62 GiB" in said, said
+    assert plan.work.files.nbytes > 800e9

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hf_folder import CONFIG, TEXTS, tensors, write_folder, write_json
+from safetensors.numpy import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from levanter.commands.evaluate import eval_lm, viz_logprobs
@@ -338,6 +339,22 @@ def test_upstreams_documents_of_sft(folder):
             found.append((tokens[here].tolist(), [0, *(weights[here][:-1] > 0).astype(int).tolist()]))
     oracle = Oracle(folder / "model", folder / "model")
     assert sorted(found) == sorted(oracle.first_pair(record) for record in TALKS["train"])
+
+
+def test_upstreams_document_of_sft_with_an_adapter(folder, devices):
+    """Old keys beside `adapter:`: the same rows and the same first loss, and adapters come of it."""
+    beside = "adapter: {type: lora, r: 4, zero_init_b: true, a_init_mode: peft, modules_to_save: [norm]}\n"
+    config = sft_config_of(SftConfig, folder, OLD_SFT + beside + "peft_save_path: FOLDER/peft\n", name="sft_lora")
+    plan = describe(config, LOCAL).check()
+    assert plan.work.adapted is not None and plan.work.adapted.whole == ("transformer.norm.weight",)
+    done, tracker = run(plan, devices, run_id="sft_lora")
+    whole, full = run(
+        describe(sft_config_of(SftConfig, folder, OLD_SFT, name="sft_full"), LOCAL).check(), devices, run_id="full"
+    )
+    assert whole.taken == done.taken == 1
+    assert tracker.losses[0] == pytest.approx(full.losses[0], rel=1e-6)
+    names = load_file(f"{done.exported}/adapter_model.safetensors")
+    assert "base_model.model.model.norm.weight" in names and len(names) > 8
 
 
 def test_upstreams_document_of_a_mixture_of_sft(folder):

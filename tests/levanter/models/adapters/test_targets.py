@@ -184,9 +184,11 @@ def test_everything_that_is_wrong_is_listed_with_the_nearest_names():
     assert "is not a regular expression" in refused(target_modules="(")
     assert "did you mean the list [q_proj]" in refused(target_modules="q_proj")
     assert "adapter.target_modules is empty" in refused(target_modules=[])
-    assert "lm_head is the output head" in refused(target_modules=["lm_head"], r=4)
+    assert "'norm' is no projection, and gets no adapter; adapter.modules_to_save: [norm] trains it whole" in refused(
+        target_modules=["norm"]
+    )
     assert "no projection is left" in refused(exclude_modules=["self_attn", "mlp"])
-    assert "names no projection" in refused(target_modules=["input_layernorm"])
+    assert "is no projection, and gets no adapter" in refused(target_modules=["input_layernorm"])
     assert "adapter.rank_pattern: 'x_proj' names no projection" in refused(rank_pattern={"x_proj": 3})
 
 

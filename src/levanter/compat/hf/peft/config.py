@@ -22,7 +22,6 @@ _ABSENT = (
     "use_qalora",
     "layer_replication",
     "trainable_token_indices",
-    "modules_to_save",
     "alora_invocation_tokens",
     "megatron_config",
     "arrow_config",
@@ -43,6 +42,8 @@ class PeftConfig:
         targets: the modules, or a regular expression.
         parameters: targets that are parameters and no modules, as experts are.
         base: what the adapter is for; None if it does not say.
+        saved: modules that are trained whole; each name means all modules whose names end with it.
+        tied: whether such a copy of a table is the output head's too (`ensure_weight_tying`).
     """
 
     r: int
@@ -53,6 +54,8 @@ class PeftConfig:
     targets: tuple[str, ...] | str = ()
     parameters: tuple[str, ...] = ()
     base: str | None = None
+    saved: tuple[str, ...] = ()
+    tied: bool = False
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
@@ -112,6 +115,8 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
         alpha_pattern=taken.patterns("alpha_pattern", _is_alpha, "finite numbers other than 0"),
         targets=_targets(document.get("target_modules"), problems),
         base=document.get("base_model_name_or_path") or None,
+        saved=_names("modules_to_save", document.get("modules_to_save"), problems),
+        tied=bool(document.get("ensure_weight_tying")),
     )
     raise_if(CorruptFileError, where, problems)
     return config
@@ -156,12 +161,14 @@ def _is_alpha(value: object) -> bool:
 
 
 def _targets(found: object, problems: list[str]) -> tuple[str, ...] | str:
-    if isinstance(found, str):
-        return found
+    return found if isinstance(found, str) else _names("target_modules", found, problems, "a list of names or a text")
+
+
+def _names(key: str, found: object, problems: list[str], expected: str = "a list of names") -> tuple[str, ...]:
     if isinstance(found, list) and all(isinstance(each, str) for each in found):
         return tuple(found)
     if found is not None:
-        problems.append(f"target_modules must be a list of names or a text, got {found!r}")
+        problems.append(f"{key} must be {expected}, got {found!r}")
     return ()
 
 
@@ -177,12 +184,13 @@ def peft_document(config: PeftConfig, *, transposed: bool) -> dict[str, Any]:
         "alpha_pattern": dict(config.alpha_pattern),
         "base_model_name_or_path": config.base,
         "bias": "none",
+        "ensure_weight_tying": config.tied,
         "fan_in_fan_out": transposed,
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
+        "modules_to_save": list(config.saved) or None,
         "peft_type": "LORA",
         "r": config.r,
         "rank_pattern": dict(config.rank_pattern),

@@ -1,27 +1,29 @@
-"""An adapter merged into the files of its base: W + s · B A, tensor by tensor, on the host.
+"""An adapter merged into the files of its base: W + s · B A, some rows of a tensor at a time, on the host.
 
 The sum is made in float32 and rounded once, to the dtype that is written. How much of the adapter is lost by that is
 counted: a product that is smaller than half a step of the weight's dtype changes nothing at all.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.rules import SourcePiece, WeightRules
-from haliax_ext.saving import Readable
-from haliax_ext.slices import Box, box_shape, to_slices
+from haliax_ext.rules import WeightRules
+from haliax_ext.saving import OutTensor
 from haliax_ext.sources import Index, TensorSource
 from levanter.compat.hf.errors import CorruptFileError
-from levanter.compat.hf.peft.names import PREFIX, A, B, is_transposed, modules_of
+from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, is_transposed, modules_of
 from levanter.compat.hf.peft.read import PeftAdapter
 from levanter.models.adapters.targets import TargetGroup
 
 WORTH_SAYING = 0.05
 """The part of an adapter that may be lost in rounding before it is worth a warning."""
+BLOCK_BYTES = 16 << 20
+"""How many bytes of float32 sums are made at a time; about seven times as much is in memory for that."""
 _WEIGHT = ".weight"
 
 
@@ -53,111 +55,140 @@ class Rounding:
         return f"{self.group}: {self.share:.2%} lost in rounding, {still:.1%} of the weights did not move"
 
 
-@dataclass(frozen=True)
-class MergedLeaves(Mapping[str, Readable]):
-    """The leaves of a base with an adapter merged in; each piece of one is read, added and rounded when asked for.
+@dataclass(frozen=True, kw_only=True)
+class MergedTensors:
+    """The tensors of a base with an adapter merged in, some rows at a time: read, added and rounded when asked for.
+
+    What is written has the names and the shapes of what is read, so no tensor is ever in memory as a whole.
 
     Attributes:
         source: the base's tensors.
         rules: of its weights.
-        own: its leaves.
         adapter: what is merged.
         targets: of the adapter.
-        dtype: of what is written; None for that of each tensor.
+        copies: of the tensors of which the adapter has whole copies, what they are called with `{layers}` for numbers.
+        block_bytes: of the float32 sums that are made at a time.
         rounding: what has been lost so far, by group.
     """
 
     source: TensorSource
     rules: WeightRules
-    own: Sequence[Leaf]
     adapter: PeftAdapter
     targets: Sequence[TargetGroup]
-    dtype: np.dtype | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
     rounding: dict[str, Rounding] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        pieces: dict[tuple[str, Box], tuple[str, SourcePiece]] = {}
-        for name, (_, found) in self.rules.sources(self.own).items():
-            pieces |= {(piece.target, piece.box): (name, piece) for piece in found}
-        object.__setattr__(self, "_pieces", pieces)
-        modules = {module: group for group in self.targets for module in modules_of(group)}
-        object.__setattr__(self, "_modules", modules)
+    def rows(self, tensor: OutTensor) -> Iterator[np.ndarray]:
+        """A tensor as it is written, a run of its rows after another.
 
-    def __getitem__(self, path: str) -> Readable:
-        return _Leaf(self, path)
-
-    def __iter__(self) -> Iterator[str]:
-        return (leaf.path for leaf in self.own)
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def block(self, path: str, box: Box) -> np.ndarray:
-        """A piece of a leaf that is one tensor's, or a part of one, merged.
+        Args:
+            tensor: one that the base has.
 
         Raises:
-            CorruptFileError: the adapter's numbers are not finite, or the sum is not.
+            CorruptFileError: the adapter's numbers are not finite, or a sum is not.
         """
-        name, piece = self._pieces[path, box]  # type: ignore[attr-defined]
-        held = next(other for other in self.rules.spellings(name) if other in self.source.tensors)
-        region = to_slices(piece.region)
-        values = self.source.read(held, region)
-        group = self._modules.get(name.removesuffix(_WEIGHT)) if name.endswith(_WEIGHT) else None  # type: ignore
-        if group is not None:
-            values = self._merged(values, name.removesuffix(_WEIGHT), group, region)
-        found = np.zeros(box_shape(box), values.dtype)
-        digits = [tuple((0, size) for size in sizes) for sizes in piece.layout.group_sizes]
-        copy = piece.layout.copy(piece.stack, digits, piece.box)
-        assert copy is not None
-        copy.scatter(np.ascontiguousarray(values), found)
+        held = self._held(tensor.name, self.source)
+        info = self.source.tensors[held]
+        assert info.shape == tensor.shape, f"{tensor.name}: {info.shape} is merged as {tensor.shape}"
+        exact = self._exact(tensor.name)
+        for region in _blocks(tensor.shape, self.block_bytes // 4):
+            values = self.source.read(held, region)
+            if exact is None:
+                yield values.astype(tensor.dtype, copy=False)
+            else:
+                yield self._rounded(values, exact(values, region), tensor)
+
+    def _exact(self, name: str) -> Callable[[np.ndarray, Index], np.ndarray] | None:
+        """What some rows of a tensor become, float32, from what they are; None where they stay."""
+        module = name.removesuffix(_WEIGHT)
+        target = self._modules.get(module) if name.endswith(_WEIGHT) else None
+        copied = name in self.copies
+        if target is None and not copied:
+            return None
+        product = None if target is None else self._product(module, target)
+
+        def found(values: np.ndarray, region: Index) -> np.ndarray:
+            before = self._finite(f"{PREFIX}{name}", region) if copied else values.astype(np.float32)
+            return before if product is None else before + product(region)
+
         return found
 
-    def _merged(self, values: np.ndarray, module: str, group: TargetGroup, region: Index) -> np.ndarray:
-        added = self._product(module, group, region)
-        exact = values.astype(np.float32) + added
-        written = exact.astype(values.dtype if self.dtype is None else self.dtype)
-        if not np.isfinite(written.astype(np.float32)).all():
+    def _rounded(self, values: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
+        written = exact.astype(tensor.dtype)
+        back, before = written.astype(np.float32), values.astype(np.float32)
+        if not np.isfinite(back).all():
+            module = tensor.name.removesuffix(_WEIGHT)
             raise CorruptFileError(
                 self.adapter.where, f"{module}: the merged weights are not finite in {written.dtype}"
             )
-        assert group.source is not None
-        lost = self.rounding.setdefault(group.source, Rounding(group=group.source))
-        lost.lost += float(np.sum(np.square(written.astype(np.float32) - exact, dtype=np.float64)))
-        lost.added += float(np.sum(np.square(added, dtype=np.float64)))
-        lost.still += int((written.astype(np.float32) == values.astype(np.float32)).sum())
+        kind = self._kind(tensor.name)
+        lost = self.rounding.setdefault(kind, Rounding(group=kind))
+        lost.still += int((back == before).sum())
         lost.weights += written.size
+        lost.lost += float(np.sum(np.square(back - exact, dtype=np.float64)))
+        lost.added += float(np.sum(np.square(exact - before, dtype=np.float64)))
         return written
 
-    def _product(self, module: str, group: TargetGroup, region: Index) -> np.ndarray:
+    def _product(self, module: str, group: TargetGroup) -> Callable[[Index], np.ndarray]:
         """s · B A, as far as a region of the module's matrix has it."""
-        a, b = (self._factor(f"{PREFIX}{module}{which}") for which in (A, B))
-        rows, columns = region[::-1] if is_transposed(group) else region
+        a, b = (self._finite(f"{PREFIX}{module}{which}") for which in (A, B))
         scale = np.float32(self.adapter.config.scale(group.rank, group.alpha))
-        found = scale * (b[rows] @ a[:, columns])
-        return found.T if is_transposed(group) else found
+        if is_transposed(group):
+            return lambda region: scale * (a.T[region[0]] @ b.T[:, region[1]])
+        return lambda region: scale * (b[region[0]] @ a[:, region[1]])
 
-    def _factor(self, name: str) -> np.ndarray:
-        tensors = self.adapter.source.tensors
-        held = next(other for other in self._spellings(name) if other in tensors)
-        info = tensors[held]
-        values = self.adapter.source.read(held, tuple(slice(0, size) for size in info.shape)).astype(np.float32)
+    def _finite(self, name: str, region: Index | None = None) -> np.ndarray:
+        """A tensor of the adapter, or a part of one, float32."""
+        held = self._held(name, self.adapter.source)
+        shape = self.adapter.source.tensors[held].shape
+        values = self.adapter.source.read(held, region or tuple(slice(0, size) for size in shape)).astype(np.float32)
         if not np.isfinite(values).all():
-            raise CorruptFileError(
-                self.adapter.where, f"{held}: {(~np.isfinite(values)).sum():,} numbers are not finite"
-            )
+            count = int((~np.isfinite(values)).sum())
+            raise CorruptFileError(self.adapter.where, f"{held}: {count:,} numbers are not finite")
         return values
 
-    def _spellings(self, name: str) -> Iterator[str]:
-        return (f"{PREFIX}{other}" for other in self.rules.spellings(name.removeprefix(PREFIX)))
+    def _held(self, name: str, source: TensorSource) -> str:
+        """What a source calls a tensor."""
+        prefix = PREFIX if name.startswith(PREFIX) else ""
+        others = [f"{prefix}{other}" for other in self.rules.spellings(name.removeprefix(PREFIX))]
+        below = (f"{other.removesuffix(_WEIGHT)}{BASE}" for other in others)
+        return next(other for other in (*others, *below) if other in source.tensors)
+
+    def _kind(self, name: str) -> str:
+        group = self._modules.get(name.removesuffix(_WEIGHT))
+        if group is None:
+            return self.copies[name].removesuffix(_WEIGHT)
+        assert group.source is not None
+        return group.source
+
+    @cached_property
+    def _modules(self) -> Mapping[str, TargetGroup]:
+        return {module: group for group in self.targets for module in modules_of(group)}
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    leaves: MergedLeaves
-    path: str
+def copies_of(own: Sequence[Leaf], rules: WeightRules, whole: Collection[str]) -> Mapping[str, str]:
+    """The tensors of leaves, each with what it is called with the axes' names in the place of numbers.
 
-    def __getitem__(self, index: Index, /) -> np.ndarray:
-        return self.leaves.block(self.path, tuple((piece.start, piece.stop) for piece in index))
+    Args:
+        own: a model's leaves.
+        rules: of its weights.
+        whole: the paths of those that are wanted.
+    """
+    table = rules.by_target()
+    chosen = [leaf for leaf in own if leaf.path in whole]
+    return {name: table[leaf.path].source for leaf in chosen for name in table[leaf.path].source_names(leaf)}
+
+
+def _blocks(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
+    """Runs of rows of an array, of about so many elements each."""
+    if not shape:
+        yield ()
+        return
+    rest = tuple(map(slice, (0,) * (len(shape) - 1), shape[1:]))
+    count = max(1, elements // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], count):
+        yield (slice(start, min(start + count, shape[0])), *rest)
 
 
 def stored_leaves(

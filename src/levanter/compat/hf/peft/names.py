@@ -9,9 +9,12 @@ from haliax_ext.rules import WeightRule, WeightRules
 from levanter.layers.low_rank import RANK
 from levanter.models.adapters.targets import TargetGroup
 from levanter.models.adapters.tree import PAIRS
+from levanter.models.adapters.whole import own_path
 
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
+BASE = ".base_layer.weight"
+"""What the copy of a matrix that has factors too is called; peft writes that of a head unasked."""
 
 
 class UnsupportedTargetError(ValueError):
@@ -41,12 +44,13 @@ def is_transposed(group: TargetGroup) -> bool:
     return set(rule.axes[0]) == {axis.name for axis in group.In}
 
 
-def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules) -> WeightRules:
-    """Where each factor lies in a file of `peft`.
+def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules, whole: Sequence[str] = ()) -> WeightRules:
+    """Where each factor, and each whole copy, lies in a file of `peft`.
 
     Args:
         groups: the targets.
         rules: of the weights.
+        whole: paths of the parameters that are copied.
 
     Raises:
         UnsupportedTargetError: a target is in no checkpoint; lists all.
@@ -70,10 +74,20 @@ def peft_rules(groups: Sequence[TargetGroup], rules: WeightRules) -> WeightRules
                     source=f"{PREFIX}{group.source}{B}",
                     axes=(Out, (RANK,)),
                     part=None if part is None else replace(part, axis=0),
+                    padded=tuple(name for name in member.rule.padded if name in Out),
                 )
             )
+    named = rules.by_target()
+    adapted = {f"{member.path}.weight" for group in groups for member in group.members}
+    for path in whole:
+        source = f"{PREFIX}{named[path].source}"
+        if path in adapted:
+            source = f"{source.removesuffix('.weight')}{BASE}"
+        table.append(replace(named[path], target=own_path(path), source=source))
     aliases = tuple((f"{PREFIX}{name}", f"{PREFIX}{other}") for name, other in rules.aliases if "*" in name)
-    return WeightRules(rules=tuple(table), aliases=aliases)
+    # Both names of the one table are in files of tied models.
+    ignored = tuple(f"{PREFIX}{name}" for name in rules.ignored) if whole else ()
+    return WeightRules(rules=tuple(table), aliases=aliases, ignored=ignored)
 
 
 def short_names(chosen: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
@@ -87,6 +101,22 @@ def short_names(chosen: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
     others = {name.rsplit(".", 1)[-1] for name in every if name not in meant}
     last = {name: name.rsplit(".", 1)[-1] for name in chosen}
     return tuple(sorted({name if last[name] in others else last[name] for name in chosen}))
+
+
+def saved_names(chosen: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
+    """Names for `modules_to_save`, which mean every module whose name ends with one of them.
+
+    Args:
+        chosen: the modules that are meant.
+        every: all that there are.
+    """
+    found = []
+    for name in chosen:
+        parts = name.split(".")
+        tails = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        others = [other for other in every if other not in chosen]
+        found.append(next((tail for tail in tails if not any(other.endswith(tail) for other in others)), name))
+    return tuple(sorted(set(found)))
 
 
 def as_pattern(name: str) -> str:

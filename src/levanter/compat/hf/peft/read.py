@@ -7,19 +7,22 @@ import haliax as hax
 import jax
 import numpy as np
 
-from haliax_ext.abstract import abstract, leaves, with_arrays
+from haliax_ext.abstract import Leaf, abstract, leaves, with_arrays
+from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError, raise_if
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
 from levanter.compat.hf.peft.experts import one_by_one
-from levanter.compat.hf.peft.names import PREFIX, A, modules_of, peft_rules
+from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, modules_of, peft_rules
 from levanter.compat.hf.repository import read_json, require_file
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.targets import TargetGroup
 from levanter.models.adapters.tree import Adapters
+from levanter.models.adapters.whole import paths_of
+from levanter.models.groups import EMBEDDING, HEAD, parameter_group
 
 PICKLED = "adapter_model.bin"
 
@@ -50,12 +53,49 @@ class PeftAdapter:
         source, config = one_by_one(self.source, self.config, groups, where=self.where)
         return replace(self, source=source, config=config)
 
-    def targets(self, groups: Sequence[TargetGroup], rules: WeightRules) -> tuple[TargetGroup, ...]:
+    def whole(self, own: Sequence[Leaf], rules: WeightRules) -> tuple[str, ...]:
+        """The paths of a model's parameters of which it has whole copies.
+
+        Args:
+            own: the model's leaves.
+            rules: of its weights.
+
+        Raises:
+            CheckpointError: of a model with tied weights it has another table for the head than for the tokens.
+        """
+        table = rules.by_target()
+        held = frozenset(self.source.tensors)
+
+        def is_here(name: str) -> bool:
+            others = [f"{PREFIX}{other}" for other in rules.spellings(name)]
+            return any(each in held or f"{each.removesuffix('.weight')}{BASE}" in held for each in others)
+
+        found = tuple(
+            leaf.path
+            for leaf in own
+            if leaf.path in table and any(is_here(name) for name in table[leaf.path].source_names(leaf))
+        )
+        groups = {parameter_group(leaf) for leaf in own}
+        if HEAD not in groups and not self.config.tied:
+            tables = [leaf.path for leaf in own if leaf.path in found and parameter_group(leaf) == EMBEDDING]
+            if any("vocab" in leaf.names for leaf in own if leaf.path in tables):
+                raise CheckpointError(
+                    self.where,
+                    "modules_to_save has the embedding table of a model whose output head is that table (tied "
+                    "weights), and the head kept the one of the base: with ensure_weight_tying: true both are the "
+                    "copy, and nothing else is implemented",
+                )
+        return found
+
+    def targets(
+        self, groups: Sequence[TargetGroup], rules: WeightRules, whole: PyTree = None
+    ) -> tuple[TargetGroup, ...]:
         """The groups of a model that it adapts, with their ranks.
 
         Args:
             groups: all of the model's.
             rules: of the model's weights.
+            whole: the part of the model, abstract, of which it has whole copies; None for nothing.
 
         Raises:
             CheckpointError: it adapts only some of the layers that are stacked, or with different ranks; or nothing.
@@ -90,8 +130,14 @@ class PeftAdapter:
             if rank != self.config.rank_of(first):
                 problems.append(f"{first}: rank {rank}, but {CONFIG} says {self.config.rank_of(first)}")
             found.append(replace(group, rank=rank, alpha=self.config.alpha_of(first)))
+        copied = {name.removeprefix(PREFIX).rsplit(".", 1)[0] for name in self.source.tensors if not _is_factor(name)}
+        problems += [
+            f"modules_to_save: {name!r}, and it has no tensor of a module of that name"
+            for name in self.config.saved
+            if not any(module.removesuffix(".base_layer").endswith(name) for module in copied)
+        ]
         raise_if(CheckpointError, self.where, problems)
-        self._match(found, rules)
+        self._match(found, rules, whole)
         if not found:
             raise CheckpointError(self.where, "it has no adapter of any projection")
         return tuple(found)
@@ -103,37 +149,48 @@ class PeftAdapter:
                 return shape[0] if len(shape) == 2 else 0
         return None
 
-    def _match(self, groups: Sequence[TargetGroup], rules: WeightRules) -> None:
-        tree = self.tree(groups)
+    def _match(self, groups: Sequence[TargetGroup], rules: WeightRules, whole: PyTree) -> None:
+        tree = self.tree(groups, whole)
+        table = peft_rules(groups, rules, paths_of(whole))
         try:
-            peft_rules(groups, rules).match(leaves(tree), self.source.tensors)
+            table.match(leaves(tree), self.source.tensors)
         except WeightMismatchError as error:
             raise CheckpointError(self.where, f"it does not go with the model:\n{error}") from error
 
-    def tree(self, groups: Sequence[TargetGroup]) -> Adapters:
-        """Its factors, without memory.
+    def tree(self, groups: Sequence[TargetGroup], whole: PyTree = None) -> Adapters:
+        """Its factors and whole copies, without memory.
 
         Args:
             groups: from `targets`.
+            whole: see there.
         """
         shaped = LoraConfig(use_rslora=self.config.use_rslora)
-        return abstract(lambda: Adapters.init(groups, shaped, key=jax.random.PRNGKey(0)))
+        return abstract(lambda part: Adapters.init(groups, shaped, key=jax.random.PRNGKey(0), whole=part), whole)
 
-    def read(self, groups: Sequence[TargetGroup], rules: WeightRules) -> Adapters:
-        """Its factors, float32, in the memory of this host.
+    def read(
+        self,
+        groups: Sequence[TargetGroup],
+        rules: WeightRules,
+        whole: PyTree = None,
+        *,
+        true_sizes: Mapping[str, int] | None = None,
+    ) -> Adapters:
+        """Its factors and whole copies, float32, in the memory of this host.
 
         Args:
             groups: from `targets`.
             rules: of the model's weights.
+            whole: see `targets`.
+            true_sizes: of axes that are longer in the model; zeros fill the rest.
 
         Raises:
             CorruptFileError: a factor holds numbers that are not finite; lists all of these.
         """
-        tree = self.tree(groups)
-        table, own = peft_rules(groups, rules), {leaf.path: leaf for leaf in leaves(tree)}
+        tree = self.tree(groups, whole)
+        table, own = peft_rules(groups, rules, paths_of(whole)), {leaf.path: leaf for leaf in leaves(tree)}
         arrays = {path: np.zeros(leaf.shape, np.float32) for path, leaf in own.items()}
         problems: list[str] = []
-        for name, (_, pieces) in table.sources(own.values()).items():
+        for name, (_, pieces) in table.sources(own.values(), true_sizes=true_sizes).items():
             held = next(other for other in table.spellings(name) if other in self.source.tensors)
             info = self.source.tensors[held]
             values = self.source.read(held, tuple(slice(0, size) for size in info.shape)).astype(np.float32)
@@ -144,6 +201,10 @@ class PeftAdapter:
                 piece.read(values, block)
         raise_if(CorruptFileError, self.where, problems)
         return with_arrays(tree, arrays)
+
+
+def _is_factor(name: str) -> bool:
+    return name.endswith((A, B))
 
 
 def open_peft(reference: str) -> PeftAdapter:

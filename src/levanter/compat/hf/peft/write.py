@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf
-from haliax_ext.rules import WeightRules
+from haliax_ext.rules import SourcePiece, WeightRules
 from haliax_ext.saving import OutTensor, Readable, bring, plan_saving, tensors_of
 from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.compat.hf.errors import CheckpointError
@@ -20,16 +20,21 @@ from levanter.compat.hf.export_place import place_of
 from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, peft_document
 from levanter.compat.hf.peft.experts import fused_experts, is_of_experts, with_new_router
 from levanter.compat.hf.peft.names import (
+    BASE,
+    PREFIX,
     as_pattern,
     is_transposed,
     modules_of,
     peft_rules,
+    saved_names,
     short_names,
 )
 from levanter.compat.hf.peft.read import PeftAdapter
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.io import leased
 from levanter.models.adapters.targets import TargetGroup
+from levanter.models.adapters.whole import WHOLE, leaf_named
+from levanter.models.groups import HEAD, parameter_group
 from levanter.processes.together import jit_together
 
 Folder = TypeVar("Folder", bound=str | Path)
@@ -63,6 +68,7 @@ def plan_peft(
     *,
     use_rslora: bool,
     base: str | None,
+    true_sizes: Mapping[str, int] | None = None,
 ) -> PeftPlan:
     """Plans the files of an adapter; reads no array.
 
@@ -70,9 +76,10 @@ def plan_peft(
         targets: the groups that have factors.
         every: all groups of the model.
         rules: of the model's weights.
-        own: the leaves of the factors.
+        own: the leaves of the factors, and of whole copies.
         use_rslora: see `LoraConfig`.
         base: what the adapter is for.
+        true_sizes: of axes that are padded in the leaves.
 
     Raises:
         UnsupportedTargetError: a target has no place in such files; lists all.
@@ -82,8 +89,10 @@ def plan_peft(
     # Where there are experts, their router is a parameter too.
     plain = [group for group in targets if group not in of_experts and not (of_experts and group.is_router)]
     routers = [group for group in targets if of_experts and group.is_router]
-    paths = {rule.target for rule in peft_rules([*plain, *routers], rules).rules}
-    tensors = plan_saving([leaf for leaf in own if leaf.path in paths], peft_rules([*plain, *routers], rules))
+    whole = tuple(leaf.path.removeprefix(f"{WHOLE}.") for leaf in own if leaf.path.startswith(f"{WHOLE}."))
+    table = peft_rules([*plain, *routers], rules, whole)
+    paths = table.by_target()
+    tensors = plan_saving([leaf for leaf in own if leaf.path in paths], table, true_sizes=true_sizes)
     modules = {module: group for group in plain for module in modules_of(group)}
     known = [module for group in every if group.source is not None for module in modules_of(group)]
     counted = list(modules.values()) or list(targets)
@@ -101,6 +110,9 @@ def plan_peft(
         return found
 
     ranks, alphas = pattern("rank", rank), pattern("alpha", alpha)
+    saved, tied = _saved(tensors, rules), _is_tied(whole, rules)
+    if tied:
+        tensors = (*tensors, *_under_the_head(tensors, rules))
     if fused is not None:
         tensors = (*(replace(each, name=with_new_router(each.name, routers)) for each in tensors), *fused.tensors)
         ranks |= {name: value for name, value in fused.ranks.items() if value != rank}
@@ -115,10 +127,44 @@ def plan_peft(
             targets=short_names(tuple(modules), known),
             parameters=() if fused is None else fused.parameters,
             base=base,
+            saved=saved,
+            tied=tied,
         ),
         transposed=any(is_transposed(group) for group in plain),
         tensors=tensors,
     )
+
+
+def _saved(tensors: Sequence[OutTensor], rules: WeightRules) -> tuple[str, ...]:
+    """The modules that are written whole, as `modules_to_save` has them."""
+    chosen = {
+        tensor.name.removeprefix(PREFIX).rsplit(".", 1)[0]
+        for tensor in tensors
+        if any(piece.target.startswith(f"{WHOLE}.") for piece in tensor.pieces) and not tensor.name.endswith(BASE)
+    }
+    # The first of each kind: all of a kind are chosen, or none.
+    every = [rule.source_name([0] * len(rule.stacked)).rsplit(".", 1)[0] for rule in rules.rules]
+    return saved_names(sorted(chosen), every)
+
+
+def _is_tied(whole: Sequence[str], rules: WeightRules) -> bool:
+    """Whether a table is copied that is the output head too."""
+    has_head = any(parameter_group(leaf_named(rule.target.rsplit(".", 1)[0])) == HEAD for rule in rules.rules)
+    return not has_head and any("vocab" in group for path in whole for group in rules.by_target()[path].axes)
+
+
+def _under_the_head(tensors: Sequence[OutTensor], rules: WeightRules) -> Iterator[OutTensor]:
+    """The one table of a tied model once more, under the head's name, which peft looks for."""
+    # A family's own name for it is the last one.
+    *_, head = (name for name in rules.ignored if "*" not in name)
+    for tensor in tensors:
+        if any(piece.target.startswith(f"{WHOLE}.") and "vocab" in _axes(piece, rules) for piece in tensor.pieces):
+            yield replace(tensor, name=f"{PREFIX}{head}")
+
+
+def _axes(piece: SourcePiece, rules: WeightRules) -> set[str]:
+    rule = rules.by_target()[piece.target.removeprefix(f"{WHOLE}.")]
+    return {name for group in rule.axes for name in group}
 
 
 def gathered(plan: PeftPlan, arrays: Mapping[str, jax.Array | Readable], *, where: str) -> PeftAdapter:

@@ -1,0 +1,109 @@
+"""Whole copies: parameters that are trained beside adapters as they are, in float32 (`modules_to_save`).
+
+They are a part of the model, of its structure: where a parameter is not copied, there is None. So they are what they
+are in the model (a norm, a table, the head) to whoever asks, and lie where it does.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import jax
+
+from haliax_ext.abstract import Leaf, leaf_of, leaves
+from haliax_ext.errors import nearest
+from haliax_ext.mapping import path_matches
+from haliax_ext.pytree import KeyPath, PyTree, is_named, path_string
+from haliax_ext.rules import WeightRules
+from levanter.models.adapters.config import LoraConfig
+from levanter.models.adapters.targets import KEY, AdapterError, TargetGroup, no_projection
+from levanter.models.groups import EMBEDDING, HEAD, NORM, parameter_group
+
+M = TypeVar("M")
+
+WHOLE = "whole"
+"""What the copies are under, in the tree of adapters."""
+_KEY = f"{KEY}.modules_to_save"
+
+
+def part_of(model: M, paths: Iterable[str]) -> M | None:
+    """The leaves of a model at some paths, in its structure; None in the places of all others, and for no paths."""
+    kept = frozenset(paths)
+    if not kept:
+        return None
+
+    def visit(keys: KeyPath, x: PyTree) -> PyTree:
+        return x if path_string(keys) in kept else None
+
+    return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_named)
+
+
+def paths_of(part: PyTree) -> tuple[str, ...]:
+    """The paths of what `part_of` kept of a model."""
+    return tuple(leaf.path for leaf in leaves(part))
+
+
+def own_path(path: str) -> str:
+    """The path among the adapters of the copy of a model's leaf."""
+    return f"{WHOLE}.{path}"
+
+
+def find_whole(
+    own: Sequence[Leaf], rules: WeightRules | None, config: LoraConfig, targets: Sequence[TargetGroup]
+) -> tuple[str, ...]:
+    """The paths of the parameters that are copied.
+
+    Args:
+        own: the model's leaves.
+        rules: where they lie in a checkpoint; None for no checkpoint.
+        config: what is asked for.
+        targets: the projections that get adapters.
+
+    Raises:
+        AdapterError: a name matches nothing, or what is no norm, table or head, or what has an adapter; lists all.
+    """
+    sources = {} if rules is None else {rule.target: rule.source for rule in rules.rules}
+    adapted = {f"{member.path}.weight" for group in targets for member in group.members}
+    problems: list[str] = []
+    found: dict[str, None] = {}
+    for pattern in config.modules_to_save or ():
+        matched = [leaf for leaf in own if _is_named(pattern, leaf, sources)]
+        if not matched:
+            problems.append(f"{_KEY}: {pattern!r} {_hint(pattern, own, sources)}")
+        for leaf in matched:
+            if leaf.path in adapted:
+                problems.append(
+                    f"{_KEY}: {pattern!r} is trained whole, and {KEY}.target_modules gives it an adapter; leave one out"
+                )
+            elif parameter_group(leaf) not in (NORM, EMBEDDING, HEAD):
+                problems.append(
+                    f"{_KEY}: {pattern!r} means {leaf.path}, and only norms, tables and the output head are trained "
+                    f"whole beside adapters; name it in {KEY}.target_modules, or train it alone (trainer.trainable)"
+                )
+                break
+        found |= dict.fromkeys(leaf.path for leaf in matched)
+    if problems:
+        raise AdapterError("\n".join(problems))
+    return tuple(leaf.path for leaf in own if leaf.path in found)
+
+
+def _is_named(pattern: str, leaf: Leaf, sources: dict[str, str]) -> bool:
+    names = [leaf.path, *([sources[leaf.path]] if leaf.path in sources else [])]
+    # A module by names of its path in order, and not by that of an array.
+    modules = [name.rsplit(".", 1)[0] for name in names]
+    return any(path_matches(pattern, name) or path_matches(f"**.{pattern}", name) for name in modules)
+
+
+def _hint(pattern: str, own: Sequence[Leaf], sources: dict[str, str]) -> str:
+    if parameter_group(leaf_named(pattern)) == HEAD and not any(parameter_group(leaf) == HEAD for leaf in own):
+        return no_projection(pattern, tied=True)
+    kept = [leaf for leaf in own if parameter_group(leaf) in (NORM, EMBEDDING, HEAD)]
+    known = sorted({name.split(".")[-2] for leaf in kept for name in (leaf.path, sources.get(leaf.path, leaf.path))})
+    close = nearest(pattern, known)
+    return "names no module" + (
+        f"; did you mean {' or '.join(close)}?" if close else f"; norms, tables and heads are {', '.join(known)}"
+    )
+
+
+def leaf_named(name: str) -> Leaf:
+    """A leaf of which only the name of its module is known."""
+    return leaf_of(f"{name}.weight", jax.ShapeDtypeStruct((), "float32"))
