@@ -63,10 +63,11 @@ def begun_with(adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module
         CheckpointError: the folder is none, or of another model.
         AdapterError: it has other adapters than the run trains; lists all that differ.
     """
-    if adapted is None or adapted.config.initialize_from is None:
+    named = None if adapted is None else adapted.config.initialize_from
+    if adapted is None or named is None:
         return None
     key, config, rules = f"{KEY}.initialize_from", adapted.config, model.weight_rules(Vocab)
-    opened = open_peft(config.initialize_from).of_model(adapted.every)
+    opened = open_peft(named).of_model(adapted.every)
     # Unasked, peft writes the matrix of a head that has factors.
     adapted_too = {f"{member.path}.weight" for group in adapted.targets for member in group.members}
     found = opened.whole(leaves(module), rules)

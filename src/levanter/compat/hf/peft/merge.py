@@ -97,7 +97,8 @@ class MergedTensors:
             if exact is None:
                 yield values.astype(tensor.dtype, copy=False)
             else:
-                yield self._rounded(values, exact(values, region), tensor)
+                before = values.astype(np.float32)
+                yield self._rounded(before, exact(before, region), tensor)
 
     def _exact(self, name: str) -> Callable[[np.ndarray, Index], np.ndarray] | None:
         """What some rows of a tensor become, float32, from what they are; None where they stay."""
@@ -108,35 +109,40 @@ class MergedTensors:
             return None
         product = None if target is None else self._product(module, target)
 
-        def found(values: np.ndarray, region: Index) -> np.ndarray:
-            before = self._finite(f"{PREFIX}{name}", region) if copied else values.astype(np.float32)
-            return before if product is None else before + product(region)
+        def found(before: np.ndarray, region: Index) -> np.ndarray:
+            base = self._finite(f"{PREFIX}{name}", region) if copied else before
+            return base if product is None else product(region) + base
 
         return found
 
-    def _rounded(self, values: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
+    def _rounded(self, before: np.ndarray, exact: np.ndarray, tensor: OutTensor) -> np.ndarray:
         written = exact.astype(tensor.dtype)
-        back, before = written.astype(np.float32), values.astype(np.float32)
-        if not np.isfinite(back).all():
+        back = written.astype(np.float32)
+        still = int(np.count_nonzero(back == before))
+        back -= exact
+        lost = _squares(back)
+        if not math.isfinite(lost):
+            # An infinity has no distance to itself.
             module = tensor.name.removesuffix(_WEIGHT)
             raise CorruptFileError(
                 self.adapter.where, f"{module}: the merged weights are not finite in {written.dtype}"
             )
         kind = self._kind(tensor.name)
-        lost = self.rounding.setdefault(kind, Rounding(group=kind))
-        lost.still += int((back == before).sum())
-        lost.weights += written.size
-        lost.lost += float(np.sum(np.square(back - exact, dtype=np.float64)))
-        lost.added += float(np.sum(np.square(exact - before, dtype=np.float64)))
+        found = self.rounding.setdefault(kind, Rounding(group=kind))
+        found.still += still
+        found.weights += written.size
+        found.lost += lost
+        np.subtract(exact, before, out=back)
+        found.added += _squares(back)
         return written
 
     def _product(self, module: str, group: TargetGroup) -> Callable[[Index], np.ndarray]:
         """s · B A, as far as a region of the module's matrix has it."""
         a, b = (self._finite(f"{PREFIX}{module}{which}") for which in (A, B))
-        scale = np.float32(self.adapter.config.scale(group.rank, group.alpha))
+        b *= np.float32(self.adapter.config.scale(group.rank, group.alpha))
         if is_transposed(group):
-            return lambda region: scale * (a.T[region[0]] @ b.T[:, region[1]])
-        return lambda region: scale * (b[region[0]] @ a[:, region[1]])
+            return lambda region: a.T[region[0]] @ b.T[:, region[1]]
+        return lambda region: b[region[0]] @ a[:, region[1]]
 
     def _finite(self, name: str, region: Index | None = None) -> np.ndarray:
         """A tensor of the adapter, or a part of one, float32."""
@@ -189,6 +195,12 @@ def _blocks(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
     count = max(1, elements // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], count):
         yield (slice(start, min(start + count, shape[0])), *rest)
+
+
+def _squares(x: np.ndarray) -> float:
+    """The sum of squares; of a block, in which float32 is mostly enough to add up in."""
+    found = float(np.vdot(x, x))
+    return found if math.isfinite(found) else float(np.sum(np.square(x, dtype=np.float64)))
 
 
 def stored_leaves(
