@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from haliax_ext.mapping import DeclaredReplication as DeclaredReplication
     from haliax_ext.mapping import Mappings as Mappings
     from haliax_ext.mapping import mappings_in_scope as mappings_in_scope
+    from haliax_ext.mapping import shard_attention as shard_attention
     from haliax_ext.mapping import shard_residual as shard_residual
     from haliax_ext.meshspec import MeshSpec as MeshSpec
     from haliax_ext.placement import Finding as Finding

@@ -25,13 +25,14 @@ class Activation:
     Attributes:
         name: what messages call it (`mlp hidden`, `logits`).
         axes: its axes (name, size), with the global batch.
-        mapping: which mapping it is constrained by; the residual stream has its own.
+        mapping: which mapping it is constrained by; the residual stream has its own, and so has what is inside of
+            attention, which is left out where no mapping is for that.
         dtype: for the bytes.
     """
 
     name: str
     axes: tuple[tuple[str, int], ...]
-    mapping: Literal["compute", "residual"] = "compute"
+    mapping: Literal["compute", "residual", "attention"] = "compute"
     dtype: np.dtype = np.dtype(np.float32)
 
 
@@ -43,8 +44,12 @@ def plan_activations(activations: Iterable[Activation], mappings: Mappings, mesh
     """
     plans: list[LeafPlan] = []
     findings: list[Finding] = []
+    own = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
+    inside = bool(mappings.attention or mappings.attention.unmapped)
     for activation in activations:
-        mapping = mappings.residual_stream if activation.mapping == "residual" else mappings.compute
+        if activation.mapping == "attention" and not inside:
+            continue
+        mapping = own.get(activation.mapping, mappings.compute)
         leaf = Leaf(activation.name, activation.axes, np.dtype(activation.dtype))
         plan, found = place(leaf, mapping, mesh, role="activation")
         plans.append(plan)
@@ -53,5 +58,5 @@ def plan_activations(activations: Iterable[Activation], mappings: Mappings, mesh
 
 
 def check_activations(activations: Iterable[Activation], mappings: Mappings, mesh: MeshSpec) -> tuple[Finding, ...]:
-    """What is wrong with the activations under the compute and residual mappings: collisions and indivisible axes."""
+    """What is wrong with the activations under the mappings: collisions and indivisible axes."""
     return plan_activations(activations, mappings, mesh).findings

@@ -1,8 +1,9 @@
 """`AxisMapping`: which logical axis goes to which mesh axes, as a checked, hashable value.
 
-It is a `Mapping[str, str | tuple[str, ...]]`, so `haliax.axis_mapping(mapping)` takes it as it is. Three mappings stay
-three: *params* (weights and optimizer state), *compute* (activations at named constraint points) and *residual* (the
-residual stream at block boundaries); `Mappings` holds them with per-path parameter overrides.
+It is a `Mapping[str, str | tuple[str, ...]]`, so `haliax.axis_mapping(mapping)` takes it as it is. Four mappings stay
+four: *params* (weights and optimizer state), *compute* (activations at named constraint points), *residual* (the
+residual stream at block boundaries) and *attention* (queries, keys and values while positions look at each other);
+`Mappings` holds them with per-path parameter overrides.
 
 Path patterns: segments are separated by dots, `*` stands for one segment, `**` for any number; a pattern also matches
 everything below what it matches, so `**.self_attn.*` covers `layers.self_attn.q_proj.weight`.
@@ -183,6 +184,9 @@ class Mappings:
         params: for weights and optimizer state.
         compute: for activations.
         residual: for the residual stream at block boundaries, over `compute`.
+        attention: for queries, keys and values between their projections and the output's, over `compute`.
+        zigzag: axes whose entries lie in zigzag order over the parts that they are cut in inside attention: of 2n runs,
+            part i has the runs i and 2n − 1 − i.
         overrides: pairs (path pattern, mapping merged over `params` for matching leaves); later ones win.
         declared: replication that the mapping implies on purpose.
         allow_replicated: path patterns or mesh axes whose replication the user accepts.
@@ -193,6 +197,8 @@ class Mappings:
     params: AxisMapping = field(default_factory=AxisMapping)
     compute: AxisMapping = field(default_factory=AxisMapping)
     residual: AxisMapping = field(default_factory=AxisMapping)
+    attention: AxisMapping = field(default_factory=AxisMapping)
+    zigzag: tuple[str, ...] = ()
     overrides: tuple[tuple[str, AxisMapping], ...] = ()
     declared: "tuple[DeclaredReplication, ...]" = ()
     allow_replicated: tuple[str, ...] = ()
@@ -214,6 +220,11 @@ class Mappings:
         """The mapping of the residual stream at block boundaries: `residual` over `compute`."""
         return self.compute.merged(self.residual)
 
+    @property
+    def inside_attention(self) -> AxisMapping:
+        """The mapping in force while positions look at each other: `attention` over `compute`."""
+        return self.compute.merged(self.attention)
+
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -233,24 +244,59 @@ def path_matches(pattern: str, path: str) -> bool:
 
 _residual: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("residual_mapping", default=None)
 _params: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("parameter_mapping", default=None)
+_attention: contextvars.ContextVar[AxisMapping | None] = contextvars.ContextVar("attention_mapping", default=None)
+_zigzag: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("zigzag_axes", default=())
 
 
 @contextlib.contextmanager
 def mappings_in_scope(mappings: Mappings) -> Generator[None]:
-    """Puts the compute mapping in Haliax's scope and the residual and parameter mappings in ours, for tracing."""
+    """Puts the compute mapping in Haliax's scope and the other ones in ours, for tracing."""
+    said = bool(mappings.attention or mappings.attention.unmapped)
     residual, params = _residual.set(mappings.residual_stream), _params.set(mappings.params)
+    attention, zigzag = _attention.set(mappings.inside_attention if said else None), _zigzag.set(mappings.zigzag)
     try:
         with compute_mapping(mappings.compute):
             yield
     finally:
         _residual.reset(residual)
         _params.reset(params)
+        _attention.reset(attention)
+        _zigzag.reset(zigzag)
 
 
 def shard_residual(x: hax.NamedArray) -> hax.NamedArray:
     """Constrains the residual stream at a block boundary; the identity where no mapping is in scope."""
     mapping = _residual.get()
     return hax.auto_sharded(x) if mapping is None else hax.shard(x, mapping)
+
+
+def shard_attention(x: hax.NamedArray) -> hax.NamedArray:
+    """Constrains queries, keys or values; by the compute mapping where no mapping is for the inside of attention."""
+    mapping, mesh = _attention.get(), mesh_in_scope()
+    if mapping is None or mesh is None:
+        return hax.auto_sharded(x)
+    return _pinned(x, mapping)
+
+
+@contextlib.contextmanager
+def inside_attention() -> Generator[None]:
+    """While positions look at each other, the mapping for that is the one in scope."""
+    mapping = _attention.get()
+    with contextlib.nullcontext() if mapping is None else compute_mapping(mapping):
+        yield
+
+
+def in_one_mapping() -> bool:
+    """Whether no mapping of its own is for the inside of attention."""
+    return _attention.get() is None
+
+
+def zigzag_parts(axis_name: str) -> int:
+    """Over how many parts the entries of an axis lie in zigzag order; 1 where they lie in their own."""
+    if axis_name not in _zigzag.get():
+        return 1
+    with inside_attention():
+        return ways_in_scope(axis_name)
 
 
 def shard_like_parameter(x: hax.NamedArray) -> hax.NamedArray:
@@ -278,6 +324,10 @@ def shard_as_computed(x: hax.NamedArray) -> hax.NamedArray:
     mapping, mesh = mapping_in_scope(), mesh_in_scope()
     if mapping is None or mesh is None:
         return x
+    return _pinned(x, mapping)
+
+
+def _pinned(x: hax.NamedArray, mapping: AxisMapping) -> hax.NamedArray:
     spec = mapping.spec(axis.name for axis in x.axes)
     array = jax.lax.with_sharding_constraint(x.array, spec)  # pyright: ignore[reportUnknownMemberType]
     return hax.NamedArray(array, x.axes)

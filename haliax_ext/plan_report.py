@@ -166,6 +166,8 @@ def _mapping_lines(plan: ShardingPlan) -> list[str]:
         *(line for pattern, rule in mappings.overrides for line in shown(f"parameters at {pattern}", rule)),
         *shown("compute", mappings.compute),
         *shown("residual", mappings.residual),
+        *shown("inside attention", mappings.attention),
+        *(f"{name} in zigzag order" for name in mappings.zigzag),
     ]
 
 

@@ -65,3 +65,14 @@ class PositionEmbedding(eqx.Module):
                 "no others"
             )
         return hax.auto_sharded(table.take(Row, positions))
+
+
+def places_in_segments(segment_ids: NamedArray) -> NamedArray:
+    """For each token how many of its segment are before it; segments are contiguous. `[…, position]`, int32."""
+    ids = segment_ids.rearrange((..., "position"))
+    index = jnp.broadcast_to(jnp.arange(ids.array.shape[-1], dtype=jnp.int32), ids.array.shape)
+    begins = jnp.concatenate(
+        [jnp.ones_like(ids.array[..., :1], dtype=bool), ids.array[..., 1:] != ids.array[..., :-1]], axis=-1
+    )
+    start = jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
+    return hax.named(index - start, ids.axes)

@@ -10,6 +10,9 @@ from typing import Literal
 
 from levanter.config.ranges import PositiveFloat, PositiveOrAll, Ranged
 
+Word = Literal["gather", "heads", "ring", "auto"]
+"""What `attention_mapping` may be in place of a mapping; see `mesh.exchange`."""
+
 MappingValue = str | list[str] | None
 """A mesh axis, a list of mesh axes (major first), or null to remove a default."""
 
@@ -34,6 +37,11 @@ class MeshConfig(Ranged):
         param_mapping: for parameters and optimizer state only, merged over the shared mapping.
         granule: what a DCN axis counts: slices, or processes where devices have no slices.
         residual_mapping: for the residual stream at block boundaries only, merged over the compute mapping.
+        attention_mapping: for queries, keys and values while positions look at each other, merged over the compute
+            mapping; or what devices then exchange, in a word: `gather`, `heads`, `ring`, or `auto`, which chooses.
+        position_order: how positions lie on the devices that they are cut over: `natural`, or `zigzag`, where each
+            device has an early and a late run of them, and so as much of a causal mask as the others. Default: zigzag
+            where `attention_mapping` is given and heads are not exchanged.
         overrides: path pattern → mapping merged over the parameter mapping for matching parameters.
         split_heads: `auto` factors a mesh axis mapped to `heads` that exceeds the KV heads into itself × `group`.
         allow_replicated: path patterns or mesh axes over which large replication is accepted.
@@ -49,6 +57,8 @@ class MeshConfig(Ranged):
     param_mapping: dict[str, MappingValue] = field(default_factory=lambda: {"embed": "data"})
     granule: Literal["slice", "process"] = "slice"
     residual_mapping: dict[str, MappingValue] = field(default_factory=dict)
+    attention_mapping: dict[str, MappingValue] | Word = field(default_factory=dict)
+    position_order: Literal["natural", "zigzag"] | None = None
     overrides: dict[str, dict[str, MappingValue]] = field(default_factory=dict)
     split_heads: Literal["never", "auto"] = "never"
     allow_replicated: list[str] = field(default_factory=list)
@@ -61,6 +71,8 @@ class MeshConfig(Ranged):
             name: getattr(self, name)
             for name in ("shared_mapping", "compute_mapping", "param_mapping", "residual_mapping")
         }
+        if not isinstance(self.attention_mapping, str):
+            rules["attention_mapping"] = self.attention_mapping
         keys = {"axes": self.axes, "dcn_axes": self.dcn_axes, "overrides": self.overrides, **rules}
         problems = [
             f"{name}: {key!r} is not a name" for name, block in keys.items() for key in block if not key.strip()

@@ -1,4 +1,4 @@
-"""From what the user wrote to what is: `resolve(config, …)` gives the mesh sizes and the three mappings.
+"""From what the user wrote to what is: `resolve(config, …)` gives the mesh sizes and the mappings.
 
 It needs the model's logical axes and their sizes (from the abstract model) and the glossary of known names; it needs no
 device. Everything it decided that the user did not write is a note, printed before a run starts.
@@ -12,7 +12,8 @@ from haliax_ext.errors import IndivisibleError, ShardingError, UnknownAxisError,
 from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings, unknown_mesh_axes
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
-from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, MappingValue, MeshConfig
+from levanter.mesh import exchange as exchanges
+from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, MappingValue, MeshConfig, Word
 from levanter.mesh.heads import (
     GROUP_AXIS,
     KV_HEAD,
@@ -35,15 +36,17 @@ class ResolvedMesh:
 
     Attributes:
         spec: mesh axis names and sizes.
-        mappings: parameters, compute, residual and overrides, `heads` expanded.
+        mappings: parameters, compute, residual, attention and overrides, `heads` expanded.
         notes: a line for each decision and for each rule without effect.
         batch_axis: logical name of the batch axis.
+        exchange: how positions on several devices look at each other; None where they lie on one.
     """
 
     spec: MeshSpec
     mappings: Mappings
     notes: tuple[str, ...]
     batch_axis: str
+    exchange: exchanges.Exchange | None = None
 
     @property
     def batch_ways(self) -> int:
@@ -54,6 +57,11 @@ class ResolvedMesh:
     def position_ways(self) -> int:
         """How many shards the positions of a sequence have."""
         return self.spec.ways(self.mappings.compute.mesh_axes("position"))
+
+    @property
+    def query_ways(self) -> int:
+        """How many shards the queries of a sequence have while they look at keys."""
+        return self.spec.ways(self.mappings.inside_attention.mesh_axes("position"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +92,17 @@ class ModelAxes:
         return cls(sizes={**sizes, **activations}, known=known, aliases=aliases or {})
 
 
-def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int = 1) -> ResolvedMesh:
-    """Resolves sizes, defaults, `heads`, spellings and overrides.
+def resolve(
+    config: MeshConfig, model: ModelAxes, *, devices: int, granules: int = 1, hbm_bytes: int | None = None
+) -> ResolvedMesh:
+    """Resolves sizes, defaults, `heads`, spellings, overrides, and how positions look at each other.
+
+    Args:
+        config: what the user wrote.
+        model: its axes.
+        devices: how many there are.
+        granules: what DCN axes count.
+        hbm_bytes: memory of a device, by which `attention_mapping: auto` chooses; None where it is not known.
 
     Raises:
         ShardingError: everything that is wrong with sizes and names, together.
@@ -103,18 +120,21 @@ def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int
     default_batch = {batch: list(DEFAULT_BATCH_AXES)} if config.batch_axis_name is not None else {}
     compute = {**default_batch, **shared, **spelled(config.compute_mapping, "compute_mapping")}
     residual = spelled(config.residual_mapping, "residual_mapping")
+    word = config.attention_mapping if isinstance(config.attention_mapping, str) else None
+    attention = {} if isinstance(config.attention_mapping, str) else config.attention_mapping
+    attention = spelled(attention, "attention_mapping")
     overrides = {pattern: spelled(rules, f"overrides[{pattern!r}]") for pattern, rules in config.overrides.items()}
 
-    every = [params, compute, residual, *overrides.values()]
+    every = [params, compute, residual, attention, *overrides.values()]
     if config.split_heads == "auto":
         spec, every = _split(model, spec, every, notes)
-        params, compute, residual = every[:3]
-        overrides = dict(zip(overrides, every[3:], strict=True))
+        params, compute, residual, attention = every[:4]
+        overrides = dict(zip(overrides, every[4:], strict=True))
 
     declared: set[DeclaredReplication] = set()
     used = {*model.sizes, batch}
 
-    def finish(rules: Rules, where: str) -> AxisMapping:
+    def finish(rules: Rules, where: str, *more: str) -> AxisMapping:
         expanded = rules
         try:
             expanded, implied = _expanded(rules, model, spec, notes, f"trainer.mesh: {where}")
@@ -124,7 +144,9 @@ def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int
             expanded = {name: value for name, value in rules.items() if name != HEADS}
         mapping = AxisMapping(expanded)
         try:
-            for note in mapping.check(known=model.known, used=used, mesh=spec, where=f"trainer.mesh: {where}"):
+            for note in mapping.check(
+                known=model.known, used=used | {*more}, mesh=spec, where=f"trainer.mesh: {where}"
+            ):
                 # A shared rule is in both mappings; that it has no effect is said once.
                 text = note.removeprefix(f"trainer.mesh: {where}: ")
                 if not any(said.endswith(text) for said in notes):
@@ -133,10 +155,23 @@ def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int
             problems.append(error)
         return mapping
 
+    of_params, of_compute = finish(params, "parameter mapping"), finish(compute, "compute mapping")
+    of_compute = AxisMapping(dict(of_compute))
+    inside = finish(attention, "attention_mapping", *(["key_position"] if "position" in model.sizes else []))
+    said = word is not None or bool(config.attention_mapping)
+    if word is not None and spec.ways(of_compute.mesh_axes("position")) > 1:
+        inside = _in_a_word(word, of_compute, spec, model, notes, config.hbm_bytes(hbm_bytes))
+    exchange = exchanges.exchange_of(inside, of_compute, spec)
+    order = exchanges.default_order(exchange, asked=config.position_order, said=said)
+    if said or config.position_order is not None:
+        problems += exchanges.problems_of(inside, of_compute, spec, sizes=model.sizes, order=order)
+        notes += _exchange_notes(exchange, order, inside, of_compute, spec)
     mappings = Mappings(
-        params=AxisMapping(dict(finish(params, "parameter mapping"))),
-        compute=AxisMapping(dict(finish(compute, "compute mapping"))),
+        params=AxisMapping(dict(of_params)),
+        compute=of_compute,
         residual=finish(residual, "residual_mapping"),
+        attention=inside,
+        zigzag=("position",) if order == "zigzag" and exchange not in (None, "heads") else (),
         overrides=tuple((pattern, finish(rules, f"overrides[{pattern!r}]")) for pattern, rules in overrides.items()),
         declared=tuple(sorted(declared, key=lambda d: d.mesh_axes)),
         allow_replicated=tuple(config.allow_replicated),
@@ -144,7 +179,48 @@ def resolve(config: MeshConfig, model: ModelAxes, *, devices: int, granules: int
     )
     raise_all(_distinct(problems))
     notes += _idle_mesh_axes(spec, mappings, batch)
-    return ResolvedMesh(spec=spec, mappings=mappings, notes=tuple(dict.fromkeys(notes)), batch_axis=batch)
+    return ResolvedMesh(
+        spec=spec, mappings=mappings, notes=tuple(dict.fromkeys(notes)), batch_axis=batch, exchange=exchange
+    )
+
+
+def _in_a_word(
+    word: Word, compute: AxisMapping, spec: MeshSpec, model: ModelAxes, notes: list[str], hbm_bytes: int | None
+) -> AxisMapping:
+    """The attention mapping that a word stands for; `auto` says why."""
+    if word != "auto":
+        return exchanges.spelled(word, compute)
+    choice = exchanges.choose(
+        kv_heads=model.sizes.get(KV_HEAD, 1),
+        head_size=model.sizes.get("head_size", 1),
+        positions=model.sizes.get("position", 1),
+        heads_ways=spec.ways(compute.mesh_axes(KV_HEAD)),
+        position_ways=spec.ways(compute.mesh_axes("position")),
+        hbm_bytes=hbm_bytes,
+    )
+    notes.append(f"attention_mapping auto is {choice}")
+    return exchanges.spelled(choice.exchange, compute)
+
+
+def _exchange_notes(
+    exchange: exchanges.Exchange | None,
+    order: exchanges.Order,
+    inside: AxisMapping,
+    compute: AxisMapping,
+    spec: MeshSpec,
+) -> list[str]:
+    """What positions exchange and how they lie; and what is slow about it."""
+    if exchange is None:
+        return [
+            "attention_mapping and position_order have no effect: positions are not cut (compute_mapping: position)"
+        ]
+    ways = spec.ways(compute.merged(inside).mesh_axes("position"))
+    lies = "" if exchange == "heads" else f", positions in {order} order"
+    share = exchanges.busiest_share(ways, order)
+    notes = [f"attention exchanges by {exchange}{lies}: the busiest device has {share:.4g} × the mean of a causal mask"]
+    if across := [axis for axis in compute.mesh_axes("position") if axis in spec.dcn]:
+        notes.append(f"positions are cut over {', '.join(across)}, between slices: every layer exchanges over DCN")
+    return notes
 
 
 def _spelled(
@@ -267,7 +343,7 @@ def _split(model: ModelAxes, spec: MeshSpec, every: list[Rules], notes: list[str
 
 def _idle_mesh_axes(spec: MeshSpec, mappings: Mappings, batch: str) -> list[str]:
     """A note for each mesh axis along which every device computes the same."""
-    busy = mappings.compute.used_mesh_axes | mappings.residual.used_mesh_axes
+    busy = mappings.compute.used_mesh_axes | mappings.residual.used_mesh_axes | mappings.attention.used_mesh_axes
     batch_axes = mappings.compute.mesh_axes(batch)
     return [
         f"mesh axis {name} {size} shards no activation: the devices along it duplicate each other's work; to "

@@ -19,6 +19,23 @@ RESIDUAL = "residual stream"
 EMBEDDED = "embedded tokens"
 """The name of the layers' input among the activations."""
 
+INSIDE = " inside attention"
+"""What the names of activations end with that have a mapping of their own while positions look at each other."""
+
+ATTENDED = {"queries": "position", "keys and values": "key_position"}
+"""The activations of a layer that have such a form, and what their positions are called in it."""
+
+
+def constrained_by(name: str) -> Literal["compute", "residual", "attention"]:
+    """Which mapping an activation is constrained by.
+
+    Args:
+        name: among those of `transformer_activations`.
+    """
+    if name == RESIDUAL:
+        return "residual"
+    return "attention" if name.endswith(INSIDE) else "compute"
+
 
 def layer_activations(config: LmConfig) -> Mapping[str, tuple[Axis, ...]]:
     """What the layers constrain: name → axes beside batch and position.
@@ -65,16 +82,29 @@ def transformer_activations(
     leading = (batch, ("position", positions))
     _, in_chunk = chunking(positions, chunk)
 
-    def named(name: str, *axes: Axis, mapping: Literal["compute", "residual"] = "compute") -> Activation:
+    def named(name: str, *axes: Axis) -> Activation:
         inner = tuple((axis.name, axis.size) for axis in axes)
-        return Activation(name=name, axes=(*leading, *inner), mapping=mapping, dtype=dtype)
+        return Activation(name=name, axes=(*leading, *inner), mapping=constrained_by(name), dtype=dtype)
+
+    def inside(name: str, along: str, *axes: Axis) -> Activation:
+        inner = tuple((axis.name, axis.size) for axis in axes)
+        return Activation(
+            name=name + INSIDE, axes=(batch, (along, positions), *inner), mapping="attention", dtype=dtype
+        )
 
     logits = Activation(
         name="logits of a chunk", axes=(batch, ("position", in_chunk), ("vocab", vocab)), dtype=np.dtype(np.float32)
     )
+    of_layers = layer_activations(config)
     return (
-        named(RESIDUAL, config.Embed, mapping="residual"),
+        named(RESIDUAL, config.Embed),
         named(EMBEDDED, config.Embed),
-        *(named(name, *axes) for name, axes in layer_activations(config).items()),
+        *(named(name, *axes) for name, axes in of_layers.items()),
+        *(
+            inside(name, along, *axes)
+            for name, axes in of_layers.items()
+            for what, along in ATTENDED.items()
+            if name == what or name.startswith(what + " [")
+        ),
         logits,
     )

@@ -13,7 +13,7 @@ from levanter.mesh import ModelAxes
 KNOWN_AXES: dict[str, str] = {
     "batch": "sequences of a batch",
     "position": "positions in a sequence: those of queries and of the residual stream",
-    "key_position": "positions in a sequence: those of keys and values",
+    "key_position": "positions in a sequence: those of keys and values; only `attention_mapping` maps them",
     "vocab": "entries of the vocabulary: rows of the embedding table and of the output head, and logits",
     "embed": "features of the residual stream",
     "mlp": "features inside the feed-forward part of a block",

@@ -1,6 +1,8 @@
 """Scoring: log-probabilities of the tokens that are there. Evaluation, memorization and training all use this.
 
-The logits of a whole sequence never exist: `models.head_chunks` goes through the positions a chunk at a time.
+The logits of a whole sequence never exist: `models.head_chunks` goes through the positions a chunk at a time. Where
+devices share the positions of a sequence in zigzag order, it is scored in that order (`models.ordering`); what comes
+back is in its own.
 """
 
 import math
@@ -11,11 +13,13 @@ from haliax import NamedArray
 
 from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.order import natural, zigzag
 from levanter.models.base import LmHeadModel
 from levanter.models.head_chunks import HeadScoring
 from levanter.models.head_loss import LossSums, weighted_loss
 from levanter.models.head_plan import default_chunk
 from levanter.models.head_scores import target_scores
+from levanter.models.ordering import outputs_in_order, position_parts
 
 
 def token_logprobs(
@@ -43,15 +47,19 @@ def token_logprobs(
         attn_mask: causal by default.
         positions: the position of each token, where it is not its index.
         chunk: positions scored at a time; default the config's `cross_entropy_block_size`, else `default_chunk`.
-        activations: the model's for these tokens, where they are there already.
+        activations: the model's for these tokens, where they are there already; in the order of the targets.
 
     Returns:
         Float32 with the axes of `targets`; entry t is log p(targets[t] | tokens[..t]), 0 where nothing is predicted.
     """
-    if activations is None:
+    parts = 1
+    if activations is None and attn_mask is None and positions is None:
+        parts = position_parts(model)
+        activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
+    elif activations is None:
         activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
-    logprobs, _ = _scores(model, activations, targets, chunk, normalizers=False)
-    return logprobs
+    logprobs, _ = _scores(model, activations, zigzag(targets, parts), chunk, normalizers=False)
+    return natural(logprobs, parts)
 
 
 def token_scores(
@@ -73,11 +81,13 @@ def token_scores(
     Returns:
         Both as `token_logprobs` returns the first: float32, 0 where nothing is predicted.
     """
+    parts = 1
     if activations is None:
-        activations = model(tokens, segment_ids=segment_ids).activations
-    logprobs, normalizers = _scores(model, activations, targets, chunk, normalizers=True)
+        parts = position_parts(model)
+        activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
+    logprobs, normalizers = _scores(model, activations, zigzag(targets, parts), chunk, normalizers=True)
     assert normalizers is not None
-    return logprobs, normalizers
+    return natural(logprobs, parts), natural(normalizers, parts)
 
 
 def _scores(

@@ -186,6 +186,7 @@ def step_time(
     causal: bool = True,
     parameters: float | None = None,
     experts: int | None = None,
+    attended: float | None = None,
 ) -> StepTime | None:
     """The time of one execution.
 
@@ -196,6 +197,8 @@ def step_time(
         causal: whether attention kernels visit the causal half of their blocks only (their masks are not in the text).
         parameters: of the model, by which it is known whether runs of its size calibrate the time; None for unknown.
         experts: of each layer, over all devices; None where there are none.
+        attended: the share of the pairs that attention kernels are handed which the busiest device visits, where their
+            tables of blocks are made on the device and are not in the text; None where they are.
 
     Returns:
         The range; `None` where the compiler states no cycles or the clock is not known.
@@ -207,7 +210,7 @@ def step_time(
     unknown = list(figures.unknown)
     at_peak = expected = 0.0
     for kernel in figures.kernels:
-        flops = kernel_flops(kernel, causal=causal)
+        flops = kernel_flops(kernel, causal=causal, attended=attended)
         shaped = shaped_cost(kernel, pod, experts=experts)
         if flops is not None:
             at_peak += flops / pod.peak_flops() * kernel.times
@@ -267,18 +270,18 @@ def _link_uses(
 _ATTENTION_MATMULS: Mapping[str, int] = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 
 
-def kernel_flops(kernel: Kernel, *, causal: bool) -> float | None:
+def kernel_flops(kernel: Kernel, *, causal: bool, attended: float | None = None) -> float | None:
     """FLOPs of one execution of a known kernel on one device; `None` if it is not known.
 
     Known are JAX's splash attention kernels: queries [.., heads, seq, head_size], keys [.., kv_heads, seq, head_size].
     """
     for prefix, count in _KNOWN:
         if kernel.name.startswith(prefix):
-            return count(kernel, causal)
+            return count(kernel, causal, attended)
     return None
 
 
-def _splash(kernel: Kernel, causal: bool) -> float | None:
+def _splash(kernel: Kernel, causal: bool, attended: float | None) -> float | None:
     arrays = [s for s in kernel.operands if s.dtype in ("bf16", "f32", "f16") and len(s.sizes) >= 3]
     which = next((k for k in ("fwd", "dkv", "dq") if f"_{k}" in kernel.name), None)
     if which is None or len(arrays) < 2 or arrays[0].sizes[-1] != arrays[1].sizes[-1]:
@@ -288,7 +291,8 @@ def _splash(kernel: Kernel, causal: bool) -> float | None:
     query, key = arrays[0].sizes, arrays[1].sizes
     pairs = math.prod(query[:-1]) * key[-2]
     if causal:
-        pairs *= _visited_share(kernel.operands, queries=query[-2], keys=key[-2])
+        by_table = attended is None
+        pairs *= _visited_share(kernel.operands, queries=query[-2], keys=key[-2]) if by_table else attended
     return 2.0 * _ATTENTION_MATMULS[which] * pairs * query[-1]
 
 
@@ -309,7 +313,7 @@ def _visited_share(operands: tuple[Shape, ...], *, queries: int, keys: int) -> f
     return (visited * (visited + 1) / 2 + (blocks - visited) * visited) / blocks**2
 
 
-_KNOWN: tuple[tuple[str, Callable[[Kernel, bool], float | None]], ...] = (
+_KNOWN: tuple[tuple[str, Callable[[Kernel, bool, float | None], float | None]], ...] = (
     ("splash_mha", _splash),
     ("splash_mqa", _splash),
 )

@@ -17,7 +17,7 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, place
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Input, Program
-from levanter.models.activations import RESIDUAL, kept_by_name
+from levanter.models.activations import RESIDUAL, constrained_by, kept_by_name
 from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 from levanter.run import RunPlan
@@ -266,7 +266,7 @@ def activations_of(subject: Subject, layout: Layout, scale: float = 1.0) -> Shar
             Activation(
                 name=leaf.path,
                 axes=leaf.axes,
-                mapping="residual" if leaf.path == RESIDUAL else "compute",
+                mapping=constrained_by(leaf.path),
                 dtype=leaf.dtype,
             )
             for leaf in scaled

@@ -25,9 +25,10 @@ from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import KeyPath, PyTree, path_string
 from levanter.layers.embedding import Embedding
 from levanter.layers.linear import Linear
-from levanter.layers.outputs import Sums
+from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.quantized import Int8Matrix
 from levanter.models.base import LmHeadModel
+from levanter.models.ordering import ordered, outputs_in_order, position_parts
 from levanter.models.scoring import has_target, loss_sums, token_logprobs, token_scores
 from levanter.models.stack import Period
 from levanter.trainer.objective import LOSS, Objective, Term
@@ -103,7 +104,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
         return hax.sum(batch.counts()).scalar()
 
     def sums(self, model: LmHeadModel, batch: LmBatch) -> Sums:
-        outputs = model(batch.tokens, segment_ids=batch.segment_ids, auxiliary=tuple(self.auxiliary_weights))
+        outputs, batch = self._forward(model, batch)
         normalizers = None
         if self.z_loss_weight == 0:
             logprobs = self.logprobs(model, batch, activations=outputs.activations)
@@ -132,7 +133,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
         """
         if not self.gradient_in_loop:
             return super().total(model, batch, scale)
-        outputs = model(batch.tokens, segment_ids=batch.segment_ids, auxiliary=tuple(self.auxiliary_weights))
+        outputs, batch = self._forward(model, batch)
         counts = batch.counts() * scale
         found = loss_sums(
             model,
@@ -149,6 +150,12 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
                 minimized = minimized + weight * auxiliary[name]
             return minimized, Sums({LOSS: found.loss, **z, **auxiliary})
 
+    def _forward(self, model: LmHeadModel, batch: LmBatch) -> tuple[Outputs, LmBatch]:
+        """The activations and sums, and the batch with its positions in the order of the activations."""
+        parts, auxiliary = position_parts(model), tuple(self.auxiliary_weights)
+        outputs = outputs_in_order(model, batch.tokens, segment_ids=batch.segment_ids, auxiliary=auxiliary, parts=parts)
+        return outputs, ordered(batch, parts)
+
     @property
     def gradient_in_loop(self) -> bool:
         """Whether the gradient is made in the loop that scores: where what is minimized is what this class says."""
@@ -163,7 +170,7 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
         Args:
             model: its weights in the compute dtype, or wrapped by `in_compute_dtype`.
             batch: what to predict.
-            activations: the model's for these tokens, where they are there already.
+            activations: the model's for these tokens, where they are there already; in the order of the targets.
         """
         return token_logprobs(
             model,

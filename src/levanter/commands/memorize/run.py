@@ -204,6 +204,7 @@ def _model_identity(plan: RunPlan[MemorizationWork]) -> dict[str, Any]:
         "mapping.params": str(mappings.params),
         "mapping.compute": str(mappings.compute),
         "mapping.residual": str(mappings.residual),
+        **({"mapping.attention": str(mappings.attention)} if mappings.attention else {}),
         "devices": f"{plan.target.devices} {plan.target.kind} in {plan.target.hosts} processes",
     }
 

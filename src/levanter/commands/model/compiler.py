@@ -75,7 +75,8 @@ def is_fsdp_alone(resolved: ResolvedMesh) -> bool:
     """
     mappings, sizes = resolved.mappings, resolved.spec.shape
     of_batch = {axis for axis in mappings.compute.mesh_axes(resolved.batch_axis) if sizes[axis] > 1}
-    every = (mappings.params, mappings.compute, mappings.residual, *(rules for _, rules in mappings.overrides))
+    said = (mappings.params, mappings.compute, mappings.residual, mappings.attention)
+    every = (*said, *(rules for _, rules in mappings.overrides))
     others = {axis for mapping in every for axis in mapping.used_mesh_axes if sizes[axis] > 1} - of_batch
     return bool(of_batch & mappings.params.used_mesh_axes) and not others
 

@@ -205,9 +205,10 @@ def describe_pretrained(
         model_axes(config.axes, vocab=vocab, positions=positions),
         devices=target.devices,
         granules=target.granules,
+        hbm_bytes=target.hbm_bytes,
     )
     config, reasons = replace(config, vocab_size=vocab).for_platform(
-        target.platform, compute_dtype=precision.compute, length=positions, parts=resolved.position_ways
+        target.platform, compute_dtype=precision.compute, length=positions, parts=resolved.query_ways
     )
     checks = [
         *origin.checks,

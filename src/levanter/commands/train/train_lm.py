@@ -329,7 +329,7 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
     model, reasons = architecture.for_platform(
-        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.position_ways
+        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
     )
     refuse_kernels(config.optimizer, model)
     works: tuple[Work, ...] = ("train",) if validation is None else ("train", "score")
@@ -360,7 +360,9 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
 def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target) -> ResolvedMesh:
     """The mesh and the mappings."""
     axes = model_axes(model.axes, vocab=vocab, positions=config.positions)
-    return resolve(config.trainer.mesh, axes, devices=target.devices, granules=target.granules)
+    return resolve(
+        config.trainer.mesh, axes, devices=target.devices, granules=target.granules, hbm_bytes=target.hbm_bytes
+    )
 
 
 def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:

@@ -18,10 +18,13 @@ from haliax import NamedArray
 from jax.typing import DTypeLike
 
 from haliax_ext.errors import nearest
+from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.blockwise import blockwise_attention
 from levanter.layers.attention.jax_native import jax_native_attention
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.plain_passes import PlainPasses
 from levanter.layers.attention.reference import reference_attention
+from levanter.layers.attention.ring import Pass, ring_attention
 from levanter.layers.attention.splash import (
     LANES,
     SplashBlocks,
@@ -30,6 +33,7 @@ from levanter.layers.attention.splash import (
     splash_mask_obstacle,
     splash_obstacle,
 )
+from levanter.layers.attention.splash_passes import splash_passes
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +200,12 @@ def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
     return None
 
 
+def names_its_output(choice: BackendChoice) -> bool:
+    """Whether `attend` gives its result the name `attention` by itself: kernels and rings, with what their backward
+    pass needs beside it."""
+    return choice.name == "splash" or ways_in_scope("key_position") > 1
+
+
 def attend(
     q: NamedArray,
     k: NamedArray,
@@ -207,8 +217,14 @@ def attend(
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
 ) -> NamedArray:
-    """Runs the chosen backend; see `reference_attention` for axes and meaning."""
+    """Runs the chosen backend; see `reference_attention` for axes and meaning.
+
+    Where the mapping in scope cuts the keys too, it runs in a ring of devices.
+    """
     name = choice.name
+    if ways_in_scope("key_position") > 1:
+        passes = _passes(choice, soft_cap)
+        return ring_attention(q, k, v, mask, softmax_scale=softmax_scale, passes=passes, sinks=sinks)
     if name == "splash" and (obstacle := splash_mask_obstacle(mask, keys=k.axis_size("key_position"))):
         name = "blockwise"
         logger.warning("attention: blockwise instead of splash: %s", obstacle)
@@ -225,3 +241,20 @@ def attend(
         raise ValueError(f"attention by {name}: {lacking}")
     implementation = "cudnn" if name == "cudnn" else "xla"
     return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation=implementation)
+
+
+def _passes(choice: BackendChoice, soft_cap: float | None) -> Pass:
+    """What attends on each device of a ring.
+
+    Raises:
+        ValueError: the backend has no such form.
+    """
+    if choice.name in ("reference", "blockwise"):
+        block = None if choice.name == "reference" else choice.block_size or DEFAULT_BLOCK
+        return PlainPasses(soft_cap=soft_cap, block=block)
+    if choice.name == "splash":
+        return splash_passes(soft_cap=soft_cap, block_size=choice.block_size)
+    raise ValueError(
+        f"attention by {choice.name} in a ring: JAX's function does not give the log-sum-exp that parts are merged by; "
+        "leave model.attn_backend out, or use attention_mapping: gather"
+    )

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter.layers.attention.backends import BackendChoice, attend, default_backend
+from haliax_ext.mapping import in_one_mapping, inside_attention, shard_attention
+from levanter.layers.attention.backends import BackendChoice, attend, default_backend, names_its_output
 from levanter.layers.attention.cached import CachedLayers, attend_cached
 from levanter.layers.attention.context import MixerContext
 from levanter.layers.attention.mask import AttentionMask
@@ -85,6 +86,11 @@ class AttentionSpec:
     def axes(self) -> tuple[Axis, ...]:
         """The axes of its weights."""
         return (self.Embed, self.KVHead, self.QHeadsPerGroup, self.HeadSize)
+
+    @property
+    def any_order(self) -> bool:
+        """Whether positions may lie in any order: the mask and the rotary tables say where each is."""
+        return True
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, ...], ...]:
@@ -203,13 +209,15 @@ class GroupedQueryAttention(eqx.Module):
                 mixed, state = attend_cached(q, k, v, state, context.new, mask=mask, dtype=dtype, **how)
             with jax.named_scope("o_proj"):
                 return self.o_proj(hax.auto_sharded(mixed)), state
-        k, v = (hax.auto_sharded(y.rename({"position": "key_position"})) for y in (k, v))
+        k, v = (shard_attention(y.rename({"position": "key_position"})) for y in (k, v))
         q, k, v = (y.astype(dtype) for y in (q, k, v))
         choice = spec.backend or default_backend(k.axis_size("key_position"), block_size=spec.block_size)
         with jax.named_scope("attention"):
-            mixed = attend(q, k, v, mask, choice=choice, **how)
+            with inside_attention():
+                q = q if in_one_mapping() else shard_attention(q)
+                mixed, named = attend(q, k, v, mask, choice=choice, **how), names_its_output(choice)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
-            # The kernel names its own output, together with what its backward pass needs beside it.
-            mixed = mixed if choice.name == "splash" else saved(mixed, "attention")
+            # Kernels and rings name their own output, together with what their backward pass needs beside it.
+            mixed = mixed if named else saved(mixed, "attention")
         with jax.named_scope("o_proj"):
             return saved(self.o_proj(mixed), "attention_output"), state

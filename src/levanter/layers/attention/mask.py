@@ -15,6 +15,8 @@ import equinox as eqx
 import haliax as hax
 from haliax import Axis, NamedArray
 
+from levanter.layers.attention.order import positions as zigzag_positions
+
 
 class AttentionMask(eqx.Module):
     """A conjunction of visibility rules; the empty one shows everything.
@@ -30,6 +32,8 @@ class AttentionMask(eqx.Module):
         is_causal: queries see keys at their own position and before.
         sliding_window: queries see keys less than this many positions before them.
         offset: the position of the first query where `query_positions` are not given; known when compiling.
+        zigzag: over how many parts queries and keys lie in zigzag order (`order`); their index is then not their
+            position. 1 for their own order.
     """
 
     query_segments: NamedArray | None = None
@@ -40,8 +44,11 @@ class AttentionMask(eqx.Module):
     is_causal: bool = eqx.field(static=True, default=False)
     sliding_window: int | None = eqx.field(static=True, default=None)
     offset: int = eqx.field(static=True, default=0)
+    zigzag: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
+        if self.zigzag > 1 and (self.explicit_mask is not None or self.moves_queries or self.key_positions is not None):
+            raise ValueError("in zigzag order a mask is a rule by index: no array, no offset, no positions of its own")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"a sliding window must have at least one key, got {self.sliding_window}")
         if self.key_segments is not None and self.query_segments is None:
@@ -103,7 +110,12 @@ class AttentionMask(eqx.Module):
             is_causal=self.is_causal or other.is_causal,
             sliding_window=min(windows, default=None),
             offset=self.offset or other.offset,
+            zigzag=max(self.zigzag, other.zigzag),
         )
+
+    def in_zigzag(self, parts: int) -> "AttentionMask":
+        """This rule where queries and keys lie in zigzag order over so many parts."""
+        return dataclasses.replace(self, zigzag=parts)
 
     @property
     def moves_queries(self) -> bool:
@@ -123,16 +135,21 @@ class AttentionMask(eqx.Module):
             and not self.moves_queries
             and self.key_positions is None
             and self.key_segments is None
+            and self.zigzag == 1
         )
 
     def positions_of_queries(self, Pos: Axis) -> NamedArray:
         """The position of each query, `[…, position]`."""
         if self.query_positions is not None:
             return _each(self.query_positions, Pos)
+        if self.zigzag > 1:
+            return zigzag_positions(Pos, self.zigzag)
         return hax.arange(Pos) + self.offset if self.offset else hax.arange(Pos)
 
     def positions_of_keys(self, KeyPos: Axis) -> NamedArray:
         """The position of each key, `[…, key_position]`."""
+        if self.zigzag > 1:
+            return zigzag_positions(KeyPos, self.zigzag)
         return hax.arange(KeyPos) if self.key_positions is None else _each(self.key_positions, KeyPos)
 
     def segments_of_keys(self, Pos: Axis, KeyPos: Axis) -> NamedArray | None:

@@ -10,10 +10,8 @@ Words. *block*: queries × keys that are computed in one visit. *part*: the quer
 """
 
 import functools
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import haliax as hax
 import jax
@@ -24,9 +22,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from haliax_ext.errors import IndivisibleError, named_shape
-from haliax_ext.mapping import compute_mapping_in_scope
+from levanter.layers.attention.cut import Cut
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.attention.order import natural
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.splash_tables import (
     MOST_MARKED_KEYS,
@@ -128,7 +126,14 @@ def splash_attention(
     KVHead, Group, Size = (q.resolve_axis(name) for name in ("kv_head", "q_heads_per_group", "head_size"))
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
     mesh = jax.sharding.get_abstract_mesh()
-    cut = _Cut(compute_mapping_in_scope(), {} if mesh.empty else dict(mesh.shape))
+    cut = Cut.in_scope()
+    if mask.zigzag > 1:
+        # All keys are here: in their own order again, so that only the queries' positions are an array.
+        k, v, mask = (
+            natural(k, mask.zigzag, KeyPos.name),
+            natural(v, mask.zigzag, KeyPos.name),
+            _keys_in_order(mask, Pos, KeyPos),
+        )
     parts = cut.ways(Pos)
     part = -(-Pos.size // parts)
     blocks = splash_blocks(min(part, KeyPos.size), block_size, head_size=Size.size, dtype=q.dtype)
@@ -185,6 +190,18 @@ def splash_attention(
     return (found if Padded == Pos else found[Pos.name, 0 : Pos.size]).rearrange(q.axes)
 
 
+def _keys_in_order(mask: AttentionMask, Pos: Axis, KeyPos: Axis) -> AttentionMask:
+    """The mask where queries are still in zigzag order and keys are in their own again."""
+    theirs = mask.segments_of_keys(Pos, KeyPos)
+    return AttentionMask(
+        query_segments=mask.query_segments,
+        key_segments=None if theirs is None else natural(theirs, mask.zigzag, KeyPos.name),
+        query_positions=mask.positions_of_queries(Pos),
+        is_causal=mask.is_causal,
+        sliding_window=mask.sliding_window,
+    )
+
+
 def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
     """Why the kernel cannot have a mask, if it cannot.
 
@@ -233,7 +250,7 @@ def _on_every_device(
     before: tuple[pallas.SplashAttentionKernel, ...],
     before_specs: tuple[object, ...],
     named: dict[str, NamedArray],
-    cut: "_Cut",
+    cut: Cut,
     mesh: AbstractMesh,
     *,
     rows: int,
@@ -312,30 +329,3 @@ def _attend_row(kernel: pallas.SplashAttentionKernel, arrays: dict[str, jax.Arra
         sinks=None if sinks is None else sinks.reshape(-1),
     )
     return cast(jax.Array, out).reshape(q.shape)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Which mesh axes shard an axis: the mapping in scope on the mesh in scope."""
-
-    mapping: Mapping[str, Any]
-    mesh: Mapping[str, int]
-
-    def mesh_axes(self, axis: Axis) -> tuple[str, ...]:
-        found = self.mapping.get(axis.name, ())
-        return tuple(a for a in ((found,) if isinstance(found, str) else found) if a in self.mesh)
-
-    def ways(self, axis: Axis) -> int:
-        return math.prod(self.mesh[a] for a in self.mesh_axes(axis))
-
-    def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
-        for axis in axes:
-            if axis.size % self.ways(axis):
-                shape = named_shape((a.name, a.size) for a in axes)
-                rule = f"{axis.name} → {', '.join(self.mesh_axes(axis))}"
-                raise IndivisibleError(
-                    f"attention {shape}: the compute mapping has {rule} ({self.ways(axis)} ways), "
-                    f"and {axis.name} {axis.size} is not a multiple of that",
-                    suggestion="change the mapping, or set model.attn_backend: blockwise",
-                )
-        return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))

@@ -106,10 +106,11 @@ class Settings:
     soft_cap: float | None = None
     interpret: bool = False
 
-    def kernel(self, tables: Tables, function: Callable[..., object] | None) -> pallas.SplashAttentionKernel:
-        """The kernel with its tables: of the forward pass, of the gradient of the queries, of keys and values."""
+    @property
+    def sizes(self) -> pallas.BlockSizes:
+        """The blocks, as the kernel takes them."""
         blocks = self.blocks
-        sizes = pallas.BlockSizes(
+        return pallas.BlockSizes(
             block_q=blocks.block,
             block_kv=blocks.block,
             block_kv_compute=blocks.compute,
@@ -119,14 +120,27 @@ class Settings:
             block_q_dq=blocks.dq,
             block_kv_dq=blocks.dq,
         )
+
+    def kernel(
+        self, tables: Tables, function: Callable[..., object] | None, *, residuals: bool = False
+    ) -> pallas.SplashAttentionKernel:
+        """The kernel with its tables: of the forward pass, of the gradient of the queries, of keys and values.
+
+        Args:
+            tables: of blocks.
+            function: of marks and indices of keys: what is visible.
+            residuals: whether it returns the log-sum-exp too, and cannot be differentiated.
+        """
         return pallas.SplashAttentionKernel(
             *tables,
-            block_sizes=sizes,
+            block_sizes=self.sizes,
             is_mqa=False,
-            save_residuals=False,
+            save_residuals=residuals,
             mask_value=pallas.DEFAULT_MASK_VALUE,
             attn_logits_soft_cap=self.soft_cap,
-            residual_checkpoint_name="attention",  # of `AttentionSpec.saved`: its output, and its log-sum-exp
+            residual_checkpoint_name=None
+            if residuals
+            else "attention",  # of `AttentionSpec.saved`: its output, and its log-sum-exp
             mask_function=function,
             interpret=self.interpret,
         )

@@ -25,7 +25,7 @@ from haliax_ext.mapping import shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
 from levanter.layers.attention.cached import CachedLayers, NewPositions
 from levanter.layers.attention.context import RotaryTables
-from levanter.layers.embedding import Embedding, PositionEmbedding
+from levanter.layers.embedding import Embedding, PositionEmbedding, places_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
@@ -326,17 +326,6 @@ class DecoderLmHeadModel(LmHeadModel):
         if given is not None or segment_ids is None or not self.config.learned_positions:
             return given
         return places_in_segments(segment_ids)
-
-
-def places_in_segments(segment_ids: NamedArray) -> NamedArray:
-    """For each token how many of its segment are before it; segments are contiguous. `[…, position]`, int32."""
-    ids = segment_ids.rearrange((..., "position"))
-    index = jnp.broadcast_to(jnp.arange(ids.array.shape[-1], dtype=jnp.int32), ids.array.shape)
-    begins = jnp.concatenate(
-        [jnp.ones_like(ids.array[..., :1], dtype=bool), ids.array[..., 1:] != ids.array[..., :-1]], axis=-1
-    )
-    start = jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
-    return hax.named(index - start, ids.axes)
 
 
 def _mask(given: AttentionMask | None, segment_ids: NamedArray | None) -> AttentionMask:

@@ -27,7 +27,7 @@ from haliax_ext.placement import place
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from levanter.hardware import Accelerator
 from levanter.mesh import MeshConfig, ModelAxes, resolve
-from levanter.models.activations import EMBEDDED, RESIDUAL
+from levanter.models.activations import EMBEDDED, RESIDUAL, constrained_by
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.comms import Network, spans_of
 from levanter.plan.search.candidates import Candidate, Overrides
@@ -383,7 +383,11 @@ def _activation_bytes(
     found = {}
     for leaf in activations:
         axes = tuple((name, rows if name == subject.batch_axis else size) for name, size in leaf.axes)
-        mapping = mappings.residual_stream if leaf.path == RESIDUAL else mappings.compute
+        which = constrained_by(leaf.path)
+        if which == "attention" and not mappings.attention:
+            continue
+        own = {"residual": mappings.residual_stream, "attention": mappings.inside_attention}
+        mapping = own.get(which, mappings.compute)
         plan, _ = place(replace(leaf, axes=axes), mapping, mesh, role="activation")
         found[leaf.path] = plan.bytes_per_device
     return found

@@ -1,0 +1,63 @@
+"""Positions on many devices look at each other as on one: every exchange, order and mask, every leaf's gradient."""
+
+import itertools
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from helpers.long_context import EXCHANGES, MASKS, config, mappings_of, mesh_of, run
+
+from haliax_ext.mapping import Mappings
+from haliax_ext.meshspec import MeshSpec
+
+MESHES = ((1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2))
+ORDERS = ("natural", "zigzag")
+
+# Every exchange with all masks at once (a window, sinks, a bound, documents and a table of positions), every mesh, order
+# and backend.
+COVERING = [
+    ((1, 8, 1), "gather", "zigzag", "causal", "reference"),
+    ((2, 4, 1), "gather", "zigzag", "everything, packed", "blockwise"),
+    ((1, 4, 2), "heads", "natural", "everything, packed", "reference"),
+    ((1, 8, 1), "ring", "zigzag", "everything, packed", "blockwise"),
+    ((2, 2, 2), "ring", "natural", "causal", "reference"),
+    ((1, 4, 2), "ring × heads", "zigzag", "everything, packed", "reference"),
+]
+
+
+@cache
+def on_one_device(mask: str, device: jax.Device):
+    model = config(**MASKS[mask], attn_backend="reference")
+    return run(model, mask, MeshSpec.of(data=1), Mappings(), [device])
+
+
+def check(devices, mesh, exchange, order, mask, backend):
+    model = config(**MASKS[mask], attn_backend=backend, flash_attention_block_size=8)
+    want = on_one_device(mask, devices[0])
+    got = run(model, mask, mesh_of(*mesh, exchange), mappings_of(exchange, order), devices)
+    assert abs(got[0] - want[0]) <= 1e-6 * abs(want[0])
+    np.testing.assert_allclose(got[1], want[1], atol=2e-5, rtol=0)
+    assert np.count_nonzero(want[1]) > 50
+    for path, gradient in want[2].items():
+        largest = np.abs(gradient).max()
+        assert largest > 0, path
+        assert np.abs(got[2][path] - gradient).max() <= 2e-5 * largest, path
+
+
+@pytest.mark.parametrize(("mesh", "exchange", "order", "mask", "backend"), COVERING)
+def test_an_exchange_is_one_device(devices, mesh, exchange, order, mask, backend):
+    check(devices, mesh, exchange, order, mask, backend)
+
+
+TABLE = [
+    (mesh, exchange, order, mask)
+    for mesh, exchange, order, mask in itertools.product(MESHES, EXCHANGES, ORDERS, MASKS)
+    if (exchange, order) != ("heads", "zigzag")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "exchange", "order", "mask"), TABLE)
+def test_exchanges_of_the_whole_table(devices, mesh, exchange, order, mask):
+    check(devices, mesh, exchange, order, mask, "reference" if mesh[1] == 4 else "blockwise")

@@ -1,0 +1,216 @@
+"""A ring of devices: by JAX's kernel, emulated, beside the formula; what it refuses; what it compiles to."""
+
+import dataclasses
+import inspect
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as pallas
+
+from haliax_ext.errors import ShardingError
+from haliax_ext.mapping import AxisMapping, Mappings, inside_attention, mappings_in_scope
+from haliax_ext.meshspec import MeshSpec
+from levanter.layers.attention import AttentionMask, BackendChoice, attend, splash_passes
+from levanter.layers.attention.merge import merged, nothing, with_sinks
+from levanter.layers.attention.order import natural, zigzag
+from levanter.layers.attention.plain_passes import PlainPasses
+from levanter.layers.attention.reference import reference_attention
+from levanter.layers.attention.ring import ring_attention
+from levanter.layers.attention.splash_passes import SplashPasses, run_blocks
+
+RING = Mappings(
+    compute=AxisMapping({"position": "context", "batch": "data"}), attention=AxisMapping({"key_position": "context"})
+)
+KV, GROUP = Axis("kv_head", 1), Axis("q_heads_per_group", 2)
+
+
+def arrays(rows: int, length: int, size: int):
+    """Queries, keys, values, the gradient of the result, sinks; and documents of unequal lengths."""
+    rng = np.random.default_rng(0)
+    Batch, Pos, KeyPos, Size = (
+        Axis(name, n)
+        for name, n in (("batch", rows), ("position", length), ("key_position", length), ("head_size", size))
+    )
+
+    def normal(*axes: Axis) -> hax.NamedArray:
+        return hax.named(rng.standard_normal([axis.size for axis in axes]).astype(np.float32), axes)
+
+    queries, keys = (Batch, Pos, KV, GROUP, Size), (Batch, KeyPos, KV, Size)
+    ids = np.sort(rng.integers(0, 5, (rows, length)), axis=-1).astype(np.int32)
+    return (
+        normal(*queries),
+        normal(*keys),
+        normal(*keys),
+        normal(*queries),
+        normal(KV, GROUP),
+        hax.named(ids, (Batch, Pos)),
+    )
+
+
+def compare(devices, passes, given, mask: AttentionMask, parts: int, *, sinks: bool, soft_cap: float | None, n: int):
+    """The ring's result and every gradient beside the formula's on one device."""
+    q, k, v, of_out, own, _ = given
+    scale = q.resolve_axis("head_size").size ** -0.5
+    args = (q, k, v, own if sinks else None)
+    plain = dataclasses.replace(mask, zigzag=1)
+    want, pull = jax.vjp(
+        lambda q, k, v, s: reference_attention(q, k, v, plain, softmax_scale=scale, soft_cap=soft_cap, sinks=s), *args
+    )
+    ids = mask.query_segments
+    laid = dataclasses.replace(plain, query_segments=None if ids is None else zigzag(ids, parts)).in_zigzag(parts)
+
+    def around(q, k, v, s):
+        k, v = (zigzag(x, parts, "key_position") for x in (k, v))
+        with inside_attention():
+            out = ring_attention(zigzag(q, parts), k, v, laid, softmax_scale=scale, passes=passes, sinks=s)
+        return natural(out, parts)
+
+    def both(of_out, *args):
+        out, pull = jax.vjp(around, *args)
+        return out, *pull(of_out)
+
+    mesh = MeshSpec.of(data=1, context=n).build(devices[:n])
+    with mappings_in_scope(RING), jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        got = jax.jit(both)(of_out, *args)
+    for mine, right in zip(got, (want, *pull(of_out)), strict=True):
+        if right is not None:
+            wanted = right.rearrange(mine.axes).array
+            assert float(jnp.abs(mine.array - wanted).max()) <= 2e-6 * float(jnp.abs(wanted).max())
+
+
+EVERYTHING = AttentionMask.causal(sliding_window=300)
+
+
+def test_splash_in_a_ring_is_the_formula(devices):
+    """Window, sinks, bound and packed segments at once, in zigzag order; runs of one block of 128."""
+    given = arrays(1, 512, 128)
+    mask = AttentionMask.causal(sliding_window=200).with_segment_ids(given[-1])
+    passes = SplashPasses(soft_cap=5.0, interpret=True)
+    compare(devices, passes, given, mask, 2, sinks=True, soft_cap=5.0, n=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("case", ["causal", "window", "long window", "sinks and cap", "packed", "everything"])
+def test_splash_in_a_ring_of_four(devices, parts, case):
+    given = arrays(1, 2048, 128)
+    packed, capped = case in ("packed", "everything"), case in ("sinks and cap", "everything")
+    window = {"window": 96, "long window": 1027, "everything": 700}.get(case)
+    mask = AttentionMask.causal(sliding_window=window)
+    mask = mask.with_segment_ids(given[-1]) if packed else mask
+    soft_cap = 5.0 if capped else None
+    passes = SplashPasses(soft_cap=soft_cap, block_size=128, interpret=True)
+    compare(devices, passes, given, mask, parts, sinks=capped, soft_cap=soft_cap, n=4)
+
+
+def test_what_is_called_of_the_kernel_is_what_this_jax_has():
+    """A private name: its parameters, and what of the forward pass its residuals are."""
+    assert splash_passes.obstacle() is None
+    assert tuple(inspect.signature(pallas._splash_attention_bwd).parameters) == splash_passes.TAKES
+    made = inspect.getsource(pallas._splash_attention_fwd).rsplit("return out, (", 1)[1]
+    names = [name.strip() for name in made.split(")")[0].split(",") if name.strip()]
+    assert names == ["q", "k", "v", "segment_ids", "sinks", "out", "logsumexp", "dq_mask_info", "dkv_mask_info"]
+
+
+def test_a_jax_without_it_has_no_splash_in_a_ring(monkeypatch):
+    monkeypatch.delattr(pallas, splash_passes.BACKWARD)
+    with pytest.raises(ValueError, match=r"has no .*_splash_attention_bwd.*use attention_mapping: gather or heads"):
+        splash_passes.splash_passes(soft_cap=None, block_size=None)
+    monkeypatch.setattr(pallas, splash_passes.BACKWARD, lambda q, k: None, raising=False)
+    assert "has another" in str(splash_passes.obstacle())
+
+
+@pytest.mark.parametrize(
+    ("run", "requested", "head_size", "wide", "block"),
+    [
+        (4096, None, 128, False, 1024),
+        (4096, 512, 128, False, 512),
+        (640, None, 128, False, 128),
+        (1024, None, 256, True, 512),
+    ],
+)
+def test_blocks_divide_a_run(run, requested, head_size, wide, block):
+    assert run_blocks(run, requested, head_size=head_size, wide=wide).block == block
+
+
+def test_a_run_that_no_block_divides():
+    with pytest.raises(
+        ValueError, match="runs of 96 consecutive positions are no multiple of 128; use longer sequences"
+    ):
+        run_blocks(96, None, head_size=128, wide=False)
+
+
+REFUSED = {
+    "an array": (
+        AttentionMask.of_array(hax.ones((Axis("position", 16), Axis("key_position", 16)), dtype=bool)),
+        "arrays",
+    ),
+    "an offset": (AttentionMask.causal(offset=3), "positions or segments of their own"),
+    "another zigzag": (AttentionMask.causal().in_zigzag(2), "zigzag order over 2 parts, and the ring has 4 devices"),
+    "a window ahead": (AttentionMask(sliding_window=5), "a window without causality"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mask_that_a_ring_cannot_have_is_refused(devices, case):
+    mask, text = REFUSED[case]
+    q, k, v, *_ = arrays(1, 16, 4)
+    with mappings_in_scope(RING), jax.set_mesh(MeshSpec.of(data=1, context=4).build(devices[:4])), inside_attention():
+        refused = pytest.raises(ShardingError, match=text)
+        with refused:
+            attend(q, k, v, mask, softmax_scale=1.0, choice=BackendChoice(name="reference", reason=""))
+
+
+def test_jax_s_own_function_is_refused_in_a_ring(devices):
+    q, k, v, *_ = arrays(1, 16, 4)
+    choice = BackendChoice(name="jax_native", reason="")
+    with mappings_in_scope(RING), jax.set_mesh(MeshSpec.of(data=1, context=4).build(devices[:4])), inside_attention():
+        refused = pytest.raises(ValueError, match="attention by jax_native in a ring")
+        with refused:
+            attend(q, k, v, AttentionMask.causal(), softmax_scale=1.0, choice=choice)
+
+
+def test_merging_is_one_softmax():
+    rng = np.random.default_rng(1)
+    scores, values = rng.standard_normal((5, 12)) * 4, rng.standard_normal((12, 3))
+
+    def of(part: slice) -> tuple[jax.Array, jax.Array]:
+        weights = np.exp(scores[:, part])
+        mean = weights @ values[part] / weights.sum(-1, keepdims=True)
+        return jnp.asarray(mean, jnp.float32), jnp.asarray(np.log(weights.sum(-1)), jnp.float32)
+
+    seen = nothing((5, 3))
+    for part in (slice(0, 4), slice(4, 5), slice(5, 12)):
+        seen = merged(seen, of(part))
+    seen = with_sinks(seen, jnp.asarray(0.7))
+    weights = np.exp(scores)
+    total = weights.sum(-1) + np.exp(0.7)
+    np.testing.assert_allclose(seen[0], weights @ values / total[:, None], rtol=1e-5)
+    np.testing.assert_allclose(seen[1], np.log(total), rtol=1e-5)
+
+
+def test_hops_are_a_loop_with_one_permutation_each_way(devices):
+    """Unrolled, a compiler would start every permutation first. Keys and values are never whole."""
+    given = arrays(1, 64, 8)
+    q, k, v, of_out, *_ = given
+
+    def both(q, k, v, of_out):
+        def around(q, k, v):
+            with inside_attention():
+                return ring_attention(q, k, v, AttentionMask.causal(), softmax_scale=0.3, passes=PlainPasses())
+
+        out, pull = jax.vjp(around, q, k, v)
+        return out, *pull(of_out)
+
+    mesh = MeshSpec.of(data=1, context=4).build(devices[:4])
+    with mappings_in_scope(RING), jax.set_mesh(mesh):
+        text = jax.jit(both).lower(q, k, v, of_out).as_text()
+    # Forward: keys with values. Backward: keys with values, their gradients, and these home.
+    assert text.count("stablehlo.collective_permute") == 4
+    assert "all_gather" not in text and "all_to_all" not in text
+    assert "64x64x" not in text and "1x1x2x64x64" not in text
+    assert text.count("stablehlo.while") >= 2

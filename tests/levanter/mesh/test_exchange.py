@@ -1,0 +1,173 @@
+"""Which exchange `auto` chooses and why, what a mapping spells, and each thing that can be wrong with one."""
+
+import pytest
+
+from haliax_ext.errors import ShardingError
+from haliax_ext.mapping import AxisMapping
+from haliax_ext.meshspec import MeshSpec
+from levanter.config import parse_text
+from levanter.mesh import MeshConfig, ModelAxes, resolve
+from levanter.mesh.exchange import busiest_share, choose, exchange_of, gathered_bytes
+
+GIB = 2**30
+SIZES = dict(
+    vocab=1024, embed=64, mlp=128, kv_head=4, q_heads_per_group=2, head_size=16, layers=2, position=64, key_position=64
+)
+MODEL = ModelAxes(sizes={name: n for name, n in SIZES.items() if name != "key_position"}, known=SIZES)
+CUT = {"position": "context"}
+
+
+def resolved(attention, *, context=4, order=None, compute=CUT, hbm_gib=None, **axes):
+    config = MeshConfig(
+        axes={"context": context, **axes},
+        compute_mapping=compute,
+        attention_mapping=attention,
+        position_order=order,
+        hbm_gib=hbm_gib,
+    )
+    return resolve(config, MODEL, devices=8)
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_heads", "head_size", "gib"),
+    [(65_536, 12, 128, 0.375), (131_072, 8, 128, 0.5), (1_048_576, 8, 128, 4)],
+)
+def test_gathered_keys_and_values_of_known_models(positions, kv_heads, head_size, gib):
+    assert gathered_bytes(kv_heads=kv_heads, head_size=head_size, positions=positions, heads_ways=1) == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "heads_ways", "position_ways", "positions", "hbm", "exchange"),
+    [
+        (12, 1, 4, 65_536, 31.25, "heads"),
+        (12, 1, 8, 65_536, 31.25, "gather"),  # 0.375 GiB of 1.5625
+        (12, 2, 8, 65_536, 31.25, "gather"),
+        (8, 1, 64, 1_048_576, 95, "gather"),  # 4 GiB of 4.75
+        (8, 1, 64, 1_048_576, 31.25, "ring"),
+        (8, 1, 64, 1_048_576, None, "gather"),
+        (8, 2, 4, 1_048_576, 31.25, "heads"),
+    ],
+)
+def test_what_auto_chooses(kv_heads, heads_ways, position_ways, positions, hbm, exchange):
+    found = choose(
+        kv_heads=kv_heads,
+        head_size=128,
+        positions=positions,
+        heads_ways=heads_ways,
+        position_ways=position_ways,
+        hbm_bytes=None if hbm is None else int(hbm * GIB),
+    )
+    assert found.exchange == exchange
+    assert str(found).startswith(f"{exchange}: {kv_heads} kv_head ")
+
+
+def test_the_reason_of_a_ring_has_its_numbers():
+    found = choose(
+        kv_heads=8, head_size=128, positions=2**20, heads_ways=1, position_ways=64, hbm_bytes=int(31.25 * GIB)
+    )
+    assert str(found) == (
+        "ring: 8 kv_head do not divide by 64, and gathered keys and values of a sequence and layer are 4 GiB, more "
+        "than 5% of 31.25 GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "exchange", "mapping", "zigzag"),
+    [
+        ({}, "gather", {}, False),
+        ("gather", "gather", {}, True),
+        ("heads", "heads", {"position": None, "kv_head": ["model", "context"]}, False),
+        ({"position": None, "kv_head": ["model", "context"]}, "heads", None, False),
+        ("ring", "ring", {"key_position": "context"}, True),
+        ("auto", "heads", {"position": None, "kv_head": ["model", "context"]}, False),
+    ],
+)
+def test_words_are_mappings(written, exchange, mapping, zigzag):
+    found = resolved(written)
+    assert found.exchange == exchange
+    assert found.mappings.attention == AxisMapping(written if mapping is None else mapping)
+    assert found.mappings.zigzag == (("position",) if zigzag else ())
+    assert found.query_ways == (1 if exchange == "heads" else 4)
+
+
+def test_a_ring_of_heads_is_two_mesh_axes():
+    spelled = {"position": "ring", "key_position": "ring", "kv_head": ["model", "context"]}
+    found = resolved(spelled, ring=2, data=1, compute={"position": ["ring", "context"]})
+    assert (found.exchange, found.position_ways, found.query_ways) == ("ring × heads", 8, 2)
+
+
+def test_no_attention_mapping_is_as_before():
+    found = resolved({})
+    assert (found.mappings.attention, found.mappings.zigzag, found.notes) == (AxisMapping(), (), ())
+
+
+def test_natural_order_says_what_it_costs():
+    (note,) = resolved("ring", order="natural").notes
+    assert note.startswith(
+        "attention exchanges by ring, positions in natural order: the busiest device has 1.75 × the mean"
+    )
+    assert [busiest_share(n, "natural") for n in (1, 8, 64)] == [1.0, 1.875, 127 / 64]
+    assert busiest_share(64, "zigzag") == 1.0
+
+
+def test_nothing_to_exchange_is_said():
+    found = resolved("auto", compute={})
+    assert found.exchange is None
+    assert any("positions are not cut" in note for note in found.notes)
+
+
+def test_exchange_of_whole_positions_is_none():
+    mesh = MeshSpec.of(data=8, context=1)
+    assert exchange_of(AxisMapping({"key_position": "context"}), AxisMapping(CUT), mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            dict(attention="heads", context=8, data=1),
+            "trainer.mesh: attention_mapping: kv_head → [model, context]: 4 kv_head do not divide into 8 pieces\n"
+            "  → pieces that divide them: 1, 2, 4; or cut the 2 query heads of a group instead, {position: null, "
+            "q_heads_per_group: …}, with keys and values on all devices, or use gather or ring",
+        ),
+        (
+            dict(attention={"key_position": "context"}, compute={}),
+            "trainer.mesh: attention_mapping: key_position → context, but position is not mapped: in a ring both are "
+            "cut alike\n  → compute_mapping: {position: context}",
+        ),
+        (
+            dict(attention={"key_position": "data"}),
+            "trainer.mesh: attention_mapping: key_position → data, but position → context: in a ring both are cut "
+            "alike\n  → compute_mapping: {position: data}",
+        ),
+        (
+            dict(attention={"kv_head": "context"}),
+            "trainer.mesh: attention_mapping: kv_head and position are both mapped to mesh axis context\n"
+            "  → take it from one of them: {position: null} exchanges heads",
+        ),
+        (
+            dict(attention="ring", compute={"position": "context", "key_position": "context"}),
+            "trainer.mesh: compute mapping: key_position → context: keys are cut inside of attention only\n"
+            "  → attention_mapping: {key_position: context}",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_is_right(options, text):
+    with pytest.raises(ShardingError) as error:
+        resolved(options.pop("attention"), **options)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("order", "unit", "near"), [("zigzag", 8, "64 or 72"), ("natural", 4, "64 or 68")])
+def test_positions_that_do_not_divide(order, unit, near):
+    model = ModelAxes(sizes={**MODEL.sizes, "position": 66}, known=SIZES)
+    config = MeshConfig(axes={"context": 4}, compute_mapping=CUT, attention_mapping="ring", position_order=order)
+    with pytest.raises(ShardingError, match=rf"66 positions % {unit} = 2\n  → make it {near} positions"):
+        resolve(config, model, devices=8)
+
+
+def test_a_word_that_is_none():
+    with pytest.raises(ValueError, match="attention_mapping"):
+        parse_text(MeshConfig, "attention_mapping: rign")
+    assert parse_text(MeshConfig, "attention_mapping: ring").attention_mapping == "ring"
+    assert parse_text(MeshConfig, "attention_mapping: {position: null}").attention_mapping == {"position": None}
