@@ -156,7 +156,7 @@ def ring_attention(
         arrays = dict(zip(named, given, strict=True))
         rows = math.prod(arrays["q"].shape[: len(leading)])
         flat = {name: x if name == "sinks" else x.reshape(rows, *x.shape[len(leading) :]) for name, x in arrays.items()}
-        out = _attend(ring, flat["q"], flat["k"], flat["v"], flat.get("segments"), flat.get("sinks"))
+        out: jax.Array = _attend(ring, flat["q"], flat["k"], flat["v"], flat.get("segments"), flat.get("sinks"))
         return out.reshape(arrays["q"].shape)
 
     mesh = jax.sharding.get_abstract_mesh()
@@ -249,7 +249,7 @@ def _backward(ring: Ring, kept: tuple, of_out: jax.Array):
         behind, of_both = ring.next(both), ring.next(of_both)
         behind_ids = None if theirs is None else ring.next(theirs)
         begins = ring.begins((rank - n) % ring.size, length)
-        ids = None if segments is None else (segments, theirs)
+        ids = None if segments is None or theirs is None else (segments, theirs)
         dq, dk, dv = ring.passes.backward(ring.sight, (q, *_apart(both)), found, (own, begins), ids)
         return behind, behind_ids, of_both + jnp.concatenate((dk, dv), axis=1), of_q + dq
 

@@ -150,7 +150,7 @@ class SplashPasses:
             mine, others = segments[0], segments[1][:, here]
             arrays |= {"query_segments": mine, "key_segments": others}
             meet = jnp.any((mine.min(-1) <= others.max(-1)) & (mine.max(-1) >= others.min(-1))).astype(jnp.int32)
-            tables = tuple(table._replace(block_mask=table.block_mask * meet) for table in tables)
+            tables = tuple(table._replace(block_mask=jnp.asarray(table.block_mask) * meet) for table in tables)
         forward, of_queries, of_keys = (table._replace(q_sequence=marks) for table in tables)
         return (forward, of_queries, of_keys), arrays
 
