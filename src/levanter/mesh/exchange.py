@@ -34,7 +34,7 @@ _WHERE = "trainer.mesh: attention_mapping"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ExchangeChoice:
     """An exchange and the reason for it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Choice:
 
 def choose(
     *, kv_heads: int, head_size: int, positions: int, heads_ways: int, position_ways: int, hbm_bytes: int | None
-) -> Choice:
+) -> ExchangeChoice:
     """Which exchange `auto` means. Arithmetic only.
 
     Heads where they divide: each device then computes as much as the others, and has an n-th of the keys. Else all keys
@@ -68,17 +68,19 @@ def choose(
     """
     ways = heads_ways * position_ways
     if kv_heads % ways == 0:
-        return Choice(exchange="heads", reason=f"{kv_heads} {KV_HEAD} divide by {ways}, so the work is balanced")
+        return ExchangeChoice(
+            exchange="heads", reason=f"{kv_heads} {KV_HEAD} divide by {ways}, so the work is balanced"
+        )
     why_not = f"{kv_heads} {KV_HEAD} do not divide by {ways}"
     gathered = gathered_bytes(kv_heads=kv_heads, head_size=head_size, positions=positions, heads_ways=heads_ways)
     size = f"gathered keys and values of a sequence and layer are {gathered / 2**30:.3g} GiB"
     if hbm_bytes is None:
-        return Choice(exchange="gather", reason=f"{why_not}, and {size}")
+        return ExchangeChoice(exchange="gather", reason=f"{why_not}, and {size}")
     limit = GATHERED_SHARE * hbm_bytes
     share = f"{GATHERED_SHARE:.0%} of {hbm_bytes / 2**30:.4g} GiB"
     if gathered <= limit:
-        return Choice(exchange="gather", reason=f"{why_not}, and {size}, at most {share}")
-    return Choice(exchange="ring", reason=f"{why_not}, and {size}, more than {share}")
+        return ExchangeChoice(exchange="gather", reason=f"{why_not}, and {size}, at most {share}")
+    return ExchangeChoice(exchange="ring", reason=f"{why_not}, and {size}, more than {share}")
 
 
 def gathered_bytes(*, kv_heads: int, head_size: int, positions: int, heads_ways: int) -> int:

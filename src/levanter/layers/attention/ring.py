@@ -79,7 +79,7 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class DeviceRing:
     """A ring of devices.
 
     Attributes:
@@ -166,7 +166,7 @@ def ring_attention(
     return hax.named(out, named["q"].axes).rearrange(q.axes)
 
 
-def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: Cut, passes: Pass) -> Ring:
+def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: Cut, passes: Pass) -> DeviceRing:
     axes = tuple(axis for axis in cut.mesh_axes(KeyPos) if cut.mesh[axis] > 1)
     if axes != tuple(axis for axis in cut.mesh_axes(Pos) if cut.mesh[axis] > 1):
         raise ShardingError(
@@ -179,7 +179,7 @@ def _ring(mask: AttentionMask, Pos: Axis, KeyPos: Axis, cut: Cut, passes: Pass) 
         raise ShardingError(f"ring attention: {obstacle}", suggestion="attention_mapping: gather has any mask")
     cut.spec((KeyPos,))  # Raises where it does not divide.
     sight = Sight(runs=2 if mask.zigzag > 1 else 1, is_causal=mask.is_causal, window=mask.sliding_window)
-    return Ring(axes=axes, size=size, sight=sight, passes=passes)
+    return DeviceRing(axes=axes, size=size, sight=sight, passes=passes)
 
 
 def ring_obstacle(mask: AttentionMask, size: int) -> str | None:
@@ -197,14 +197,14 @@ def ring_obstacle(mask: AttentionMask, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
+    ring: DeviceRing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
 ) -> jax.Array:
     """What `ring_attention` is on one device."""
     return _around(ring, q, k, v, segments, sinks)[0]
 
 
 def _around(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
+    ring: DeviceRing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention and its log-sum-exp."""
     rank, length = ring.here(), q.shape[-2]
@@ -231,14 +231,16 @@ def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, second
 
 
-def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None):
+def _forward(
+    ring: DeviceRing, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
+):
     out, total = _around(ring, q, k, v, segments, sinks)
     # What gradient checkpointing keeps by the name `attention`: with it nothing of this is computed again.
     out, total = checkpoint_name(out, "attention"), checkpoint_name(total, "attention")
     return out, (q, k, v, segments, sinks, out, total)
 
 
-def _backward(ring: Ring, kept: tuple, of_out: jax.Array):
+def _backward(ring: DeviceRing, kept: tuple, of_out: jax.Array):
     q, k, v, segments, sinks, out, total = kept
     rank, length = ring.here(), q.shape[-2]
     own = ring.begins(rank, length)

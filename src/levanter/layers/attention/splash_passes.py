@@ -11,7 +11,7 @@ or with another one, has no splash in a ring (`obstacle`). A test pins what is p
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +74,10 @@ class SplashPasses:
             tables, keys = self._run(run, sight, q, (k, v), begins, segments, settings)
             kernel = settings.kernel(tables, rule, residuals=True)
 
-            def of_row(row: dict[str, jax.Array], kernel: Any = kernel) -> merge.Seen:
+            def of_row(row: dict[str, jax.Array], kernel: pallas.SplashAttentionKernel = kernel) -> merge.Seen:
                 q = row["q"]
-                out, (total,) = kernel(
-                    q.reshape(-1, *q.shape[2:]), row["k"], row["v"], segment_ids=_ids(row), sinks=hidden
-                )
+                found = kernel(q.reshape(-1, *q.shape[2:]), row["k"], row["v"], segment_ids=_ids(row), sinks=hidden)
+                out, (total,) = cast(tuple[jax.Array, tuple[jax.Array]], found)
                 return out.reshape(q.shape), total.reshape(q.shape[:-1])
 
             seen = merge.merged(seen, jax.vmap(of_row)({"q": q, **keys}))
@@ -100,7 +99,9 @@ class SplashPasses:
         for run in range(sight.runs):
             (_, of_queries, of_run), keys = self._run(run, sight, q, (k, v), begins, segments, settings)
 
-            def of_row(row: dict[str, jax.Array], infos: Any = (of_queries, of_run)) -> tuple[jax.Array, ...]:
+            def of_row(
+                row: dict[str, jax.Array], infos: tuple[object, object] = (of_queries, of_run)
+            ) -> tuple[jax.Array, ...]:
                 heads = {name: row[name].reshape(-1, *row[name].shape[2:]) for name in rows}
                 residuals = (heads["q"], row["k"], row["v"], _ids(row), None, heads["out"], heads["total"], *infos)
                 backward = getattr(pallas, BACKWARD)

@@ -14,7 +14,7 @@ from haliax_ext.meshspec import MeshSpec
 MESHES = ((1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2))
 ORDERS = ("natural", "zigzag")
 
-# Every exchange with all masks at once (a window, sinks, a bound, documents and a table of positions), every mesh, order
+# Every exchange with all masks at once (window, sinks, bound, documents, a table of positions), every mesh, order
 # and backend.
 COVERING = [
     ((1, 8, 1), "gather", "zigzag", "causal", "reference"),
