@@ -14,7 +14,15 @@ from haliax_ext.errors import gib
 from haliax_ext.plan_report import summarize
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.memorize import eval_careless_lm
-from levanter.commands.train import lora_config, lora_lm, train_lm
+from levanter.commands.train import (
+    dpo_config,
+    lora_config,
+    lora_dpo,
+    lora_dpo_config,
+    lora_lm,
+    train_dpo,
+    train_lm,
+)
 from levanter.config import load_written
 from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
@@ -26,7 +34,9 @@ CONFIGS = Path(__file__).parents[2] / "config"
 ENTRY_POINTS: Mapping[str, tuple[type, Any]] = {
     "eval_careless_lm": (eval_careless_lm.EvalCarelessLmConfig, eval_careless_lm.describe),
     "eval_lm": (eval_lm.EvalLmConfig, eval_lm.describe),
+    "lora_dpo": (lora_dpo_config.LoraDpoConfig, lora_dpo.describe),
     "lora_lm": (lora_config.LoraLmConfig, lora_lm.describe),
+    "train_dpo": (dpo_config.TrainDpoConfig, train_dpo.describe),
     "train_lm": (train_lm.TrainLmConfig, train_lm.describe),
 }
 
@@ -71,7 +81,7 @@ class Case:
     @property
     def figures(self) -> bool:
         """Whether the compiler's figures are kept: for what CI compiles, and what documents show."""
-        return self.ci or self.entry_point in ("eval_lm", "lora_lm")
+        return self.ci or self.entry_point in ("eval_lm", "lora_dpo", "lora_lm", "train_dpo")
 
     def describe(self, target: Target) -> RunPlan:
         """The run on a target."""
@@ -130,6 +140,10 @@ def _training(name: str, config: str, target: str, *overrides: str, **keys: Any)
 
 def _adapted(config: str, target: str, **keys: Any) -> Case:
     return Case(name=f"lora_{config}", entry_point="lora_lm", config=f"lora/{config}", target=target, **keys)
+
+
+def _preferring(entry_point: str, config: str, target: str, **keys: Any) -> Case:
+    return Case(name=f"dpo_{config}", entry_point=entry_point, config=f"dpo/{config}", target=target, **keys)
 
 
 def _published() -> list[Case]:
@@ -211,12 +225,14 @@ CASES: Mapping[str, Case] = {
             "llama_0.78b_64k_as_published_kept", f"{_DEPTH_24}_as_published", "v6e-8",
             "--model.gradient_checkpointing=false", exit_code=3, compiled=3, ci=True,
         ),
-        _adapted("llama3_8b_v5p-8", "v5p-8", compiled=None),
+        _adapted("llama3_8b_v5p-8", "v5p-8"),
         _adapted("llama3_8b_v6e-8", "v6e-8"),
         _adapted("llama3_8b_2xv6e-16", "2xv6e-16", compiled=None),
-        _adapted("llama3_70b_v5e-16", "v5e-16", compiled=None),
+        _adapted("llama3_70b_v5e-16", "v5e-16"),
         _adapted("llama3_70b_v6e-64", "v6e-64", compiled=None),
         _adapted("mixtral_8x7b_v6e-16", "v6e-16"),
+        _preferring("train_dpo", "llama3_8b_v5p-8", "v5p-8", compiled=None),
+        _preferring("lora_dpo", "lora_llama3_8b_v5e-16", "v5e-16"),
         *_published(),
     )
 }  # fmt: skip

@@ -54,7 +54,7 @@ def test_every_golden_plan_is_of_a_case():
 def test_every_config_is_a_case():
     shipped = {
         str(path.relative_to(CONFIGS).with_suffix(""))
-        for folder in ("eval", "lora", "train")
+        for folder in ("dpo", "eval", "lora", "train")
         for path in (CONFIGS / folder).rglob("*.yaml")
     }
     # Demos run on the machine at hand.

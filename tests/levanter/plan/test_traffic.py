@@ -4,6 +4,8 @@ import json
 from functools import cache
 
 import pytest
+from helpers.golden import GOLDEN
+from helpers.plan_cases import CASES
 
 from haliax_ext.hlo import AxisSpan
 from haliax_ext.meshspec import MeshSpec
@@ -182,3 +184,14 @@ def test_what_a_device_receives_is_what_it_lacks(kind, slices, inside):
     lacking = 960.0 * (n - 1) / n * (2 if kind == "all-reduce" else 1)
     assert found.ici + found.dcn == pytest.approx(lacking)
     assert (found.dcn > 0) == (slices > 1) and (found.ici > 0) == (inside > 1)
+
+
+def test_what_a_compiled_step_of_70b_receives_is_what_arithmetic_says():
+    """LoRA on v5e-16, as the specification has it: 264.6 GB of the frozen weights, and 1.55 GB for the adapters."""
+    kept = json.loads((GOLDEN / "compiled" / "lora_llama3_70b_v5e-16.json").read_text())
+    # Whole arrays; a chip has a sixteenth of each.
+    compiled = kept["programs"]["train_step"]["bytes_over"]["data (ici)"] * 15 / 16
+    plan = CASES["lora_llama3_70b_v5e-16"].describe(target_of_pod(parse_accelerator("v5e-16")))
+    arithmetic = sum((each.ici for each in received_in_step(plan).values()), 0.0)
+    assert arithmetic == pytest.approx(264.6 * GB + 1.55 * GB, rel=0.02)
+    assert compiled == pytest.approx(arithmetic, rel=0.05)
