@@ -77,11 +77,11 @@ CASES = (
     Case(file="27_new_gpt2_context.yaml"),
     Case(file="28_new_fsdp_over_slices.yaml", places=((8, 1), (16, 2), (128, 32))),
     Case(file="finetuning/29_lora_lm_2025.yaml", entry_points=("lora_lm",)),
-    Case(file="finetuning/30_new_lora_lm.yaml", entry_points=("lora_lm",), places=((8, 1), (32, 4))),
+    Case(file="finetuning/30_new_lora_lm.yaml", entry_points=("lora_lm",), places=((8, 1),)),
     Case(file="finetuning/31_sft.yaml", entry_points=("sft",)),
     Case(file="finetuning/32_sft_mixture.yaml", entry_points=("sft_mixture",)),
     Case(file="finetuning/33_new_train_dpo.yaml", entry_points=("train_dpo",)),
-    Case(file="finetuning/34_new_train_dpo_lora.yaml", entry_points=("train_dpo",), places=((8, 1), (32, 4))),
+    Case(file="finetuning/34_new_train_dpo_lora.yaml", entry_points=("train_dpo",), places=((8, 1),)),
     Case(file="finetuning/35_train_dpo_first.yaml", entry_points=("train_dpo",)),
     Case(file="finetuning/36_new_lora_dpo.yaml", entry_points=("lora_dpo",)),
 )
