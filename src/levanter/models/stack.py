@@ -3,6 +3,8 @@
 *Gradient checkpointing* says what of a block is kept for the backward pass. Its spellings are Haliax's
 `ScanCheckpointPolicy`: true keeps only the residual stream between blocks, false keeps everything, "nested" keeps the
 square root of the blocks' inputs, "offload" keeps them in host memory, "recompute" and "full" keep nothing by name.
+Ours is "long", for long sequences: the residual stream and what attention is (with its log-sum-exp), so that scores,
+most of what a block computes there, are not made a second time.
 A mapping of its fields may also keep activations inside a block by name (`layers.saved`): on the device with
 `save_block_internals: [query, key, value]`, in host memory with `offload_block_internals`.
 
@@ -24,7 +26,8 @@ from haliax_ext.errors import nearest
 
 C = TypeVar("C")
 
-POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested")
+LONG = "long"
+POLICY_NAMES = ("offload", "recompute", "full", "save_all", "nested", LONG)
 
 
 def checkpoint_policy(
@@ -50,6 +53,8 @@ def checkpoint_policy(
         for field in ("save_block_internals", "offload_block_internals") if names is not None else ():
             _check_names(field, value.get(field), names or ())
         return ScanCheckpointPolicy(**value)
+    if value == LONG:
+        return ScanCheckpointPolicy(save_block_internals=["attention"])
     if isinstance(value, bool) or value in POLICY_NAMES:
         return ScanCheckpointPolicy.from_bool_or_str(value)
     close = nearest(value, POLICY_NAMES)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from helpers.long_context import config, mappings_of, mesh_of, program
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as pallas
 
 from haliax_ext.errors import ShardingError
@@ -214,3 +215,16 @@ def test_hops_are_a_loop_with_one_permutation_each_way(devices):
     assert "all_gather" not in text and "all_to_all" not in text
     assert "64x64x" not in text and "1x1x2x64x64" not in text
     assert text.count("stablehlo.while") >= 2
+
+
+def test_what_long_keeps_is_not_computed_again(devices):
+    """The forward pass goes around the ring once: its hops are in one loop less than where all is recomputed."""
+    mesh = mesh_of(1, 4, 1, "ring").build(devices[:4])
+
+    def permutations(policy: bool | str) -> int:
+        model = config(gradient_checkpointing=policy, attn_backend="reference")
+        return (
+            program(model, "causal", mappings_of("ring", "natural")).lower(mesh).as_text().count("collective_permute")
+        )
+
+    assert permutations(True) - permutations("long") == 1
