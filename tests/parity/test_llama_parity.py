@@ -136,9 +136,13 @@ MESHES: dict[str, MeshSpec] = {
     "group": MeshSpec.of(data=1, model=2, group=4),
 }
 
-DIAGONAL = [("gqa2", mesh) for mesh in MESHES] + [
-    (variant, list(MESHES)[n % len(MESHES)]) for n, variant in enumerate(VARIANTS) if variant != "gqa2"
+DIAGONAL = [("gqa2", mesh) for mesh in ("1x1", "2x4", "group")] + [
+    # Llama 3's way to say the same before transformers 5 is read in test_config_bridge.py, and linear_v4 computes here.
+    (variant, list(MESHES)[n % len(MESHES)])
+    for n, variant in enumerate(VARIANTS)
+    if variant not in ("gqa2", "llama3_v4")
 ]
+"""Every variant, and every mesh with some of them."""
 REST = [(variant, mesh) for variant in VARIANTS for mesh in MESHES if (variant, mesh) not in DIAGONAL]
 
 

@@ -62,8 +62,14 @@ def windows_by_hand(tokenizer, *, token_mode, bos, stride, slice_chars=2000):
     return np.array(rows), np.array(spans)
 
 
-@pytest.mark.parametrize("bos", [False, True], ids=["no_bos", "bos"])
-@pytest.mark.parametrize("token_mode", [True, False], ids=["token_mode", "text_mode"])
+@pytest.mark.parametrize(
+    ("token_mode", "bos"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, False), (False, True))),
+    ],
+)
 def test_log_pz_equals_torch(tmp_path, folder, in_torch, token_mode, bos):
     (tmp_path / "book.txt").write_text(TEXT)
     result = run(
