@@ -36,7 +36,7 @@ def trained(tmp_path_factory, pretrained, devices):
     """Four steps of a table, a norm, and factors of q and of the head; (config, ended, logged)"""
     folder = tmp_path_factory.mktemp("whole")
     saved = ("--peft_save_path", str(folder / "adapters"), "--merged_hf_save_path", str(folder / "merged"))
-    config = config_of(folder, pretrained, OF_HEAD, *saved)
+    config = config_of(folder, pretrained, OF_HEAD, *saved, "--data.num_validation_sequences", "{numbers: 8}")
     return config, *train(config, devices)
 
 
@@ -71,7 +71,8 @@ def files(ended, config):
 
 
 def test_what_is_saved_and_merged(trained, pretrained):
-    config, ended, _ = trained
+    config, ended, logged = trained
+    assert 0 < logged.found[3]["eval/loss"] < 10
     own, merged = files(ended, config)
     said = json.loads((Path(ended.exported) / "adapter_config.json").read_text())
     assert said["modules_to_save"] == ["embed_tokens", "model.norm"] and not said["ensure_weight_tying"]
