@@ -120,9 +120,10 @@ def describe(config: ConvertLmConfig, target: Target, *, written: Written | None
     largest = max(files.tensors, key=lambda tensor: tensor.nbytes)
     as_integers = sum(isinstance(tensor, Int8Tensor) for tensor in files.tensors)
     of_integers = f" ({as_integers} of them int8)" if as_integers else ""
+    held = "one tensor at a time" if merge is None else "some rows of a tensor at a time"
     said = (
         f"{len(files.tensors)} tensors{of_integers}, {files.nbytes / GIB:,.2f} GiB in {len(files.shards)} "
-        f"file{'s' if len(files.shards) > 1 else ''}; the host holds one tensor at a time, the largest "
+        f"file{'s' if len(files.shards) > 1 else ''}; the host holds {held}, the largest "
         f"{largest.nbytes / GIB:,.2f} GiB ({largest.name})"
     )
     checks.append(Check(name="export", status="ok", message=said))
