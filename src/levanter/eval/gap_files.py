@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from levanter.io import atomic_write, join
+from levanter.io import join
 
 SUMMARY, REPORT, WORST, PAGE = "summary.json", "report.md", "worst_documents.jsonl", "page.html"
 _TABLES = (("Datasets", "datasets"), ("Dataset Groups", "dataset_groups"), ("Pattern Buckets", "pattern_buckets"))
@@ -26,12 +26,8 @@ _LITERALS = (
 _MEASURED = ("tokens", "eval_seconds", "tokens_per_second")
 
 
-def write_gap(folder: str, summary: Mapping[str, Any], page: str) -> list[str]:
-    """Writes the files of a comparison; each is complete or not there, the summary comes last.
-
-    Returns:
-        The paths.
-    """
+def gap_files(folder: str, summary: Mapping[str, Any], page: str) -> dict[str, bytes]:
+    """The files of a comparison by their paths, in the order in which they are written: the summary comes last."""
     lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in worst_documents(summary))
     contents = {
         WORST: lines,
@@ -39,12 +35,7 @@ def write_gap(folder: str, summary: Mapping[str, Any], page: str) -> list[str]:
         PAGE: page,
         SUMMARY: json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False),
     }
-    paths = []
-    for name, content in contents.items():
-        paths.append(join(folder, name))
-        with atomic_write(paths[-1]) as file:
-            file.write(content.encode())
-    return paths
+    return {join(folder, name): content.encode() for name, content in contents.items()}
 
 
 def worst_documents(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

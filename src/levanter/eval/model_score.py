@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from levanter.eval.gap_sums import ComparedDocument
-from levanter.io import atomic_write, join
+from levanter.io import join
 
 SUMMARY, DOCUMENTS = "summary.json", "scored_documents.parquet"
 _SECTIONS = ("datasets", "dataset_groups", "pattern_buckets")
@@ -49,24 +49,14 @@ def score_table(summary: Mapping[str, Any]) -> str:
     return "\n".join(f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows)
 
 
-def write_score(
+def score_files(
     folder: str, summary: Mapping[str, Any], texts: Sequence[ComparedDocument], ids: Sequence[np.ndarray]
-) -> list[str]:
-    """Writes the files of a model; each is complete or not there, the summary comes last.
-
-    Returns:
-        The paths.
-    """
-    contents = {
-        DOCUMENTS: _parquet(texts, ids),
-        SUMMARY: json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False).encode(),
+) -> dict[str, bytes]:
+    """The files of a model by their paths, in the order in which they are written: the summary comes last."""
+    return {
+        join(folder, DOCUMENTS): _parquet(texts, ids),
+        join(folder, SUMMARY): json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False).encode(),
     }
-    paths = []
-    for name, content in contents.items():
-        paths.append(join(folder, name))
-        with atomic_write(paths[-1]) as file:
-            file.write(content)
-    return paths
 
 
 def _parquet(texts: Sequence[ComparedDocument], ids: Sequence[np.ndarray]) -> bytes:

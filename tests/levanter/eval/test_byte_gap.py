@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from levanter.data.compared_texts import ComparedText, cut
 from levanter.eval.byte_gap import GapReport
 from levanter.eval.byte_losses import token_losses
-from levanter.eval.gap_files import markdown, table_of, tracked, worst_documents, write_gap
+from levanter.eval.gap_files import gap_files, markdown, table_of, tracked, worst_documents
 from levanter.eval.gap_page import SHOWN_BYTES, drawn, gap_page
 from levanter.eval.gap_sums import ComparedDocument
 from levanter.eval.text_kinds import segments
@@ -117,7 +118,8 @@ def test_files_have_upstreams_names(tmp_path):
     texts = scored()
     summary = summary_of(texts)
     page = gap_page(summary, texts, title="T", facts={})
-    write_gap(str(tmp_path), summary, page)
+    for path, content in gap_files(str(tmp_path), summary, page).items():
+        Path(path).write_bytes(content)
     assert {path.name for path in tmp_path.iterdir()} == {
         "summary.json",
         "report.md",

@@ -23,6 +23,7 @@ from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.gap_config import PerplexityGapConfig
 from levanter.commands.evaluate.gap_plan import NAME, GapWork, Half, describe
 from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.shell.outputs import write_all
 from levanter.commands.shell.perform import perform
 from levanter.commands.shell.sameness import require_same_text
 from levanter.config import Written
@@ -30,10 +31,10 @@ from levanter.data import EvalBatches, EvalSequences
 from levanter.eval.accuracy import fetched
 from levanter.eval.byte_gap import GapReport
 from levanter.eval.byte_losses import TokenLosses, token_losses
-from levanter.eval.gap_files import table_of, tracked, write_gap
+from levanter.eval.gap_files import gap_files, table_of, tracked
 from levanter.eval.gap_page import gap_page
 from levanter.eval.gap_sums import ComparedDocument
-from levanter.eval.model_score import score_summary, score_table, tracked_score, write_score
+from levanter.eval.model_score import score_files, score_summary, score_table, tracked_score
 from levanter.eval.perplexity import RowScores
 from levanter.io import Output, Progress
 from levanter.processes.together import jit_together
@@ -138,13 +139,13 @@ def conclude(plan: RunPlan[GapWork], done: tuple[Losses, ...], session: Session)
     if work.config.model is not None:
         alone = score_summary(summary)
         print(score_table(alone), flush=True)
-        paths, metrics = write_score(work.config.folder, alone, texts, first.ids), tracked_score(alone)
+        files, metrics = score_files(work.config.folder, alone, texts, first.ids), tracked_score(alone)
     else:
         print(f"A: {work.halves[0].label}\nB: {work.halves[1].label}\n{table_of(summary)}", flush=True)
         page = gap_page(summary, _shown(texts), title="Two models on the same bytes", facts=_facts(plan, done))
-        paths, metrics = write_gap(work.config.folder, summary, page), tracked(summary)
+        files, metrics = gap_files(work.config.folder, summary, page), tracked(summary)
     try:
-        print("\n".join(paths))
+        print("\n".join(write_all(files)))
     finally:
         session.tracker.log(metrics, step=0)
         session.tracker.log_summary(metrics)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged
-from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
+from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig, listed
 from levanter.inference.config import InferenceConfig
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
@@ -19,7 +19,7 @@ class EvalHarnessConfig(Ranged):
         eval_harness: the tasks, and how they are asked.
         tasks: names of tasks, groups or tags, separated by commas, instead of `eval_harness.task_spec`.
         limit: documents of each task at most, instead of `eval_harness.max_examples`.
-        include_path: folders with tasks of your own, separated by commas.
+        include_path: folders with tasks of your own, separated by commas, beside `eval_harness.include_path`.
         tokenizer: another tokenizer than the checkpoint's own.
         checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
         checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
@@ -96,6 +96,11 @@ class EvalHarnessConfig(Ranged):
         )
 
     @property
+    def folders(self) -> list[str]:
+        """Folders with tasks beside lm_eval's own, whichever keys name them."""
+        return list(dict.fromkeys([*listed(self.include_path), *listed(self.eval_harness.include_path)]))
+
+    @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
         return self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
@@ -104,8 +109,3 @@ class EvalHarnessConfig(Ranged):
     def saved(self) -> str | None:
         """The checkpoint of our own training that is named."""
         return None if self.checkpoint_is_hf else self.checkpoint_path
-
-
-def listed(text: str | None) -> list[str]:
-    """The words of a list that is separated by commas."""
-    return [each.strip() for each in (text or "").split(",") if each.strip()]

@@ -7,14 +7,12 @@ Programs) and checked; the weights are streamed into their final shards; lm_eval
 are frozen into a table that every process computes, and their answers go back to lm_eval, which makes metrics of them.
 """
 
-import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from haliax_ext.abstract import with_arrays
@@ -23,16 +21,17 @@ from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.plan import NAME, HarnessWork, describe
 from levanter.commands.harness.texts import Texts
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.commands.shell.outputs import write_or_keep
+from levanter.commands.shell.outputs import write_all
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
 from levanter.eval.harness import results
 from levanter.eval.harness.comparing import compare, table_of
 from levanter.eval.harness.following import follow, leading
+from levanter.eval.harness.leading import ask, written_samples
 from levanter.eval.harness.page import page_of
 from levanter.eval.harness.samples import read_run, samples_of
 from levanter.eval.harness.scoring import Scorer
-from levanter.io import Output, Progress, join
+from levanter.io import Output, join
 from levanter.processes.barrier import is_process_0
 from levanter.run import OK, EntryPoint, RunPlan, Session
 
@@ -79,47 +78,20 @@ def _ask(
     plan: RunPlan[HarnessWork], scorer: Scorer, texts: Texts | None, *, show: bool
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Runs lm_eval on process 0."""
-    from levanter.eval.harness.asking import HarnessLM
-    from levanter.eval.harness.evaluating import evaluate
-
     work = plan.work
-    config = work.config.harness
     assert work.encoder is not None and work.tasks.loaded is not None, "RunPlan.check() comes before a run"
-    shown: list[Progress] = []
-
-    def watch(kind: str, total: int) -> Callable[[int], None]:
-        while shown:
-            shown.pop().__exit__(None, None, None)
-        shown.append(Progress(f"scoring {kind}", total=total, unit="tokens", show=show).__enter__())
-        return shown[-1].advance_to
-
-    model = HarnessLM(
+    found, samples = ask(
+        work.tasks.loaded,
+        work.config.harness,
         encoder=work.encoder,
         scorer=scorer,
-        generate=texts,
+        texts=texts,
         template=work.template,
-        generation=config.generation_kwargs,
-        stops=work.tasks.loaded.stops,
-        watch=watch,
+        name=work.pretrained.checkpoint.description,
+        show=show,
     )
-    try:
-        found = evaluate(model, work.tasks.loaded, config, name=work.pretrained.checkpoint.description)
-    finally:
-        while shown:
-            shown.pop().__exit__(None, None, None)
-    samples = found.pop("samples", {})
-    asked = model.asked
-    found["levanter"] = {
-        "plan": {"mesh": str(plan.mesh), "precision": str(work.pretrained.precision), "devices": plan.target.devices},
-        "requests": asked.requests,
-        "request_digest": asked.digest,
-        "first_ids": asked.first,
-        "tokens": asked.tokens,
-        "tokens_asked_alone": asked.alone,
-        "cut_requests": asked.cut,
-        "seconds": asked.seconds,
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-    }
+    asked = {"mesh": str(plan.mesh), "precision": str(work.pretrained.precision), "devices": plan.target.devices}
+    found["levanter"] = {"plan": asked, **found["levanter"]}
     return found, samples
 
 
@@ -142,8 +114,7 @@ def conclude(plan: RunPlan[HarnessWork], done: Harnessed, session: Session) -> i
                 flush=True,
             )
         date = results.date_id(datetime.now())
-        logged = _logged(config, done.samples)
-        paths = results.write_results(output.path, done.results, logged, date)
+        logged = written_samples(config.harness, done.samples)
         differences = [] if config.against is None else compare(samples, read_run(config.against)[1])
         page = page_of(
             done.results,
@@ -153,24 +124,16 @@ def conclude(plan: RunPlan[HarnessWork], done: Harnessed, session: Session) -> i
             differences=differences,
             against=f"this run beside {config.against}",
         )
-        paths.append(join(output.path, f"page_{date}.html"))
-        write_or_keep(paths[-1], page.encode())
+        files = {join(output.path, f"page_{date}.html"): page.encode()}
+        paths = write_all({**files, **results.result_files(output.path, done.results, logged, date)})
         if session.show:
             if differences:
                 print(f"\nbeside {config.against}:\n{table_of(differences)}")
-            print(f"results in {paths[-2]}\npage in {paths[-1]}")
+            print(f"results in {paths[-1]}\npage in {paths[0]}")
     finally:
         session.tracker.log(metrics, step=0)
         session.tracker.log_summary(metrics)
     return OK
-
-
-def _logged(config: EvalHarnessConfig, samples: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The samples that are written: all of them, or as many as upstream's `sample_logging` asks for."""
-    few = config.harness.sample_logging
-    if config.harness.log_samples:
-        return samples
-    return {task: lines[: few.max_samples_per_benchmark] for task, lines in samples.items()} if few.enabled else {}
 
 
 def _facts(plan: RunPlan[HarnessWork], done: Harnessed) -> dict[str, str]:

@@ -4,31 +4,34 @@ Which tasks there are and how much they ask process 0 finds out, with lm_eval; t
 run. Where a task wants texts, the model lies as `generate` lays it out, and its Programs are there too.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from haliax_ext.program import Program
 from levanter.commands.generate import plan as generating
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.plan import GenerateWork
-from levanter.commands.harness.config import EvalHarnessConfig, listed
+from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.questions import (
+    conversation_template,
+    question_encoder,
+    question_length,
+    rows_flops,
+    sampling_checks,
+)
 from levanter.commands.shell.outputs import output_checks
-from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import Written
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.counting import Counted
+from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
 from levanter.eval.harness.samples import read_run
-from levanter.eval.harness.tasks import AbsentTaskError, LoadedTasks, load_tasks
-from levanter.models.registry import LmConfig
-from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, agreed, current_peers, is_process_0
+from levanter.processes.barrier import is_process_0
 from levanter.run import Check, RunPlan, Target, Workload
 from levanter.trainer.config import TrainerConfig
 
@@ -40,39 +43,6 @@ LONGEST = 4096
 """Tokens that the model sees at once, where nobody says: rows as long as today's contexts would not fit."""
 ASSUMED_TOKENS = 128
 """Of a request whose text is not there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundTasks:
-    """What is known of the tasks on every process.
-
-    Attributes:
-        kinds: of requests.
-        documents: of each task; empty where they are not known.
-        error: what is wrong with them; None for nothing.
-        absent: whether that is only because something is not available here.
-        loaded: the tasks themselves, on process 0.
-    """
-
-    kinds: frozenset[str] = frozenset()
-    documents: Mapping[str, int] = field(default_factory=dict[str, int])
-    error: str | None = None
-    absent: bool = False
-    loaded: LoadedTasks | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def writes(self) -> bool:
-        """Whether texts are to be written."""
-        return "generate_until" in self.kinds
-
-    @property
-    def check(self) -> Check:
-        """What was found."""
-        if self.error is not None:
-            error = (AbsentTaskError if self.absent else HarnessError)(self.error)
-            return Check(name="tasks", status="unchecked" if self.absent else "error", message=self.error, error=error)
-        listed = ", ".join(f"{name} ({count:,} documents)" for name, count in self.documents.items())
-        return Check(name="tasks", status="ok", message=listed)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,7 +69,7 @@ class HarnessWork:
 
     def cost(self, shape: RowShape) -> float:
         """FLOPs of a batch."""
-        return flops_of(self.pretrained, shape, "full")
+        return rows_flops(self.pretrained.config, self.pretrained.Vocab.size, shape, "full")
 
 
 def describe(config: EvalHarnessConfig, target: Target, *, written: Written | None = None) -> RunPlan[HarnessWork]:
@@ -111,9 +81,9 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         written: the keys that the user wrote; None for a config made in Python.
     """
     written = Written.in_python(config) if written is None else written
-    tasks = find_tasks(config)
+    tasks = find_tasks(config.harness, config.folders)
     pretrained, texts = _pretrained(config, target, written), None
-    length, checking = _length(config, pretrained.config)
+    length, checking = question_length(config.harness.max_length, pretrained.config, LONGEST)
     if tasks.writes:
         generation = generating.describe(_generation(config, length), target, written=written)
         pretrained, texts = generation.work.pretrained, generation.work
@@ -134,15 +104,12 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         compiler_options=pretrained.compiler_options,
     )
     tokenizer = pretrained.found_tokenizer
-    template, found = _template(config, tokenizer)
-    checks += [tasks.check, *checking, *found, *_sampling_checks(config), *_against_checks(config)]
+    template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
+    checks += [tasks.check, *checking, *found, *_against_checks(config)]
+    checks += sampling_checks(logged=config.harness.sample_logging.enabled)
     checks += output_checks(*_output(config))
-    encoder = None
-    if tokenizer is not None:
-        adds = isinstance(tokenizer, FastTokenizer) and tokenizer.adds_bos
-        encoder = QueryEncoder(tokenizer, adds, length)
-        said = "BOS is put before a text" if adds else "nothing is put before a text"
-        checks.append(Check(name="encoding", status="ok", message=f"{said}, as the tokenizer's files say"))
+    encoder, found = question_encoder(tokenizer, length)
+    checks += found
     work = HarnessWork(
         config=config,
         pretrained=pretrained,
@@ -181,29 +148,6 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         if texts is None
         else "layouts of generation are not searched yet",
     )
-
-
-def find_tasks(config: EvalHarnessConfig) -> FoundTasks:
-    """The tasks of a run: process 0 loads them, the others hear of it."""
-    loaded = None
-    told: dict[str, object] = {}
-    if is_process_0():
-        try:
-            loaded = load_tasks(config.harness, listed(config.include_path))
-            told = {
-                "kinds": sorted(loaded.kinds),
-                "documents": loaded.documents(config.harness.max_examples),
-            }
-        except HarnessError as error:
-            told = {"error": str(error), "absent": isinstance(error, AbsentTaskError)}
-    heard = json.loads(_from_process_0("the tasks", json.dumps(told)))
-    return FoundTasks(**{**heard, "kinds": frozenset(heard.get("kinds", ()))}, loaded=loaded)
-
-
-def _from_process_0(name: str, value: str) -> str:
-    """Process 0's value, which may take its time: it reads documents."""
-    peers = current_peers()
-    return agreed(name, value) if peers is None else peers.meet(name, value=value, seconds=ONE_FOR_ALL_SECONDS)[0]
 
 
 def _generation(config: EvalHarnessConfig, length: int) -> GenerateConfig:
@@ -251,52 +195,12 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: Written) -> 
     return described(meant_for) if config.harness.max_length is None and meant_for < asked else found
 
 
-def _length(config: EvalHarnessConfig, model: LmConfig) -> tuple[int, list[Check]]:
-    """Tokens that the model sees at once."""
-    length = config.harness.max_length or min(model.max_seq_len, LONGEST)
-    if config.harness.max_length is None and length < model.max_seq_len:
-        said = (
-            f"the model sees {length:,} tokens at once, of the {model.max_seq_len:,} that it was trained on "
-            "(eval_harness.max_length): of longer requests the beginning is dropped, longer texts are cut into windows"
-        )
-        return length, [Check(name="length", status="note", message=said)]
-    if length <= model.max_seq_len:
-        return length, []
-    message = f"eval_harness.max_length: {length} tokens exceed the model's max_seq_len, {model.max_seq_len}"
-    if not model.learned_positions:
-        return length, [Check(name="length", status="note", message=f"{message}; it was not trained on longer texts")]
-    error = ValueError(f"{message}; it has no positions beyond\n  → eval_harness.max_length: {model.max_seq_len}")
-    return length, [Check(name="length", status="error", message=str(error), error=error)]
-
-
 def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     """Tokens of a batch on each of its shards."""
     for rows in (trainer.per_device_eval_parallelism, trainer.per_device_parallelism):
         if rows != -1:
             return rows * length
     return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
-
-
-def _template(config: EvalHarnessConfig, tokenizer: object) -> tuple[ChatTemplate | None, list[Check]]:
-    """What writes conversations, where they are asked for."""
-    if not isinstance(tokenizer, FastTokenizer) or tokenizer.chat_template is None:
-        if not config.harness.apply_chat_template or tokenizer is None:
-            return None, []
-        error = HarnessError(
-            "eval_harness.apply_chat_template: the tokenizer has no chat template\n"
-            "  → leave it out, or name a tokenizer that has one (tokenizer: …)"
-        )
-        return None, [Check(name="chat template", status="error", message=str(error), error=error)]
-    bos, eos = ("" if i is None else tokenizer.token(i) or "" for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatTemplate(text=tokenizer.chat_template, bos_token=bos, eos_token=eos, where="eval_harness"), []
-
-
-def _sampling_checks(config: EvalHarnessConfig) -> list[Check]:
-    asked = config.harness.sample_logging
-    if not asked.enabled:
-        return []
-    said = "eval_harness.sample_logging: samples are written into files, not sent to trackers"
-    return [Check(name="samples", status="note", message=said)]
 
 
 def _against_checks(config: EvalHarnessConfig) -> list[Check]:
@@ -318,36 +222,13 @@ def _output(config: EvalHarnessConfig) -> tuple[str, str]:
 
 def _counted(work: HarnessWork) -> tuple[Counted | None, Check | None]:
     """How often Programs run: by the documents, where they are there."""
-    told: dict[str, object] = {}
-    if work.tasks.loaded is not None and work.encoder is not None:
-        from levanter.eval.harness.sampling import count
-
-        try:
-            counted = count(
-                work.tasks.loaded, work.config.harness, work.encoder, work.template, work.programs, work.cost
-            )
-            told = {"executions": dict(counted.executions), "requests": counted.requests, "exact": counted.exact}
-        except ValueError as error:
-            told = {"error": str(error)}
-    heard = json.loads(_from_process_0("the requests", json.dumps(told)))
-    if "error" in heard:
-        error = HarnessError(heard["error"])
-        return None, Check(name="requests", status="error", message=str(error), error=error)
-    if heard:
-        return Counted(**heard), None
+    counted, problem = count_requests(
+        work.tasks, work.config.harness, work.encoder, work.template, work.programs, work.cost
+    )
     assumed = work.config.plan.assume_requests
-    if assumed is None:
-        return None, None
+    if counted is not None or problem is not None or assumed is None:
+        return counted, problem
     return Counted.assumed(assumed, ASSUMED_TOKENS, tuple(work.programs)), None
-
-
-def flops_of(pretrained: PretrainedModel, shape: RowShape, attention: Literal["causal", "full"]) -> float:
-    """FLOPs of a batch: every position through the blocks, the slots through the head."""
-    model = pretrained.config
-    body = 2.0 * model.matmul_parameters(0)
-    head = 2.0 * model.matmul_parameters(pretrained.Vocab.size) - body
-    each = model.flops(vocab_size=pretrained.Vocab.size, context_length=shape.length, attention=attention)
-    return shape.rows * (shape.length * (body + each.attention) + shape.slots * head)
 
 
 def _workload(work: HarnessWork, shape: RowShape, counted: Counted | None) -> Workload:
@@ -359,8 +240,8 @@ def _workload(work: HarnessWork, shape: RowShape, counted: Counted | None) -> Wo
         tokens=shape.rows * shape.length,
         unit="tokens",
         items=shape.rows * shape.length,
-        flops_full=flops_of(work.pretrained, shape, "full"),
-        flops_causal=flops_of(work.pretrained, shape, "causal"),
+        flops_full=rows_flops(work.pretrained.config, work.pretrained.Vocab.size, shape, "full"),
+        flops_causal=rows_flops(work.pretrained.config, work.pretrained.Vocab.size, shape, "causal"),
         executions=executions,
         reason=reason,
     )

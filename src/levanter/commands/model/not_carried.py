@@ -13,12 +13,10 @@ from levanter.config.legacy.not_carried import asks
 from levanter.run import Check
 
 _UPLOAD = "uploading is not supported; upload the folder afterwards"
-_HARNESS = "the harness is not run in training yet; leave it out, and run eval_harness on a checkpoint"
 
 REFUSED: Mapping[str, str] = {
     "peft_hf_upload": _UPLOAD,
     "merged_hf_upload": _UPLOAD,
-    "eval_harness": _HARNESS,
     "labeled_eval": "evaluation by labels is not implemented yet; data.components with tags are evaluated one by one",
 }
 """Key → why it is refused if it asks for something (is neither null, false nor `none`)."""
@@ -26,9 +24,7 @@ REFUSED: Mapping[str, str] = {
 
 def not_carried(config: Any, written: Written) -> list[Check]:
     """What a configuration asks for and does not get: errors, and notes on keys without effect."""
-    # Training has it beside its steps; the command of this name carries it.
-    there = {key: why for key, why in REFUSED.items() if key != "eval_harness" or hasattr(config, "eval_harness_steps")}
-    refused = [f"{key}: {why}" for key, why in there.items() if asks(_value(config, key))]
+    refused = [f"{key}: {why}" for key, why in REFUSED.items() if asks(_value(config, key))]
     refused += [row.message for row in written.not_carried if row.refused]
     checks = [Check(name="config", status="error", message=message, error=ValueError(message)) for message in refused]
     notes = [row.message for row in written.not_carried if not row.refused]

@@ -7,7 +7,7 @@ A plan inspects folders without touching them (`output_checks`). A run tries the
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from levanter.io import Output, OutputError, atomic_write, is_remote, local_path, probe
@@ -86,3 +86,23 @@ def write_or_keep(path: str, content: bytes) -> None:
         except OutputError:
             raise error from None
         raise OutputError(f"{error}\n  it was kept in {elsewhere}") from error
+
+
+def write_all(contents: Mapping[str, bytes]) -> list[str]:
+    """Writes the files of a result in their order; what cannot be written is kept, and the others are still written.
+
+    Returns:
+        The paths.
+
+    Raises:
+        OutputError: lists what could not be written, and where it was kept.
+    """
+    problems = []
+    for path, content in contents.items():
+        try:
+            write_or_keep(path, content)
+        except OutputError as error:
+            problems.append(str(error))
+    if problems:
+        raise OutputError("\n".join(problems))
+    return list(contents)

@@ -11,6 +11,7 @@ from haliax_ext.program import Program
 from levanter.commands.train.evaluation import PROGRAM as EVALUATE
 from levanter.commands.train.pair_evaluation import PROGRAM as EVALUATE_PAIRS
 from levanter.commands.train.preferences import SCORE, Preferences
+from levanter.eval.harness.packing import SCORES
 from levanter.models.adapters.whole import paths_of
 from levanter.plan.budget import residents_of
 from levanter.plan.load_budget import beside_loading
@@ -54,6 +55,8 @@ def bytes_beside(
         if program.name == INIT and any(each.name == COPIED for each in program.inputs):
             taken = residents_of(program, plan.parameters.mesh)
             found[INIT] -= sum(each.nbytes for each in taken if each.path.startswith(f"{COPIED}."))
+    # The harness's Programs take what an evaluation takes.
+    found |= {each.name: resident - parameters for each in computing if each.name.startswith(SCORES)}
     second = 0
     if pairs is not None and pairs.model is not None and pairs.model.load is not None:
         load, stays = pairs.model.load, pairs.resident is not None
@@ -61,7 +64,8 @@ def bytes_beside(
         # Loaded last, where it stays; else before anything.
         already = beside_loading(load)
         there = resident if stays else 0
-        found |= {name: found[name] + second for name in (EVALUATE, DIGEST) if name in found}
+        grows = (name for name in found if name in (EVALUATE, DIGEST) or name.startswith(SCORES))
+        found |= {name: found[name] + second for name in grows}
         found |= {program.name: there + already.get(program.name, 0) for program in load.programs}
     for program in computing:
         if program.name == EVALUATE_PAIRS:

@@ -6,6 +6,7 @@ from typing import Any
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
+from levanter.eval.harness.config import HarnessConfig
 from levanter.models.adapters.config import AdapterConfig, LoraConfig
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
@@ -42,7 +43,9 @@ class TrainLmConfig(Ranged):
         merged_hf_save_path: likewise where whole models are saved, the adapters merged into the Hugging Face checkpoint
             that the run began from; `hf_save_dtype` is theirs too.
         peft_hf_upload, merged_hf_upload: not supported yet.
-        eval_harness, eval_harness_steps, labeled_eval: what is evaluated during training.
+        eval_harness: tasks of lm_eval that are asked between steps; none where there is no task.
+        eval_harness_steps: steps between two times; they are asked after the last step too.
+        labeled_eval: not supported yet.
         plan: assumptions for planning that a run would find out by itself.
     """
 
@@ -71,7 +74,7 @@ class TrainLmConfig(Ranged):
     peft_hf_upload: str | None = None
     merged_hf_save_path: PathText | None = None
     merged_hf_upload: str | None = None
-    eval_harness: dict[str, Any] | None = None
+    eval_harness: HarnessConfig | None = None
     eval_harness_steps: PositiveInt = 10_000
     labeled_eval: dict[str, Any] | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)

@@ -23,6 +23,7 @@ from levanter.commands.train.changes import judge
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import PROGRAM, Evaluate, validation_rows
 from levanter.commands.train.first import checked_frozen, first_state
+from levanter.commands.train.harness import AskHarness
 from levanter.commands.train.instruments import guard_of, instruments
 from levanter.commands.train.keep import Keep, Prepared, checkpointer_of, last_checkpoint
 from levanter.commands.train.outcome import Trained
@@ -45,7 +46,7 @@ from levanter.commands.train.places import (
 from levanter.commands.train.preferences import formats_of
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.data import BuildProgress, TrainingData, build_training
-from levanter.io import Lease, Progress
+from levanter.io import Lease, Progress, join
 from levanter.models.base import LmHeadModel
 from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
 from levanter.processes.together import jit_together
@@ -108,7 +109,8 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
         )
         # First, so that a profile ends before the hooks that pause the run after its last step.
         profile = [] if observed.profile is None else [observed.profile]
-        pauses: list[Pause] = [*profile, *keep.pauses, *([] if evaluate is None else [evaluate])]
+        asking = _harness(plan, mesh, session, frozen, last=stop)
+        pauses: list[Pause] = [*profile, *keep.pauses, *(each for each in (evaluate, asking) if each is not None)]
         losses: deque[float] = deque(maxlen=1)
         began = time.monotonic()
         left = prepared.tokens(max(stop, first)) - prepared.tokens(first)
@@ -247,6 +249,26 @@ def _evaluation(
         every=trainer.steps_per_eval,
         last=last,
         max_batches=trainer.max_eval_batches,
+        show=session.show,
+    )
+
+
+def _harness(
+    plan: TrainPlan, mesh: Mesh, session: Session, frozen: LmHeadModel | None, *, last: int
+) -> AskHarness | None:
+    """The tasks that are asked between steps, if there are any."""
+    config, harness = plan.work.config, plan.work.harness
+    if harness is None:
+        return None
+    return AskHarness(
+        harness=harness,
+        frozen=frozen,
+        mesh=mesh,
+        tracker=session.tracker,
+        folder=join(str(config.trainer.log_dir), session.run_id, "harness"),
+        name=session.run_id,
+        every=config.eval_harness_steps,
+        last=last,
         show=session.show,
     )
 

@@ -35,6 +35,7 @@ from levanter.commands.train.checks import attempted, data_checks, place_checks,
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.evaluation import find_validation
 from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
+from levanter.commands.train.harness import find_harness
 from levanter.commands.train.instruments import run_facts
 from levanter.commands.train.origin import beginning, completed
 from levanter.commands.train.outcome import Trained
@@ -122,6 +123,10 @@ def describe(
         load, found = planned_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
         checks += found
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(settled, run, largest)]
+    harness = find_harness(run, settled.tokenizer, largest)
+    if harness is not None:
+        checks += harness.checks
+        programs += harness.programs.values()
     if run.pairs is not None:
         programs = run.pairs.in_order(programs)
     checks += place_checks(config, model, state_plan, part)
@@ -137,7 +142,7 @@ def describe(
         load=load,
         computing=tuple(programs),
         saving=saving,
-        workloads=tuple(_workloads(settled, run)),
+        workloads=(*_workloads(settled, run), *(() if harness is None else harness.workloads)),
         notes=resolved.notes,
         resident_bytes=run.resident_bytes,
         beside=bytes_beside(state_plan, programs, saving, run.pairs),
@@ -162,6 +167,7 @@ def describe(
             tokenizer=settled.tokenizer,
             validation=settled.validation,
             pairs=run.pairs,
+            harness=harness,
         ),
     )
 
@@ -332,7 +338,8 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
         target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
     )
     refuse_kernels(config.optimizer, model)
-    works: tuple[Work, ...] = ("train",) if validation is None else ("train", "score")
+    scores = validation is not None or config.eval_harness is not None
+    works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
     compiler = choose_compiler(trainer, target, resolved, works=works)
     checks += compiler.checks
     checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]

@@ -6,6 +6,7 @@ import haliax as hax
 
 from levanter.commands.model.origin import Origin
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.harness import TrainingHarness
 from levanter.commands.train.preferences import Preferences
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan
 from levanter.data import EvaluationData, Tokenizer
@@ -44,6 +45,7 @@ class TrainWork:
         tokenizer: text to ids; None if it is unavailable.
         validation: what is evaluated between steps; None for nothing.
         pairs: what pairs are learned from with; None where text is.
+        harness: the tasks that are asked between steps; None for none.
     """
 
     config: TrainLmConfig
@@ -64,6 +66,7 @@ class TrainWork:
     tokenizer: Tokenizer | None
     validation: EvaluationData | None
     pairs: Preferences | None = None
+    harness: TrainingHarness | None = None
 
 
 TrainPlan = RunPlan[TrainWork]

@@ -6,6 +6,8 @@
     program    the Programs that score its rows
     scoring    a table through them; sums of log-probabilities
     following  what process 0 tells the others: tables, and that it is done
+    found      which tasks there are, on every process
+    leading    all tasks asked, with a line of progress
     tasks      lm_eval's tasks, found and loaded           (imports lm_eval)
     asking     lm_eval's model: answers of ours to it      (imports lm_eval)
     evaluating a run of lm_eval, and its dictionary        (imports lm_eval)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from levanter.config.ranges import Count, PositiveInt, Ranged
+from levanter.config.ranges import Count, PathText, PositiveInt, Ranged
 
 GENERATION: Mapping[str, Any] = {"max_gen_toks": 256, "temperature": 0.0, "n": 1, "seed": None}
 """How texts are generated where a task does not say."""
@@ -82,6 +82,7 @@ class HarnessConfig(Ranged):
         confirm_run_unsafe_code: whether tasks may run code that a model wrote.
         sample_logging: upstream's way to log samples.
         generation_kwargs: how texts are generated where a task does not say.
+        include_path: folders with tasks of your own, separated by commas.
     """
 
     range_prefix: ClassVar[str] = "eval_harness."
@@ -96,6 +97,7 @@ class HarnessConfig(Ranged):
     confirm_run_unsafe_code: bool = True
     sample_logging: SampleLoggingConfig = field(default_factory=SampleLoggingConfig)
     generation_kwargs: dict[str, Any] = field(default_factory=lambda: dict(GENERATION))
+    include_path: PathText | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,3 +110,8 @@ class HarnessConfig(Ranged):
     def tasks(self) -> tuple[HarnessTaskConfig, ...]:
         """The tasks, those given by name included."""
         return tuple(HarnessTaskConfig(task=each) if isinstance(each, str) else each for each in self.task_spec)
+
+
+def listed(text: str | None) -> list[str]:
+    """The words of a list that is separated by commas."""
+    return [each.strip() for each in (text or "").split(",") if each.strip()]

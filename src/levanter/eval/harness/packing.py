@@ -17,6 +17,8 @@ import numpy as np
 
 from levanter.eval.harness.asked import Query
 
+SCORES = "score_"
+"""How the names of the Programs begin."""
 SHARE = 4
 """One position in so many is scored in a sparse row."""
 SHORTEST = 64
@@ -47,7 +49,7 @@ class RowShape:
     @property
     def name(self) -> str:
         """The name of its Program."""
-        return f"score_{self.length}" + ("_all" if self.is_dense else "")
+        return f"{SCORES}{self.length}" + ("_all" if self.is_dense else "")
 
 
 def row_shapes(max_length: int, *, tokens: int, ways: int) -> tuple[RowShape, ...]:

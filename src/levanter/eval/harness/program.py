@@ -1,6 +1,6 @@
 """The Programs that score a table's rows, one for each shape."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import haliax as hax
@@ -23,20 +23,22 @@ def score_programs(
     batch_axis: str,
     matmul_precision: str | None = None,
     compiler_options: Mapping[str, str] | None = None,
+    usable: Callable[[LmHeadModel], LmHeadModel] = lambda model: model,
 ) -> Mapping[RowShape, Program]:
     """A Program for each shape: model, tokens, segments, positions, places, targets → log-probabilities and ranks.
 
     Args:
-        model: abstract, its weights in the compute dtype.
+        model: abstract, its weights in the compute dtype, unless `usable` brings them there.
         shapes: of batches.
         mappings: in scope.
         placement: where the parameters are.
         batch_axis: the name of the batch's axis.
         matmul_precision, compiler_options: see `Program`.
+        usable: the model as it is used, of that which is given.
     """
     return {
         shape: replace(
-            _score_program(model, shape, mappings, placement, batch_axis),
+            _score_program(model, shape, mappings, placement, batch_axis, usable),
             matmul_precision=matmul_precision,
             compiler_options=dict(compiler_options or {}),
         )
@@ -50,6 +52,7 @@ def _score_program(
     mappings: Mappings,
     placement: Placement,
     batch_axis: str,
+    usable: Callable[[LmHeadModel], LmHeadModel],
 ) -> Program:
     Batch, Pos = hax.Axis(batch_axis, shape.rows), hax.Axis("position", shape.length)
     Suffix = hax.Axis("suffix", shape.slots)
@@ -62,7 +65,7 @@ def _score_program(
         places: hax.NamedArray,
         targets: hax.NamedArray,
     ) -> tuple[hax.NamedArray, hax.NamedArray]:
-        found = place_scores(model, tokens, places, targets, segment_ids=segment_ids, positions=positions)
+        found = place_scores(usable(model), tokens, places, targets, segment_ids=segment_ids, positions=positions)
         return found.logprobs, found.ranks
 
     def declared(name: str, *axes: hax.Axis) -> Input:

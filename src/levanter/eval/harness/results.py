@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from levanter.io import atomic_write, join
+from levanter.io import join
 
 NO_FILTER = ",none"
 """How lm_eval marks a metric of unfiltered answers."""
@@ -29,28 +29,23 @@ def samples_name(task: str, date: str) -> str:
     return f"samples_{task.replace('/', '__')}_{date}.jsonl"
 
 
-def write_results(folder: str, found: Mapping[str, Any], samples: Mapping[str, Sequence[Any]], date: str) -> list[str]:
-    """Writes the files of a run; each is complete or not there, that of the results comes last.
+def result_files(
+    folder: str, found: Mapping[str, Any], samples: Mapping[str, Sequence[Any]], date: str
+) -> dict[str, bytes]:
+    """The files of a run by their paths, in the order in which they are written: that of the results comes last.
 
     Args:
         folder: where.
         found: the results.
         samples: of each task; nothing for those that are not written.
         date: of the run, as `date_id` gives it.
-
-    Returns:
-        The paths.
     """
-    paths = []
+    contents = {}
     for task, lines in samples.items():
-        paths.append(join(folder, samples_name(task, date)))
-        with atomic_write(paths[-1]) as file:
-            for line in lines:
-                file.write(json.dumps(_line(line), default=_plain, ensure_ascii=False).encode() + b"\n")
-    paths.append(join(folder, results_name(date)))
-    with atomic_write(paths[-1]) as file:
-        file.write(json.dumps(found, indent=2, default=_plain, ensure_ascii=False).encode())
-    return paths
+        written = (json.dumps(_line(line), default=_plain, ensure_ascii=False) for line in lines)
+        contents[join(folder, samples_name(task, date))] = "".join(f"{line}\n" for line in written).encode()
+    results = json.dumps(found, indent=2, default=_plain, ensure_ascii=False)
+    return {**contents, join(folder, results_name(date)): results.encode()}
 
 
 def _line(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """`eval_harness` as a user runs it: lm_eval's files, one clear error and exit code 2 for bad input."""
 
+import errno
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -74,6 +76,30 @@ def test_a_run_writes_lm_evals_files(tmp_path, model, capsys):
     assert lines[0]["arguments"]["gen_args_0"]["arg_1"] == " A" and lines[0]["resps"][0][0][1] in ("True", "False")
     tracked = (tmp_path / "tracker" / "metrics.jsonl").read_text()
     assert '"lm_eval/made_letters/acc":' in tracked and '"lm_eval/averages/macro_avg_acc":' in tracked
+
+
+def test_a_full_disk_at_the_end_loses_nothing(tmp_path, model, capsys, monkeypatch):
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.startswith(str(tmp_path / "out")) and "results_" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    words = document(tmp_path, model, eval_harness={"log_samples": True})
+    assert run(*words, "--tasks", "made_letters", "--limit", "2") == 2
+    told = capsys.readouterr()
+    assert re.search(r"^made_letters +acc +", told.out, re.M) and "Traceback" not in told.err
+    (kept,) = re.findall(
+        r"results_\S+ *: cannot be written \(No space left on device\)[^\n]*\n.*?it was kept in (\S+)", told.err, re.S
+    )
+    assert json.loads(Path(kept).read_text())["levanter"]["requests"] == {"loglikelihood": 8}
+    Path(kept).unlink()
+    # What there was room for is there, and the tracker has the numbers.
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".html", ".jsonl"}
+    assert '"lm_eval/made_letters/acc":' in (tmp_path / "tracker" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -180,13 +206,13 @@ def test_two_variants_of_a_task(model):
 
 
 def test_assumed_requests_give_minutes_without_documents(model, monkeypatch):
-    from levanter.commands.harness import plan as planning
+    from levanter.eval.harness import found as finding
     from levanter.eval.harness.tasks import AbsentTaskError
 
     def absent(*_: object):
         raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here (no network)")
 
-    monkeypatch.setattr(planning, "load_tasks", absent)
+    monkeypatch.setattr(finding, "load_tasks", absent)
     config = parse(
         EvalHarnessConfig,
         overrides={"hf_checkpoint": str(model), "tasks": "hellaswag", "plan.assume_requests": "40168"},

@@ -27,7 +27,6 @@ MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_layers"
 BASE = {"model": MODEL, "data": {"tokenizer": "passthrough", "vocab_size": 64}, "trainer": {"train_batch_size": 8}}
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
 ASKED = {
-    "eval_harness": {"eval_harness": {"task_spec": ["boolq"]}},
     "labeled_eval": {"labeled_eval": {"a": 1}},
     "trainer.quantization": {"trainer": {"quantization": {"int8": True}}},
     "log_entropy": {"log_entropy": True},

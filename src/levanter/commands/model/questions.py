@@ -1,0 +1,85 @@
+"""How a model is asked questions of the harness: its tokenizer's rules, its template, what a batch of rows costs."""
+
+from typing import Literal
+
+from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.data import Tokenizer
+from levanter.data.chat import ChatTemplate
+from levanter.eval.harness.asked import HarnessError, QueryEncoder
+from levanter.eval.harness.packing import RowShape
+from levanter.models.registry import LmConfig
+from levanter.run import Check
+
+
+def question_encoder(tokenizer: Tokenizer | None, length: int) -> tuple[QueryEncoder | None, list[Check]]:
+    """Texts as questions of at most so many tokens; None where there is no tokenizer."""
+    if tokenizer is None:
+        return None, []
+    adds = isinstance(tokenizer, FastTokenizer) and tokenizer.adds_bos
+    said = "BOS is put before a text" if adds else "nothing is put before a text"
+    check = Check(name="encoding", status="ok", message=f"{said}, as the tokenizer's files say")
+    return QueryEncoder(tokenizer, adds, length), [check]
+
+
+def conversation_template(tokenizer: object, *, asked: bool) -> tuple[ChatTemplate | None, list[Check]]:
+    """What writes conversations.
+
+    Args:
+        tokenizer: the model's; None where there is none.
+        asked: whether conversations are to be written.
+    """
+    if not isinstance(tokenizer, FastTokenizer) or tokenizer.chat_template is None:
+        if not asked or tokenizer is None:
+            return None, []
+        error = HarnessError(
+            "eval_harness.apply_chat_template: the tokenizer has no chat template\n"
+            "  → leave it out, or name a tokenizer that has one (tokenizer: …)"
+        )
+        return None, [Check(name="chat template", status="error", message=str(error), error=error)]
+    bos, eos = ("" if i is None else tokenizer.token(i) or "" for i in (tokenizer.bos_id, tokenizer.eos_id))
+    return ChatTemplate(text=tokenizer.chat_template, bos_token=bos, eos_token=eos, where="eval_harness"), []
+
+
+def question_length(asked: int | None, model: LmConfig, most: int) -> tuple[int, list[Check]]:
+    """Tokens that a model sees at once.
+
+    Args:
+        asked: `eval_harness.max_length`.
+        model: the architecture.
+        most: where nothing is asked for.
+    """
+    length = asked or min(model.max_seq_len, most)
+    if asked is None and length < model.max_seq_len:
+        said = (
+            f"the model sees {length:,} tokens at once, of the {model.max_seq_len:,} that it was trained on "
+            "(eval_harness.max_length): of longer requests the beginning is dropped, longer texts are cut into windows"
+        )
+        return length, [Check(name="length", status="note", message=said)]
+    if length <= model.max_seq_len:
+        return length, []
+    message = f"eval_harness.max_length: {length} tokens exceed the model's max_seq_len, {model.max_seq_len}"
+    if not model.learned_positions:
+        return length, [Check(name="length", status="note", message=f"{message}; it was not trained on longer texts")]
+    error = ValueError(f"{message}; it has no positions beyond\n  → eval_harness.max_length: {model.max_seq_len}")
+    return length, [Check(name="length", status="error", message=str(error), error=error)]
+
+
+def sampling_checks(*, logged: bool) -> list[Check]:
+    """What is said of upstream's `sample_logging`."""
+    said = "eval_harness.sample_logging: samples are written into files, not sent to trackers"
+    return [Check(name="samples", status="note", message=said)] if logged else []
+
+
+def rows_flops(model: LmConfig, vocab: int, shape: RowShape, attention: Literal["causal", "full"]) -> float:
+    """FLOPs of a batch: every position through the blocks, the slots through the head.
+
+    Args:
+        model: the architecture.
+        vocab: rows of the head.
+        shape: of the batch.
+        attention: over the causal half of the pairs of positions, or over all.
+    """
+    body = 2.0 * model.matmul_parameters(0)
+    head = 2.0 * model.matmul_parameters(vocab) - body
+    each = model.flops(vocab_size=vocab, context_length=shape.length, attention=attention)
+    return shape.rows * (shape.length * (body + each.attention) + shape.slots * head)
