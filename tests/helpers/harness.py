@@ -97,6 +97,11 @@ def by_hflm(model: Any, tokenizer: Any, tasks: str, *, limit: int | None = 12, *
 
     length = more.pop("max_length", CONTEXT)
     judge = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=8, max_length=length)
+    forwarded = more.pop("forwarded", None)
+    if forwarded is not None:
+        called = judge._model_call
+        # Tokens of every forward pass, padding included.
+        judge._model_call = lambda inps, **each: forwarded.append(inps.numel()) or called(inps, **each)
     with quiet(), _within(TASKS):
         found = simple_evaluate(
             model=judge,

@@ -27,7 +27,7 @@ from levanter.config import Written
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.counting import Counted
-from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks
+from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks, fitted_shapes
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
 from levanter.eval.harness.samples import read_run
@@ -94,6 +94,25 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         checks = [*pretrained.checks, *not_carried(config, written)]
         notes, beside, resident, more, more_work = pretrained.notes, {}, None, (), ()
     shapes = row_shapes(length, tokens=_tokens(config.trainer, target, length), ways=pretrained.resolved.batch_ways)
+    tokenizer = pretrained.found_tokenizer
+    template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
+    checks += [tasks.check, *checking, *found, *_against_checks(config)]
+    checks += sampling_checks(logged=config.harness.sample_logging.enabled)
+    checks += output_checks(*_output(config))
+    encoder, found = question_encoder(tokenizer, length)
+    checks += found
+
+    def cost(shape: RowShape) -> float:
+        return rows_flops(pretrained.config, pretrained.Vocab.size, shape, "full")
+
+    asked = (tasks, config.harness, encoder, template, shapes, cost)
+    if _rows(config.trainer) is None:
+        shapes, counted, problem = fitted_shapes(*asked, ways=pretrained.resolved.batch_ways)
+    else:
+        counted, problem = count_requests(*asked)
+    checks += [] if problem is None else [problem]
+    if counted is None and problem is None and config.plan.assume_requests is not None:
+        counted = Counted.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
     programs = score_programs(
         pretrained.abstract,
         shapes,
@@ -103,13 +122,6 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         matmul_precision=pretrained.precision.matmul,
         compiler_options=pretrained.compiler_options,
     )
-    tokenizer = pretrained.found_tokenizer
-    template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
-    checks += [tasks.check, *checking, *found, *_against_checks(config)]
-    checks += sampling_checks(logged=config.harness.sample_logging.enabled)
-    checks += output_checks(*_output(config))
-    encoder, found = question_encoder(tokenizer, length)
-    checks += found
     work = HarnessWork(
         config=config,
         pretrained=pretrained,
@@ -119,8 +131,6 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         programs=programs,
         texts=texts,
     )
-    counted, problem = _counted(work)
-    checks += [] if problem is None else [problem]
     rows = "; ".join(f"{shape.rows} × {shape.length} ({shape.slots} scored)" for shape in shapes)
     checks.append(Check(name="rows", status="ok", message=f"batches of {rows}"))
     if resident is not None and texts is not None:
@@ -197,10 +207,15 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: Written) -> 
 
 def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     """Tokens of a batch on each of its shards."""
-    for rows in (trainer.per_device_eval_parallelism, trainer.per_device_parallelism):
-        if rows != -1:
-            return rows * length
+    if (rows := _rows(trainer)) is not None:
+        return rows * length
     return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
+
+
+def _rows(trainer: TrainerConfig) -> int | None:
+    """Rows of a batch on each of its shards, where somebody says."""
+    given = (trainer.per_device_eval_parallelism, trainer.per_device_parallelism)
+    return next((rows for rows in given if rows != -1), None)
 
 
 def _against_checks(config: EvalHarnessConfig) -> list[Check]:
@@ -218,17 +233,6 @@ def _output(config: EvalHarnessConfig) -> tuple[str, str]:
     if config.output_path:
         return "output_path", config.output_path
     return "trainer.log_dir", str(config.trainer.log_dir)
-
-
-def _counted(work: HarnessWork) -> tuple[Counted | None, Check | None]:
-    """How often Programs run: by the documents, where they are there."""
-    counted, problem = count_requests(
-        work.tasks, work.config.harness, work.encoder, work.template, work.programs, work.cost
-    )
-    assumed = work.config.plan.assume_requests
-    if counted is not None or problem is not None or assumed is None:
-        return counted, problem
-    return Counted.assumed(assumed, ASSUMED_TOKENS, tuple(work.programs)), None
 
 
 def _workload(work: HarnessWork, shape: RowShape, counted: Counted | None) -> Workload:

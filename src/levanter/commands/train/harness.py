@@ -28,7 +28,7 @@ from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.config import HarnessConfig, listed
 from levanter.eval.harness.counting import Counted
 from levanter.eval.harness.following import follow, leading
-from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks
+from levanter.eval.harness.found import FoundTasks, find_tasks, fitted_shapes
 from levanter.eval.harness.leading import ask, written_samples
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
@@ -123,6 +123,18 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     rows = largest.per_device if per_device == -1 else per_device
     shapes = row_shapes(length, tokens=rows * length, ways=run.resolved.batch_ways)
 
+    encoder, found = question_encoder(tokenizer, length)
+    template, more = conversation_template(tokenizer, asked=config.apply_chat_template)
+    checks += [*found, *more]
+
+    def cost(shape: RowShape) -> float:
+        return rows_flops(run.model, run.Vocab.size, shape, "full")
+
+    shapes, counted, problem = fitted_shapes(
+        tasks, config, encoder, template, shapes, cost, ways=run.resolved.batch_ways
+    )
+    checks += [] if problem is None else [problem]
+
     def usable(model: LmHeadModel) -> LmHeadModel:
         return in_compute_dtype(model, run.precision.compute, run.state_plan.model)
 
@@ -136,15 +148,6 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         compiler_options=run.compiler.working["score"],
         usable=usable,
     )
-    encoder, found = question_encoder(tokenizer, length)
-    template, more = conversation_template(tokenizer, asked=config.apply_chat_template)
-    checks += [*found, *more]
-
-    def cost(shape: RowShape) -> float:
-        return rows_flops(run.model, run.Vocab.size, shape, "full")
-
-    counted, problem = count_requests(tasks, config, encoder, template, programs, cost)
-    checks += [] if problem is None else [problem]
     every = f"every {run.config.eval_harness_steps:,} steps and after the last one"
     asked = "" if counted is None else f", {counted.requests:,} requests"
     checks.append(Check(name="harness", status="ok", message=f"{every}{asked}, in rows of {length:,} tokens at most"))

@@ -1,7 +1,7 @@
 """How often Programs will run, for plans."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from levanter.eval.harness.packing import RowShape
 
@@ -14,11 +14,13 @@ class Counted:
         executions: of each Program, by its name; one that is not there does not run.
         requests: of all tasks.
         exact: whether every document was looked at.
+        rows: of each shape, by its name, how many rows each table has; nothing where that is not known exactly.
     """
 
     executions: Mapping[str, int]
     requests: int
     exact: bool
+    rows: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     @property
     def reason(self) -> str:

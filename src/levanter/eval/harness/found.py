@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from haliax_ext.program import Program
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.counting import Counted
-from levanter.eval.harness.packing import RowShape
+from levanter.eval.harness.packing import RowShape, fitted
 from levanter.eval.harness.tasks import AbsentTaskError, LoadedTasks, load_tasks
 from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, agreed, current_peers, is_process_0
 from levanter.run import Check
@@ -72,7 +71,7 @@ def count_requests(
     config: HarnessConfig,
     encoder: QueryEncoder | None,
     template: ChatTemplate | None,
-    programs: Mapping[RowShape, Program],
+    shapes: Sequence[RowShape],
     cost: Callable[[RowShape], float],
 ) -> tuple[Counted | None, Check | None]:
     """How often Programs run, by the documents; None where these, or a tokenizer, are not there.
@@ -82,7 +81,7 @@ def count_requests(
         config: how.
         encoder: makes tokens of texts; None where there is no tokenizer.
         template: writes conversations; None where there is none.
-        programs: that score rows.
+        shapes: of the rows.
         cost: of a batch.
 
     Returns:
@@ -93,8 +92,8 @@ def count_requests(
         from levanter.eval.harness.sampling import count
 
         try:
-            counted = count(tasks.loaded, config, encoder, template, programs, cost)
-            told = {"executions": dict(counted.executions), "requests": counted.requests, "exact": counted.exact}
+            counted = count(tasks.loaded, config, encoder, template, shapes, cost)
+            told = {each.name: getattr(counted, each.name) for each in fields(counted)}
         except ValueError as error:
             told = {"error": str(error)}
     heard = json.loads(from_process_0("the requests", json.dumps(told)))
@@ -102,6 +101,30 @@ def count_requests(
         error = HarnessError(heard["error"])
         return None, Check(name="requests", status="error", message=str(error), error=error)
     return (Counted(**heard) if heard else None), None
+
+
+def fitted_shapes(
+    tasks: FoundTasks,
+    config: HarnessConfig,
+    encoder: QueryEncoder | None,
+    template: ChatTemplate | None,
+    shapes: Sequence[RowShape],
+    cost: Callable[[RowShape], float],
+    *,
+    ways: int,
+) -> tuple[tuple[RowShape, ...], Counted | None, Check | None]:
+    """The shapes with no more rows than the requests fill, where all of them are known; and how often they run.
+
+    Args:
+        tasks, config, encoder, template, cost: see `count_requests`.
+        shapes: with as many rows as may be.
+        ways: how many shards the batch has.
+    """
+    counted, problem = count_requests(tasks, config, encoder, template, shapes, cost)
+    fewer = tuple(shapes) if counted is None else fitted(shapes, counted.rows, ways=ways)
+    if fewer == tuple(shapes):
+        return fewer, counted, problem
+    return fewer, *count_requests(tasks, config, encoder, template, fewer, cost)
 
 
 def from_process_0(name: str, value: str) -> str:

@@ -11,7 +11,7 @@ positions is scored, so there are items with few targets for their tokens; in *d
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,23 @@ def row_shapes(max_length: int, *, tokens: int, ways: int) -> tuple[RowShape, ..
     sparse, dense = sparse or [max_length], dense or [max_length]
     found = [of(n, n // SHARE) for n in reversed(sparse) if n // SHARE >= 1]
     return (*found, *(of(n, n) for n in reversed(dense)))
+
+
+def fitted(shapes: Sequence[RowShape], rows: Mapping[str, Sequence[int]], *, ways: int) -> tuple[RowShape, ...]:
+    """The shapes with no more rows in a batch than the same number of batches takes.
+
+    Args:
+        shapes: with as many rows as may be.
+        rows: of each shape, by its name, how many rows each table has.
+        ways: how many shards the batch has.
+    """
+
+    def fits(shape: RowShape) -> RowShape:
+        counts = [count for count in rows.get(shape.name, ()) if count]
+        needed = [-(-count // (-(-count // shape.rows) * ways)) for count in counts]
+        return replace(shape, rows=ways * max(needed)) if needed else shape
+
+    return tuple(map(fits, shapes))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

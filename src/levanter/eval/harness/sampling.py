@@ -1,10 +1,9 @@
 """How much tasks ask, by their documents: all of them, or the first ones of each task."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from lm_eval.api.instance import Instance
 
-from haliax_ext.program import Program
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, Query, QueryEncoder
 from levanter.eval.harness.asking import HarnessLM, pairs_of
@@ -23,7 +22,7 @@ def count(
     config: HarnessConfig,
     encoder: QueryEncoder,
     template: ChatTemplate | None,
-    shapes: Mapping[RowShape, Program],
+    shapes: Sequence[RowShape],
     cost: Callable[[RowShape], float],
 ) -> Counted:
     """How often each Program will run.
@@ -54,16 +53,20 @@ def count(
         requests += len(instances) * there // max(looked, 1)
         if looked < there:
             exact = False
-            for packed in Table.of(asked, tuple(shapes), cost).packed if asked else ():
+            for packed in Table.of(asked, shapes, cost).packed if asked else ():
                 rows[packed.shape] = rows.get(packed.shape, 0) + len(packed.rows) * there / looked
         else:
             rolling = bool(instances) and instances[0].request_type == "loglikelihood_rolling"
             kinds["loglikelihood_rolling" if rolling else "loglikelihood"] += asked
     executions = {shape.name: -(-int(count) // shape.rows) for shape, count in rows.items()}
+    counts: dict[str, list[int]] = {}
     for asked in kinds.values():
-        for name, times in (Table.of(asked, tuple(shapes), cost).executions if asked else {}).items():
+        table = Table.of(asked, shapes, cost) if asked else None
+        for name, times in ({} if table is None else table.executions).items():
             executions[name] = executions.get(name, 0) + times
-    return Counted(executions=executions, requests=requests, exact=exact)
+        for packed in () if table is None else table.packed:
+            counts.setdefault(packed.shape.name, []).append(len(packed.rows))
+    return Counted(executions=executions, requests=requests, exact=exact, rows=counts if exact else {})
 
 
 def _instances(task: LmTask, limit: int, config: HarnessConfig, model: HarnessLM) -> list[Instance]:
