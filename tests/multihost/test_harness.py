@@ -85,6 +85,44 @@ def test_other_meshes_answer_the_same(tmp_path, inputs, model):
 
 
 @pytest.mark.slow
+def test_training_asks_as_one_process_does(tmp_path, inputs, model):
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "docs.jsonl").write_text(json.dumps({"text": "the cat sat on the mat, " * 200}) + "\n")
+        mesh = {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}}
+        config = {
+            "hf_checkpoint": str(model),
+            "train_seq_len": 32,
+            "data": {
+                "components": {"docs": {"source": {"train_urls": [str(folder / "docs.jsonl")]}}},
+                "cache_dir": None,
+            },
+            "eval_harness": {
+                **{"task_spec": ["made_letters", "made_texts"], "include_path": str(TASKS)},
+                **{"max_examples": 3, "log_samples": True},
+            },
+            "eval_harness_steps": 1,
+            "trainer": {
+                **{"mp": "f32", "tracker": [], "mesh": mesh, "id": "run", "num_train_steps": 2, "train_batch_size": 8},
+                **{"log_dir": str(folder / "logs"), "watch": {"interval": 0}, "distributed": TIMEOUTS},
+                "checkpointer": {"base_path": str(folder / "checkpoints")},
+            },
+        }
+        (folder / "train.yaml").write_text(json.dumps(config))
+        command = ["levanter.main.train_lm", "--config_path", str(folder / "train.yaml")]
+        outputs = run_together(folder / "run", count, command, devices=8 // count, cache=inputs.cache)
+        assert "made_letters" in outputs[0] and all("made_letters" not in each for each in outputs[1:])
+        found.append({})
+        for path in sorted((folder / "logs" / "run" / "harness").rglob("samples_*.jsonl")):
+            lines = [json.loads(line)["resps"] for line in path.read_text().splitlines()]
+            found[-1][path.parent.name, path.name.split("_2")[0]] = lines
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 4
+    assert found[1] == found[0]
+
+
+@pytest.mark.slow
 def test_a_task_that_raises_ends_every_process(tmp_path, inputs, model):
     folder = tmp_path / "tasks"
     folder.mkdir()

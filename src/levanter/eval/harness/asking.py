@@ -184,29 +184,8 @@ class HarnessLM(TemplateLM):
                 f"{_named(requests[0])}: a text is to be written, and this run has no Programs for that\n"
                 "  → `eval_harness` as a command of its own has them"
             )
-        keys = [
-            GenerationKeys.of(each.arguments[1], self.generation, self.stops.get(str(each.task_name), ()), _named(each))
-            for each in requests
-        ]
-        contexts = self.encoder.encode([each.args[0] for each in requests])
-        asked, wrong = [], []
-        for ids, key, request in zip(contexts, keys, requests, strict=True):
-            room = self.max_length - key.max_tokens
-            if room < 1:
-                wrong.append(
-                    f"{_named(request)}: max_gen_toks: {key.max_tokens:,} leave no room for a prompt in the "
-                    f"{self.max_length:,} tokens that the model sees (eval_harness.max_length)"
-                )
-            ids = ids if len(ids) else np.asarray([self.encoder.prefix], np.int32)
-            self.asked.cut += len(ids) > room
-            asked.append(
-                Continuation(
-                    tokens=ids[-max(room, 1) :], until=key.until, max_tokens=key.max_tokens, sampling=key.sampling,
-                    seed=key.seed,
-                )
-            )  # fmt: skip
-        if wrong:
-            raise HarnessError("\n".join(dict.fromkeys(wrong)))
+        asked, cut = continuations(requests, self.encoder, self.generation, self.stops)
+        self.asked.cut += cut
         parts = [each.tokens for each in asked]
         digest = hashlib.sha256(b"|".join(part.astype("<i8").tobytes() for part in parts)).hexdigest()
         self.asked.note("generate_until", len(requests), parts, digest)
@@ -215,6 +194,56 @@ class HarnessLM(TemplateLM):
         texts = self.generate(asked)
         self.asked.seconds += time.perf_counter() - began
         return [_before(text, each.until) for text, each in zip(texts, asked, strict=True)]
+
+
+def continuations(
+    requests: Sequence[Instance],
+    encoder: QueryEncoder,
+    generation: Mapping[str, Any],
+    stops: Mapping[str, tuple[str, ...]],
+) -> tuple[list[Continuation], int]:
+    """Requests of texts as prompts, and of how many the beginning was dropped.
+
+    Args:
+        requests: what is asked.
+        encoder: makes tokens of texts.
+        generation: keys of generation where a task does not say.
+        stops: strings that end texts of a task besides its own, by its name.
+
+    Raises:
+        HarnessError: lists keys that are wrong, and texts that leave no room for a prompt.
+    """
+    keys = [
+        GenerationKeys.of(each.arguments[1], generation, stops.get(str(each.task_name), ()), _named(each))
+        for each in requests
+    ]
+    contexts = encoder.encode([each.args[0] for each in requests])
+    asked, wrong, cut = [], [], 0
+    for ids, key, request in zip(contexts, keys, requests, strict=True):
+        room = encoder.max_length - key.max_tokens
+        if room < 1:
+            wrong.append(
+                f"{_named(request)}: max_gen_toks: {key.max_tokens:,} leave no room for a prompt in the "
+                f"{encoder.max_length:,} tokens that the model sees (eval_harness.max_length)"
+            )
+        ids = ids if len(ids) else np.asarray([encoder.prefix], np.int32)
+        cut += len(ids) > room
+        asked.append(
+            Continuation(
+                tokens=ids[-max(room, 1) :],
+                until=key.until,
+                max_tokens=key.max_tokens,
+                sampling=key.sampling,
+                seed=key.seed,
+            )
+        )
+    if wrong:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise HarnessError("\n".join([*wrong[:_SHOWN], *more]))
+    return asked, cut
+
+
+_SHOWN = 5
 
 
 def pairs_of(requests: Sequence[Instance]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from lm_eval.api.instance import Instance
 
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, Query, QueryEncoder
-from levanter.eval.harness.asking import HarnessLM, pairs_of
+from levanter.eval.harness.asking import HarnessLM, continuations, pairs_of
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.counting import Counted
 from levanter.eval.harness.packing import RowShape
@@ -50,6 +50,9 @@ def count(
         looked = min(there, LOOKED_AT)
         instances = _instances(task, looked, config, model)
         asked = _questions(instances, encoder)
+        # What cannot be written is said before a weight is read.
+        texts = [each for each in instances if each.request_type == "generate_until"]
+        continuations(texts, encoder, config.generation_kwargs, tasks.stops)
         requests += len(instances) * there // max(looked, 1)
         if looked < there:
             exact = False

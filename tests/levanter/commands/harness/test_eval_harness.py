@@ -117,6 +117,10 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path, model, capsys, monkeypat
             "made: a group; changes (num_fewshot) are a task's",
         ),
         (["--tasks", "made_endings", "--eval_harness.max_length", "4"], "made_endings, document 0: the answer"),
+        (
+            ["--tasks", "made_sums", "--eval_harness.max_length", "8", "--limit", "2"],
+            "made_sums, document 0: max_gen_toks: 8 leave no room for a prompt in the 8 tokens",
+        ),
     ],
 )
 def test_bad_input_is_said_before_a_weight_is_read(tmp_path, model, capsys, words: list[str], said: str):
