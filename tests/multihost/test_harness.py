@@ -81,7 +81,8 @@ def test_other_meshes_answer_the_same(tmp_path, inputs, model):
         for mine, theirs in zip(documents, other["samples"][task], strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 (x, *flags), (y, *others) = (each[0] if isinstance(each[0], list) else each for each in (a, b))
-                assert float(x) == pytest.approx(float(y), abs=1e-4) and flags == others
+                # Or the last digit of a float32, where a text is long.
+                assert float(x) == pytest.approx(float(y), abs=1e-5, rel=1e-7) and flags == others
 
 
 @pytest.mark.slow

@@ -14,17 +14,21 @@ class Counted:
         executions: of each Program, by its name; one that is not there does not run.
         requests: of all tasks.
         exact: whether every document was looked at.
+        is_assumed: whether the number of requests is an assumption.
         rows: of each shape, by its name, how many rows each table has; nothing where that is not known exactly.
     """
 
     executions: Mapping[str, int]
     requests: int
     exact: bool
+    is_assumed: bool = False
     rows: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     @property
     def reason(self) -> str:
         """Where the numbers come from."""
+        if self.is_assumed:
+            return f"{self.requests:,} requests (plan.assume_requests)"
         return f"{self.requests:,} requests of the tasks" + ("" if self.exact else ", by a sample of their documents")
 
     @staticmethod
@@ -34,4 +38,4 @@ class Counted:
         fitting = [shape for shape in sparse if shape.length >= tokens] or sparse[-1:]
         shape = min(fitting, key=lambda each: each.length)
         rows = -(-requests // max(1, shape.length // tokens))
-        return Counted(executions={shape.name: -(-rows // shape.rows)}, requests=requests, exact=False)
+        return Counted(executions={shape.name: -(-rows // shape.rows)}, requests=requests, exact=False, is_assumed=True)

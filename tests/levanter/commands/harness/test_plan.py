@@ -38,6 +38,7 @@ def test_buckets_programs_and_runs(plan):
         assert batch["tokens"] == [shapes[program.name], length] and batch["targets"] == [shapes[program.name], slots]
     # 57,606 requests of 128 tokens, four to a row of 512.
     runs = {each.program: each.executions for each in plan.workloads}
+    assert {each.reason for each in plan.workloads} == {"57,606 requests (plan.assume_requests)"}
     assert runs == {**dict.fromkeys(LENGTHS, 0), "score_512": -(-57_606 // 4 // 1024)}
 
 

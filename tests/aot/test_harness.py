@@ -1,0 +1,55 @@
+"""A list of tasks on a v4-64, with the real TPU compiler: each bucket's memory and time, as docs/harness.md shows them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from levanter.commands.harness.config import EvalHarnessConfig
+from levanter.commands.harness.eval_harness import ENTRY_POINT
+from levanter.config import load_written
+from levanter.eval.harness import found
+from levanter.eval.harness.tasks import AbsentTaskError
+from levanter.plan.aot import Compiled
+from levanter.plan.inquiry import Question
+from levanter.plan.preflight import preflight
+
+CONFIG = Path(__file__).parents[2] / "config" / "harness" / "llama3.1_8b.yaml"
+GIB = 1 << 30
+PEAKS = {
+    "score_512": 1.72,
+    "score_1024": 1.72,
+    "score_2048": 1.72,
+    "score_4096": 1.72,
+    "score_1024_all": 1.82,
+    "score_4096_all": 1.82,
+}
+"""GiB on a chip at the peak, jax 0.10.2's compiler."""
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (the `plan` extra)"),
+]
+
+
+def test_every_bucket_fits_and_gathers_the_weights_once(monkeypatch):
+    def absent(*_: object):
+        raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
+
+    monkeypatch.setattr(found, "load_tasks", absent)
+    argv = ["--config_path", str(CONFIG)]
+    loaded = load_written(EvalHarnessConfig, argv)
+    verdict = preflight(
+        Question(
+            target="v4-64",
+            describe=lambda target: ENTRY_POINT.describe(loaded.config, target, written=loaded.written),
+            provider="levanter.main.plan:describe",
+            payload={"entry_point": "eval_harness", "argv": argv},
+        )
+    )
+    assert verdict.exit_code == 0, verdict.headline
+    outcomes = {each.name: each.outcome for each in verdict.programs if each.name in PEAKS}
+    assert outcomes.keys() == PEAKS.keys()
+    for name, outcome in outcomes.items():
+        assert isinstance(outcome, Compiled) and outcome.figures is not None
+        assert outcome.peak_bytes / GIB == pytest.approx(PEAKS[name], rel=0.03), name
