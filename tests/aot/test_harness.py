@@ -1,4 +1,4 @@
-"""A list of tasks on a v4-64, with the real TPU compiler: each bucket's memory and time, as docs/harness.md shows them."""
+"""A list of tasks on a v4-64, with the real TPU compiler: each bucket's memory, as docs/harness.md shows it."""
 
 import importlib.util
 from pathlib import Path
@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 
-def test_every_bucket_fits_and_gathers_the_weights_once(monkeypatch):
+def test_every_bucket_takes_what_the_page_says(monkeypatch):
     def absent(*_: object):
         raise AbsentTaskError("eval_harness.task_spec: hellaswag: its documents cannot be had here")
 
