@@ -16,10 +16,11 @@ from levanter.eval.harness.config import HarnessTaskConfig
 pytestmark = [pytest.mark.optimized, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 SCORED = "made_letters,made_endings,made_boolean,made_cloze,made_texts"
-MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+MODELS = {"llama": tiny_llama, "without_bos": lambda folder: tiny_llama(folder, bos=False), "gpt2": tiny_gpt2}
+SLOW = ("without_bos", "gpt2")
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def model(request, tmp_path_factory):
     """A folder, and what transformers makes of it."""
     folder = MODELS[request.param](tmp_path_factory.mktemp("models") / request.param)
