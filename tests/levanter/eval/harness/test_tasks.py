@@ -1,6 +1,7 @@
 """lm_eval's tasks: the made ones are as their script makes them; broken ones are said with their names."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,29 @@ def test_a_file_that_is_no_yaml_hides_no_other(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(SOUND.format(name="mine"))
     (tmp_path / "mine.jsonl").write_text(LINES)
     assert load_tasks(HarnessConfig(task_spec=["mine"]), [str(tmp_path)]).documents(None) == {"mine": 2}
+
+
+def test_documents_of_the_hub_come_from_its_cache(tmp_path: Path):
+    """As `datasets` keeps them; there is no network here."""
+    import datasets
+
+    cache = tmp_path / "cache"
+    (tmp_path / "mine.jsonl").write_text(LINES)
+    with tasks.quiet():
+        datasets.load_dataset("json", data_files={"test": str(tmp_path / "mine.jsonl")}, cache_dir=str(cache))
+    (arrow,) = cache.rglob("*.arrow")
+    kept = cache / "acme___made" / "default" / "0.0.0" / ("0" * 40)
+    kept.parent.mkdir(parents=True)
+    arrow.parent.rename(kept)
+    (kept / arrow.name).rename(kept / "made-test.arrow")
+    info = json.loads((kept / "dataset_info.json").read_text())
+    (kept / "dataset_info.json").write_text(json.dumps({**info, "dataset_name": "made"}))
+    (tmp_path / "mine.jsonl").unlink()
+    for name in ("made", "absent"):
+        text = SOUND.format(name=name).replace("dataset_path: json", f"dataset_path: acme/{name}")
+        text = text.replace(f"{{data_files: {{test: {name}.jsonl}}}}", f"{{cache_dir: {cache}}}")
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = load_tasks(HarnessConfig(task_spec=["made"]), [str(tmp_path)])
+    assert found.documents(None) == {"made": 2}
+    with pytest.raises(AbsentTaskError, match="absent: its documents cannot be had here"):
+        load_tasks(HarnessConfig(task_spec=["absent"]), [str(tmp_path)])
