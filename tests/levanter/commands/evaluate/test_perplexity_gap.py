@@ -189,3 +189,29 @@ def test_upstreams_defaults_and_null_limits():
     config = parse_text(PerplexityGapConfig, json.dumps(document))
     assert config.folder == "model-perplexity" and config.models.keys() == {"model"}
     assert (config.max_docs_per_dataset, config.max_doc_bytes) == (None, None)
+
+
+def test_every_key_of_upstreams_documents_is_read():
+    """Of June 2026, when it came to be; `trainer:` in the spelling of the year before as well."""
+    text = """
+model_a: {checkpoint_path: acme/a, checkpoint_is_hf: true, tokenizer: acme/t, tokenizer_backend: kitoken}
+model_b:
+  checkpoint_path: gs://acme/run
+  checkpoint_is_hf: false
+  model: {type: llama, max_seq_len: 128, hidden_dim: 32, num_heads: 4, num_kv_heads: 2}
+  trust_remote_code: false
+datasets:
+  web: {source: {type: url, validation_urls: [web.jsonl]}, format: {type: text, text_key: body}, tags: [a, b/c]}
+  pairs: {source: {type: hf, id: acme/pairs}, format: {type: supervised, input_key: q, target_key: a}, split: train}
+trainer: {mp: f32, tensor_parallel_axes: [mlp, heads], fsdp_axis: embed, batch_axis: batch}
+output_path: gs://acme/gap
+max_eval_length: 2048
+max_docs_per_dataset: 16
+max_doc_bytes: null
+"""
+    config = parse_text(PerplexityGapConfig, text)
+    assert (config.max_eval_length, config.max_docs_per_dataset, config.max_doc_bytes) == (2048, 16, None)
+    a, b = config.models.values()
+    assert (a.files, a.saved, b.files, b.saved) == ("acme/a", None, None, "gs://acme/run")
+    assert b.model is not None and b.model.max_seq_len == 128 and a.tokenizer == "acme/t"
+    assert config.trainer.mesh.shared_mapping == {"mlp": "model", "heads": "model"}
