@@ -344,13 +344,8 @@ def _write_beside(place: ExportPlace, plan: ExportPlan, beside: Beside) -> Mappi
 
 def tokenizer_documents(tokenizer: FastTokenizer) -> dict[str, Mapping[str, Any]]:
     """The files of a tokenizer, by name, as what they hold."""
-    roles = {
-        f"{role}_token": tokenizer.token(number)
-        for role in ("bos", "eos", "pad")
-        if (number := getattr(tokenizer, f"{role}_id")) is not None
-    }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
-    return {DEFINITION: tokenizer.definition, "tokenizer_config.json": config}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings}
+    return {DEFINITION: tokenizer.document, "tokenizer_config.json": config}
 
 
 def _write_json(place: ExportPlace, file: str, document: Mapping[str, Any]) -> None:

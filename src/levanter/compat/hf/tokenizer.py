@@ -39,6 +39,7 @@ class FastTokenizer:
     Attributes:
         name: where it came from.
         definition: the parsed tokenizer.json, as it encodes here.
+        post_processor: what it does besides, for whoever follows its own rules: exports carry it.
         bos_id: id of the token that begins a document.
         eos_id: id of the token that ends one.
         pad_id: id of the token that fills up batches.
@@ -66,6 +67,7 @@ class FastTokenizer:
             CorruptFileError: the `tokenizers` library cannot read the definition.
         """
         self.definition = {**definition, "truncation": None, "padding": None, "post_processor": None}
+        self.post_processor: Mapping[str, Any] | None = definition.get("post_processor")
         self.name = name
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.adds_bos = _begins_with(definition, bos_id) if adds_bos is None else adds_bos and bos_id is not None
@@ -160,6 +162,23 @@ class FastTokenizer:
     def added_ids(self) -> frozenset[int]:
         """The ids of tokens that were added to the vocabulary, special or not."""
         return frozenset(token["id"] for token in self.definition.get("added_tokens") or ())
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """The tokenizer.json, its own rules included."""
+        return {**self.definition, "post_processor": self.post_processor}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What a tokenizer_config.json says of it: special tokens, template, and BOS where its rules say otherwise."""
+        roles = {
+            f"{role}_token": self.token(number)
+            for role in _ROLES
+            if (number := getattr(self, f"{role}_id")) is not None
+        }
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        same = self.adds_bos == _begins_with(self.document, self.bos_id)
+        return {**roles, **template, **({} if same else {"add_bos_token": self.adds_bos})}
 
     @property
     def hash(self) -> str:

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 from helpers.hf_folder import TEXTS, byte_level_tokenizer, write_folder, write_json
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from levanter.compat.hf.byte_lengths import byte_alphabet
 from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
+from levanter.compat.hf.export import tokenizer_documents
 from levanter.compat.hf.tokenizer import FastTokenizer, check_vocabulary
 from levanter.compat.open import load_tokenizer
 from levanter.data.tokenizer import Tokenizer as Protocol
@@ -191,6 +192,32 @@ def test_the_chat_template_and_every_end_of_a_text(tmp_path):
     assert found.special_tokens == {"<pad>": 0, "<s>": 1, "</s>": 2}
     write_json(folder / "generation_config.json", {"eos_token_id": None})
     assert load_tokenizer(str(folder)).end_ids == (2,)
+
+
+@pytest.mark.parametrize("rules", ["definition", "settings", "neither"])
+def test_what_is_written_does_what_was_read(tmp_path, rules: str):
+    """BOS before a text, whichever file says so, and the template: for whoever follows a tokenizer's own rules."""
+    folder, written = write_folder(tmp_path / "read"), tmp_path / "written"
+    written.mkdir()
+    if rules == "definition":
+        built = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        built.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": "{{ messages[0]['content'] }}", "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"eos_token": "</s>", **({"add_bos_token": True} if rules == "settings" else {})}
+    write_json(folder / "tokenizer_config.json", settings)
+    read = load_tokenizer(str(folder))
+    assert isinstance(read, FastTokenizer) and read.adds_bos == (rules != "neither")
+    for name, document in tokenizer_documents(read).items():
+        write_json(written / name, document)
+    again = load_tokenizer(str(written))
+    assert isinstance(again, FastTokenizer) and again.hash == read.hash
+    assert (again.adds_bos, again.chat_template) == (read.adds_bos, read.chat_template)
+    one, other = (PreTrainedTokenizerFast.from_pretrained(each) for each in (folder, written))
+    assert other.chat_template == one.chat_template is not None
+    for text in SAMPLES:
+        assert other(text)["input_ids"] == one(text)["input_ids"]
 
 
 def test_an_older_kind_of_tokenizer_goes_through_transformers(tmp_path):
