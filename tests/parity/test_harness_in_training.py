@@ -27,7 +27,13 @@ from levanter.plan.targets import target_of_pod
 MESH = {"axes": {"data": 4, "model": 2}, "shared_mapping": {"vocab": "model"}}
 TEXT = "".join(word + " " for text in TEXTS for word in text.split(" ")) * 12
 ASKED = ("made_letters", "made_texts")
-BLOCK = {"task_spec": list(ASKED), "include_path": str(TASKS), "max_examples": 4, "log_samples": True}
+BLOCK = {
+    "task_spec": list(ASKED),
+    "include_path": str(TASKS),
+    "max_examples": 4,
+    "log_samples": True,
+    "bootstrap_iters": 10,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,9 +102,9 @@ def logged(folder: Path) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for line in (folder / "tracker" / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        mine = {key: value for key, value in row.items() if key.startswith("lm_eval/")}
+        mine = {key: value for key, value in row.get("metrics", {}).items() if key.startswith("lm_eval/")}
         if mine:
-            found[row.get("step", row.get("_step"))] = mine
+            found[row["step"]] = mine
     return found
 
 
