@@ -224,6 +224,7 @@ def dequantized(pretrained: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_base_of_integers(trained, pretrained, tmp_path, devices):
     """The losses are those of adapters of the model that the integers stand for; it resumes, with dropout too."""
     config, _, _ = trained

@@ -124,6 +124,7 @@ def test_adapters_to_begin_with(trained, pretrained, tmp_path, devices):
     assert "embeddings.token_embeddings.weight: whole in " in said and "not whole in this run" in said
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_the_head_s_too(tmp_path, devices):
     """One table is trained; the merged model has one, which is what was trained."""
     pytest.importorskip("torch")
@@ -158,6 +159,7 @@ def test_what_is_not_copied(pretrained, tmp_path, names, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.slow
 def test_copies_begin_as_the_model_s(pretrained, tmp_path, devices):
     """Without a step, a merged model is the base."""
     everything = "[embed_tokens, norm, lm_head, input_layernorm, post_attention_layernorm]"
