@@ -99,7 +99,7 @@ def test_killed_while_it_saves(folder, tmp_path, cache):
     out = tmp_path / "killed"
     run = write_run(folder, out, steps=12, **ADAPTED)
     keep = ("--trainer.checkpointer.keep", "[{every: 4}]")
-    done = run_script(SAVING, run, *keep, cache=cache)
+    done = run_script(SAVING, run, *keep, cache=cache, devices=2)
     assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
     assert check_checkpoints(out) == 4 and list((out / "checkpoints/run").iterdir()) != []
     said = train(run, *keep, cache=cache, module=MODULE)
@@ -125,7 +125,7 @@ sys.exit(enter("train_dpo"))
 """
 
 
-def run_script(script: str, run: Path, *words: str, cache: Path, devices: int = 2) -> subprocess.CompletedProcess[str]:
+def run_script(script: str, run: Path, *words: str, cache: Path, devices: int = 1) -> subprocess.CompletedProcess[str]:
     """`train_dpo` in a process that does something else besides."""
     command = [sys.executable, "-c", script, "--config_path", str(run), *words]
     return subprocess.run(
