@@ -95,7 +95,7 @@ class Candidate:
             pattern: {
                 axis: value
                 for axis, value in rule.items()
-                if value is None or meant.issuperset([value] if isinstance(value, str) else value)
+                if value is None or set([value] if isinstance(value, str) else value) <= meant
             }
             for pattern, rule in overrides.items()
         }
