@@ -4,41 +4,33 @@ JAX forgets what a function compiled to when nobody has the function any more, a
 of its own; many tests run the same tiny model on the same mesh. What JAX hands to XLA is compared, not the functions.
 Fusion, partitioning and everything else that XLA does with HLO is as always.
 
-`tests/conftest.py` does so for every module that is not marked `optimized`; what one compiled, the next ones have.
+`tests/conftest.py` does so for every module that is not marked `optimized`.
 """
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax._src import cache_key, compiler
 
-MOST = 400
-"""Programs that are kept; of those that nobody asked for longest the first go."""
-_KEPT: "OrderedDict[tuple[str, tuple[int, ...], int], Any]" = OrderedDict()
-
 
 @contextlib.contextmanager
 def compile_once() -> Iterator[None]:
     """What is compiled inside of this block, in this process."""
     own, lock = compiler.compile_or_get_cached, threading.Lock()
+    kept: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def once(backend, computation, devices, compile_options, host_callbacks, *rest, **more):
         ids = tuple(device.id for device in devices.flatten())
-        key = cache_key.get(computation, devices, compile_options, backend), ids, id(backend)
+        key = cache_key.get(computation, devices, compile_options, backend), ids
         with lock:
-            found = None if host_callbacks else _KEPT.get(key)
-            if found is not None:
-                _KEPT.move_to_end(key)
+            found = None if host_callbacks else kept.get(key)
         if found is None:
             found = own(backend, computation, devices, compile_options, host_callbacks, *rest, **more)
             with lock:
-                _KEPT[key] = found
-                while len(_KEPT) > MOST:
-                    _KEPT.popitem(last=False)
+                kept[key] = found
         return found
 
     compiler.compile_or_get_cached = once
