@@ -38,14 +38,14 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
         async with service.running():
             yield
 
-    def said_and_counted(request: Request, error: Exception) -> Response:
+    async def said_and_counted(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         if error.reason is not None:
             service.observe(Rejected(route=_route(request), reason=error.reason, status=error.status))
-        return refused(request, error)
+        return await refused(request, error)
 
-    def not_there_and_counted(request: Request, error: Exception) -> Response:
-        answer = not_there(request, error)
+    async def not_there_and_counted(request: Request, error: Exception) -> Response:
+        answer = await not_there(request, error)
         service.observe(Rejected(route=NOWHERE, reason="absent", status=answer.status_code))
         return answer
 

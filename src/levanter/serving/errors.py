@@ -79,14 +79,15 @@ class JsonAnswer(Response):
         super().__init__(json_bytes(value), status_code=status, headers=headers)
 
 
-def refused(request: Request, error: Exception) -> Response:
-    """The answer to a request that is refused."""
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to a request that is refused; like the others here no plain function, which would be called in a thread
+    of a pool, where nobody counts safely and the engine is kept from its work."""
     del request
     assert isinstance(error, ApiError)
     return JsonAnswer(error.body, status=error.status, headers=error.headers)
 
 
-def not_there(request: Request, error: Exception) -> Response:
+async def not_there(request: Request, error: Exception) -> Response:
     """The answer to a path that does not exist, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     known = sorted({getattr(route, "path", "") for route in request.app.routes} - {""})
@@ -96,7 +97,7 @@ def not_there(request: Request, error: Exception) -> Response:
     return JsonAnswer(answer.body, status=answer.status, headers=answer.headers)
 
 
-def broken(request: Request, error: Exception) -> Response:
+async def broken(request: Request, error: Exception) -> Response:
     """The answer where something of ours is wrong; what it is goes to the log, and not to the client."""
     del request, error
     answer = failed("internal error; the server's log says more")

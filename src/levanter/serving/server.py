@@ -96,6 +96,7 @@ class HttpServer:
         limits = limits or LimitsConfig()
         self._service, self._drain_seconds, self._opened_by = service, drain_seconds, opened
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening: socket.socket | None = None
         self._ending: asyncio.Task[None] | None = None
         self._told = 0
         config = uvicorn.Config(
@@ -112,7 +113,9 @@ class HttpServer:
             # `bounded` closes connections before that.
             timeout_keep_alive=2 * math.ceil(limits.idle_seconds),
             timeout_graceful_shutdown=CLOSING_SECONDS,
-            backlog=BACKLOG,
+            # asyncio accepts so many at a turn, all that wait otherwise: then twenty requests that come at once are read and
+            # refused one behind the other, and who is being answered waits for all of them. `_opened` has the rest wait.
+            backlog=1,
         )
         self._server = _Uvicorn(config, self._opened)
 
@@ -130,6 +133,7 @@ class HttpServer:
             listening.listen(BACKLOG)
         except OSError as error:
             raise AddressError(f"host, port: somebody else listens there by now ({error.strerror})") from error
+        self._listening = listening
         with asyncio.Runner() as runner:
             runner.run(self._serve(listening))
         if self._service.error is not None:
@@ -157,6 +161,8 @@ class HttpServer:
             await self._ending
 
     def _opened(self) -> None:
+        assert self._listening is not None
+        self._listening.listen(BACKLOG)
         self._opened_by()
 
     def _end(self) -> None:
