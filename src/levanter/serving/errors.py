@@ -80,8 +80,11 @@ class JsonAnswer(Response):
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """The answer to a request that is refused; like the others here no plain function, which would be called in a thread
-    of a pool, where nobody counts safely and the engine is kept from its work."""
+    """The answer to a request that is refused.
+
+    Like the others here it is no plain function: such a one is called in a thread of a pool, where nobody counts safely
+    and which takes the interpreter from the engine.
+    """
     del request
     assert isinstance(error, ApiError)
     return JsonAnswer(error.body, status=error.status, headers=error.headers)

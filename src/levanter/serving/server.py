@@ -113,8 +113,9 @@ class HttpServer:
             # `bounded` closes connections before that.
             timeout_keep_alive=2 * math.ceil(limits.idle_seconds),
             timeout_graceful_shutdown=CLOSING_SECONDS,
-            # asyncio accepts so many at a turn, all that wait otherwise: then twenty requests that come at once are read and
-            # refused one behind the other, and who is being answered waits for all of them. `_opened` has the rest wait.
+            # asyncio accepts so many at a turn. Were it all that wait, twenty requests that come at once would be read
+            # and refused one behind the other, and who is being answered would wait for all of them. `_opened` has the
+            # others wait at the socket.
             backlog=1,
         )
         self._server = _Uvicorn(config, self._opened)

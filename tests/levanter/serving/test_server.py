@@ -8,7 +8,7 @@ from levanter.serving.events import Rejected
 
 
 def test_who_comes_while_the_server_is_busy_waits_and_is_not_turned_away(server):
-    """What is wrong is counted by the thread that answers; while it stands still, hundreds connect, and all are answered."""
+    """What is wrong is counted by the thread that answers; while it stands still, hundreds connect and are answered."""
     stands, goes_on, seen = threading.Event(), threading.Event(), []
 
     def observe(event) -> None:
