@@ -22,12 +22,13 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.by_shard import OpenedAxes
 from haliax_ext.divisibility import divisors
-from haliax_ext.mapping import shard_like_parameter, ways_in_scope
+from haliax_ext.mapping import shard_as_computed, shard_like_parameter, ways_in_scope
 from levanter.layers.attention.reference import HIDDEN, soft_capped
 from levanter.layers.linear import Dense, Linear
 
 Scores = tuple[NamedArray, ...]
-"""Float32, over the axes of the targets: log-probabilities; behind them the log-normalizers, where they are wanted."""
+"""Float32, over the axes of the targets: log-probabilities; behind them, each where it is wanted, the log-normalizers,
+and 1 where the target was the likeliest entry, else 0."""
 
 Given = Callable[[Scores, Scores], Scores]
 """From the scores of a chunk, and what a loop carries beside them, to the cotangents of the scores."""
@@ -35,17 +36,19 @@ Given = Callable[[Scores, Scores], Scores]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadScoring:
-    """What is found of each token: by which distribution, and whether its log-normalizer is wanted.
+    """What is found of each token: by which distribution, and what is wanted beside its log-probability.
 
     Attributes:
         vocab_size: entries of `vocab` that count; None for all.
         soft_cap: bound of the logits; see `head_logits`.
-        normalizers: whether the log-normalizers are wanted beside the log-probabilities.
+        normalizers: whether the log-normalizers are wanted.
+        likeliest: whether it is wanted which targets were the likeliest entry; of equally likely ones the lowest id is.
     """
 
     vocab_size: int | None
     soft_cap: float | None
     normalizers: bool
+    likeliest: bool = False
 
 
 def chunking(positions: int, chunk: int) -> tuple[int, int]:
@@ -110,15 +113,28 @@ def scores(x: NamedArray, head: Linear, targets: NamedArray, Chunks: Axis, how: 
         Chunks: the axis of the loop.
         how: what is found.
     """
-    # Outside of the loop, so that a head that is sharded for storage is gathered once and not in each chunk. Whoever
-    # calls this has a derivative of its own: the constraint would hold for the gradient too, which nobody needs whole.
-    head = hax.auto_sharded(head)
+    # Whoever calls this has a derivative of its own: the constraint would hold for the gradient too, which nobody needs
+    # whole.
+    head = gathered_once(head)
 
     def step(_: None, x: NamedArray, target: NamedArray) -> tuple[None, Scores]:
         return None, _chunk_scores(x, head, target, how)
 
     _, found = hax.scan(step, Chunks)(None, x, targets)
     return found
+
+
+def gathered_once(head: Linear, learned: tuple[bool, ...] | None = None) -> Linear:
+    """A head as a loop over chunks reads it: gathered outside of it where it is cut for storage, not for each chunk.
+
+    Args:
+        head: any.
+        learned: its arrays of which a gradient is asked for are left as they are: a gradient would be whole, too.
+    """
+    flat, structure = jax.tree.flatten(head, is_leaf=lambda each: isinstance(each, NamedArray))
+    given = learned or (False,) * len(flat)
+    arrays = (x if is_learned else shard_as_computed(x) for x, is_learned in zip(flat, given, strict=True))
+    return jax.tree.unflatten(structure, arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +339,17 @@ def _scores_of(logits: NamedArray, top: NamedArray, total: NamedArray, target: N
     """From logits, their maximum, and the sum of the powers of their distance to it."""
     normalizer = hax.log(total) + top
     of_target = hax.sum(hax.where(_is_target(target, logits), logits, 0.0), logits.resolve_axis("vocab"))
-    logprob = of_target - normalizer
-    return (logprob, normalizer) if how.normalizers else (logprob,)
+    found = (of_target - normalizer, normalizer) if how.normalizers else (of_target - normalizer,)
+    return (*found, _is_likeliest(logits, top, of_target, target)) if how.likeliest else found
+
+
+def _is_likeliest(logits: NamedArray, top: NamedArray, of_target: NamedArray, target: NamedArray) -> NamedArray:
+    """1 where no entry is likelier than the target, and none with a lower id is as likely; 0 elsewhere."""
+    Vocab = logits.resolve_axis("vocab")
+    lower = hax.arange(Vocab).astype(target.dtype).broadcast_to(logits.axes)
+    lower = lower < target.broadcast_axis(Vocab).rearrange(logits.axes)
+    as_likely = hax.any((logits == top.broadcast_axis(Vocab).rearrange(logits.axes)) & lower, Vocab)
+    return ((of_target == top) & ~as_likely).astype(jnp.float32)
 
 
 def _dense_scores(

@@ -11,7 +11,6 @@ differentiated, none is made.
 """
 
 import functools
-from collections.abc import Callable
 
 import equinox as eqx
 import haliax as hax
@@ -20,9 +19,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.custom_derivatives import SymbolicZero
 
-from haliax_ext.mapping import shard_as_computed
 from levanter.layers.linear import Linear
-from levanter.models.head_chunks import Chunked, HeadScoring, Scores, scores, scores_and_gradients
+from levanter.models.head_chunks import Chunked, HeadScoring, Scores, gathered_once, scores, scores_and_gradients
 
 
 class LossSums(eqx.Module):
@@ -103,18 +101,11 @@ def _sums_forward(x, head, targets, weights, Chunks, how, z_weight):
     assert not weights.array.perturbed, "the sums are not differentiated by their weights"
     x, head, targets, weights = jax.tree.map(lambda each: each.value, (x, head, targets, weights))
     # What nothing is added up for is gathered once, where it is cut, and not for each chunk.
-    head = _with_unlearned(shard_as_computed, head, learned)
+    head = gathered_once(head, learned)
     given = functools.partial(_cotangents, z_weight=z_weight)
     found = scores_and_gradients(x, head, targets, (weights,), given, Chunks=Chunks, how=how, learned=learned)
     kept = _Gradients(of_x=found.of_x if asked else None, of_head=found.of_head)
     return _summed(found.scores, weights, z_weight), kept
-
-
-def _with_unlearned(fn: Callable[[NamedArray], NamedArray], head: Linear, learned: tuple[bool, ...]) -> Linear:
-    """A head with `fn` of the arrays of which no gradient is asked for."""
-    flat, structure = jax.tree.flatten(head, is_leaf=lambda each: isinstance(each, NamedArray))
-    arrays = (x if is_learned else fn(x) for x, is_learned in zip(flat, learned, strict=True))
-    return jax.tree.unflatten(structure, arrays)
 
 
 def _sums_backward(*fixed_kept_and_cotangent):

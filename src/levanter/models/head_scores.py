@@ -14,7 +14,7 @@ from haliax import Axis, NamedArray
 from jax.custom_derivatives import SymbolicZero
 
 from levanter.layers.linear import Linear
-from levanter.models.head_chunks import Chunked, HeadScoring, Scores, scores, scores_and_gradients
+from levanter.models.head_chunks import Chunked, HeadScoring, Scores, gathered_once, scores, scores_and_gradients
 
 
 def target_scores(
@@ -72,7 +72,7 @@ def _in_chunks_backward(Chunks, how, kept, cotangent):
     )
     found = scores_and_gradients(
         kept.x,
-        kept.head,
+        gathered_once(kept.head, kept.learned),
         kept.targets,
         cotangent,
         lambda _, given: given,

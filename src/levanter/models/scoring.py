@@ -58,7 +58,7 @@ def token_logprobs(
         activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
     elif activations is None:
         activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
-    logprobs, _ = _scores(model, activations, zigzag(targets, parts), chunk, normalizers=False)
+    (logprobs,) = _scores(model, activations, zigzag(targets, parts), chunk)
     return natural(logprobs, parts)
 
 
@@ -86,8 +86,33 @@ def token_scores(
         parts = position_parts(model)
         activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
     logprobs, normalizers = _scores(model, activations, zigzag(targets, parts), chunk, normalizers=True)
-    assert normalizers is not None
     return natural(logprobs, parts), natural(normalizers, parts)
+
+
+def token_hits(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    targets: NamedArray,
+    *,
+    segment_ids: NamedArray | None = None,
+    chunk: int | None = None,
+    activations: NamedArray | None = None,
+) -> tuple[NamedArray, NamedArray]:
+    """Log-probability of each target, and whether it was the likeliest token: both from one product with the head.
+
+    Args:
+        model, tokens, targets, segment_ids, chunk, activations: see `token_logprobs`.
+
+    Returns:
+        The first as `token_logprobs` returns it. The second is bool over the same axes, and false where nothing is
+        predicted; of equally likely tokens the one with the lowest id is the likeliest.
+    """
+    parts = 1
+    if activations is None:
+        parts = position_parts(model)
+        activations = outputs_in_order(model, tokens, segment_ids=segment_ids, parts=parts).activations
+    logprobs, hits = _scores(model, activations, zigzag(targets, parts), chunk, likeliest=True)
+    return natural(logprobs, parts), natural(hits, parts) > 0
 
 
 def _scores(
@@ -96,19 +121,23 @@ def _scores(
     targets: NamedArray,
     chunk: int | None,
     *,
-    normalizers: bool,
-) -> tuple[NamedArray, NamedArray | None]:
+    normalizers: bool = False,
+    likeliest: bool = False,
+) -> tuple[NamedArray, ...]:
     found = target_scores(
         activations,
         model.head,
         targets,
         chunk=_chunk(model, targets, chunk),
         how=HeadScoring(
-            vocab_size=model.config.vocab_size, soft_cap=model.config.logit_soft_cap, normalizers=normalizers
+            vocab_size=model.config.vocab_size,
+            soft_cap=model.config.logit_soft_cap,
+            normalizers=normalizers,
+            likeliest=likeliest,
         ),
     )
     there = has_target(targets)
-    return hax.where(there, found[0], 0.0), hax.where(there, found[1], 0.0) if normalizers else None
+    return tuple(hax.where(there, each, 0.0) for each in found)
 
 
 def loss_sums(

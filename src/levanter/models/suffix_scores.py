@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from haliax_ext.mapping import compute_mapping_in_scope, ways_in_scope
 from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
-from levanter.models.head_chunks import chunking, head_logits
+from levanter.models.head_chunks import chunking, gathered_once, head_logits
 from levanter.models.head_plan import default_chunk
 
 DEFAULT_CHUNK = 10
@@ -152,8 +152,7 @@ def score_targets(
     count, size = chunking(Suffix.size, chunk or DEFAULT_CHUNK)
     Chunks, Chunk = Axis("chunks", count), Suffix.resize(size)
     padding = Chunk.size * Chunks.size - Suffix.size
-    # Outside of the loop, so that a head that is sharded for storage is gathered once and not in each chunk.
-    head = hax.auto_sharded(head)
+    head = gathered_once(head)
 
     def cut(x: NamedArray) -> NamedArray:
         return hax.pad(x, {Suffix: (0, padding)}).unflatten_axis(Suffix.name, (Chunks, Chunk))

@@ -20,10 +20,11 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.linear import Linear
 from levanter.models import head_plan
-from levanter.models.head_chunks import chunking
+from levanter.models.head_chunks import HeadScoring, chunking
 from levanter.models.head_plan import planned_chunk
+from levanter.models.head_scores import target_scores
 from levanter.models.precision import Precision
-from levanter.models.scoring import has_target, loss_sums, next_tokens, token_logprobs
+from levanter.models.scoring import has_target, loss_sums, next_tokens, token_hits, token_logprobs
 
 Batch, Pos, Embed, Vocab = Axis("batch", 3), Axis("position", 17), Axis("embed", 12), Axis("vocab", 40)
 RNG = np.random.default_rng(0)
@@ -60,6 +61,34 @@ def by_numpy(vocab_size=40, targets=TARGETS):
 @pytest.mark.parametrize("chunk", [1, 5, 16, 17, 100])
 def test_every_chunk_size_gives_the_same(chunk):
     np.testing.assert_allclose(score(chunk), by_numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [40, 30])
+def test_of_equally_likely_entries_the_lowest_id_is_the_likeliest(size):
+    """Entries 20 and 3 are one; so are 35, which does not count among 30, and 7. NumPy's argmax takes the lowest."""
+    w = HEAD.copy()
+    w[20], w[35] = w[3], w[7]
+    expected = (ACTIVATIONS @ w[:size].T).argmax(-1)
+    targets = np.where(RNG.random((3, 17)) < 0.5, expected, TARGETS_IN_30).astype(np.int32)
+    targets[0, :2], targets[1, :2] = 20, 35
+    how = HeadScoring(vocab_size=size, soft_cap=None, normalizers=False, likeliest=True)
+
+    @jax.jit
+    def run(a, w, t):
+        return target_scores(
+            hax.named(a, (Batch, Pos, Embed)), head_of(w), hax.named(t, (Batch, Pos)), chunk=5, how=how
+        )
+
+    logprobs, hits = run(ACTIVATIONS, w, targets)
+    assert hits.array.dtype == jnp.float32 and not np.asarray(hits.array)[:2, :2].any()
+    np.testing.assert_array_equal(np.asarray(hits.array) == 1, targets == expected)
+    assert 10 < (targets == expected).sum() < targets.size - 10
+    logits = ACTIVATIONS.astype(np.float64) @ w[:size].astype(np.float64).T
+    shares = np.take_along_axis(logits, np.minimum(targets, size - 1)[..., None], -1)[..., 0]
+    there = targets < size
+    np.testing.assert_allclose(
+        np.asarray(logprobs.array)[there], (shares - np.log(np.exp(logits).sum(-1)))[there], atol=2e-5
+    )
 
 
 def test_added_vocabulary_entries_have_no_probability():
@@ -294,12 +323,20 @@ def test_targets_in_any_place_are_scored_where_they_stand():
     targets[RNG.random((2, 12)) < 0.3] = -1
 
     @jax.jit
-    def both(model):
+    def both(model, targets):
         ids = hax.named(tokens, axes)
         logits = model.logits(model(ids).activations).rearrange(("batch", "position", "vocab"))
-        return token_logprobs(model, ids, hax.named(targets, axes), chunk=5).array, logits.array
+        found = token_logprobs(model, ids, hax.named(targets, axes), chunk=5)
+        again, hits = token_hits(model, ids, hax.named(targets, axes), chunk=5)
+        return found.array, again.array, hits.array, logits.array
 
-    found, logits = (np.asarray(x, np.float64) for x in both(model))
+    targets = np.where(RNG.random((2, 12)) < 0.4, np.asarray(both(model, targets)[3]).argmax(-1), targets).astype(
+        np.int32
+    )
+    found, again, hits, logits = (np.asarray(x, np.float64) for x in both(model, targets))
+    np.testing.assert_array_equal(found, again)
+    np.testing.assert_array_equal(hits, targets == logits.argmax(-1))
+    assert 0 < hits.sum() < (targets >= 0).sum()
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = np.take_along_axis(logprobs, np.maximum(targets, 0)[..., None], -1)[..., 0]
     np.testing.assert_allclose(found, np.where(targets < 0, 0, expected), atol=2e-5)

@@ -7,11 +7,14 @@ import jax
 import pytest
 
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.dpo_config import TrainDpoConfig
+from levanter.commands.train.train_dpo import describe as describe_pairs
 from levanter.commands.train.train_lm import describe, describe_in_full
 from levanter.config import load_written
 from levanter.run import Target
 
 VOCAB, EMBED, CHUNKS = 4096, 64, 4
+TARGET = Target(name="local", platform="cpu", kind="cpu", devices=8)
 DOCUMENT = {
     "model": {
         "type": "llama",
@@ -31,14 +34,29 @@ DOCUMENT = {
 }
 
 
-@pytest.mark.parametrize("described", [describe, describe_in_full], ids=["adapters", "full"])
-def test_a_head_is_gathered_outside_of_the_loop_over_chunks(described):
-    words = [word for key, value in DOCUMENT.items() for word in (f"--{key}", json.dumps(value))]
-    loaded = load_written(TrainLmConfig, words)
-    target = Target(name="local", platform="cpu", kind="cpu", devices=8)
-    plan = described(loaded.config, target, written=loaded.written)
-    text = plan.program("train_step").lower(plan.mesh.build(jax.devices())).compile().as_text()
+def check_gathers(text: str) -> None:
     gathers = [line for line in text.splitlines() if re.search(rf"\[{VOCAB},{EMBED}\]\S* all-gather", line)]
     assert gathers, "the head is whole where it multiplies"
     named = [name[1] for line in gathers if (name := re.search(r'op_name="([^"]*)"', line))]
     assert not [name for name in named if "scan(chunks)/while/body" in name]
+
+
+def words(document: dict) -> list[str]:
+    return [word for key, value in document.items() for word in (f"--{key}", json.dumps(value))]
+
+
+@pytest.mark.parametrize(
+    "described", [pytest.param(describe, marks=pytest.mark.slow), describe_in_full], ids=["adapters", "full"]
+)
+def test_a_head_is_gathered_outside_of_the_loop_over_chunks(described):
+    loaded = load_written(TrainLmConfig, words(DOCUMENT))
+    plan = described(loaded.config, TARGET, written=loaded.written)
+    check_gathers(plan.program("train_step").lower(plan.mesh.build(jax.devices())).compile().as_text())
+
+
+@pytest.mark.parametrize("program", ["train_step", pytest.param("evaluate_pairs", marks=pytest.mark.slow)])
+def test_of_pairs_it_is_gathered_once_for_each_model_at_most(program):
+    """What has a derivative for each token, and what has none: the policy, and the reference it is compared with."""
+    loaded = load_written(TrainDpoConfig, words({**DOCUMENT, "reference": {"type": "adapter_base"}}))
+    plan = describe_pairs(loaded.config, TARGET, written=loaded.written)
+    check_gathers(plan.program(program).lower(plan.mesh.build(jax.devices())).compile().as_text())

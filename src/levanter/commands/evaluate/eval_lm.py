@@ -43,12 +43,12 @@ from levanter.data import (
     has_chats,
     resolve_evaluation,
 )
-from levanter.eval.accuracy import fetched, likeliest
+from levanter.eval.accuracy import fetched
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, result_json
 from levanter.io import MissingFileError, Output, Progress, UnreadableFileError, join
 from levanter.models.registry import LmConfig
-from levanter.models.scoring import token_logprobs
+from levanter.models.scoring import token_hits, token_logprobs
 from levanter.processes.together import jit_together
 from levanter.run import OK, Check, EntryPoint, NonFiniteResultError, RunPlan, Session, Target
 
@@ -242,9 +242,7 @@ def score_program(pretrained: PretrainedModel, *, rows: int, positions: int, acc
     ) -> hax.NamedArray | tuple[hax.NamedArray, hax.NamedArray]:
         if not accuracy:
             return token_logprobs(model, tokens, targets, segment_ids=segment_ids)
-        activations = model(tokens, segment_ids=segment_ids).activations
-        logprobs = token_logprobs(model, tokens, targets, segment_ids=segment_ids, activations=activations)
-        return logprobs, likeliest(model, activations, targets)
+        return token_hits(model, tokens, targets, segment_ids=segment_ids)
 
     return Program(
         name="score",

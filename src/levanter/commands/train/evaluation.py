@@ -34,12 +34,13 @@ from levanter.data import (
     resolve_evaluation,
 )
 from levanter.data.documents import Formats
-from levanter.eval.accuracy import fetched, likeliest
+from levanter.eval.accuracy import fetched
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.io import Progress
 from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
+from levanter.models.scoring import token_hits
 from levanter.processes.together import jit_together
 from levanter.run import Check, Recorder
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
@@ -113,11 +114,11 @@ def evaluate_program(
         batch = LmBatch(tokens=tokens, targets=targets, segment_ids=segment_ids)
         if not accuracy:
             return objective.logprobs(usable, batch)
-        activations = usable(tokens, segment_ids=segment_ids).activations
-        hits = likeliest(usable, activations, targets, chunk=objective.chunk)
-        # Log-probabilities of a script's own need not be of these activations.
-        own = type(objective).logprobs is not LmObjective.logprobs
-        return objective.logprobs(usable, batch, **({} if own else {"activations": activations})), hits
+        found = token_hits(usable, tokens, targets, segment_ids=segment_ids, chunk=objective.chunk)
+        if type(objective).logprobs is LmObjective.logprobs:
+            return found
+        # Log-probabilities of a script's own.
+        return objective.logprobs(usable, batch), found[1]
 
     return Program(
         name=PROGRAM,
