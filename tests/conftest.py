@@ -1,10 +1,11 @@
 """Every test sees 8 virtual CPU devices and JAX's strict promotion rules."""
 
 import contextlib
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -60,6 +61,21 @@ def compiled_once(request: pytest.FixtureRequest) -> Iterator[None]:
     asked = any(request.node.get_closest_marker(name) for name in ("optimized", "aot"))
     with contextlib.nullcontext() if asked else compile_once():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays until the end, and no search for garbage walks over it.
+
+    A million objects: each full search among them took a second, and tests of compiled programs start many.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """A mixture of experts against a loop over tokens in NumPy, and both ways of computing on every kind of mesh."""
 
 import dataclasses
+from functools import cache
 
 import haliax as hax
 import jax
@@ -22,7 +23,6 @@ SPEC = ExpertsSpec(
     routing=Routing(chosen=2, normalized=True),
     scale=0.5,
 )
-LAYER = SPEC.init(key=jax.random.key(0))
 X = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
 
 MESHES = {
@@ -34,6 +34,12 @@ MESHES = {
     "experts over two axes": (MeshSpec.of(data=2, model=2), {"batch": "data", "expert": ("data", "model")}),
     "residual stream cut": (MeshSpec.of(data=2, model=2), {"batch": "data", "embed": "model"}),
 }
+
+
+@cache
+def experts():
+    """Computed when a test asks: whoever collects tests should not compile."""
+    return SPEC.init(key=jax.random.key(0))
 
 
 def dispatched(layer, dispatch):
@@ -86,20 +92,20 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def dense():
-    return run(dispatched(LAYER, "dense"), X)
+    return run(dispatched(experts(), "dense"), X)
 
 
 @pytest.mark.parametrize("dispatch", ["dense", "grouped"])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_each_token_meets_its_experts(dispatch, normalized, chosen):
-    layer = dataclasses.replace(dispatched(LAYER, dispatch), routing=Routing(chosen=chosen, normalized=normalized))
+    layer = dataclasses.replace(dispatched(experts(), dispatch), routing=Routing(chosen=chosen, normalized=normalized))
     y = jax.jit(lambda layer, x: layer(hax.named(x, (Batch, Pos, SPEC.Embed))).activations)(layer, X)
     np.testing.assert_allclose(y.rearrange((Batch, Pos, SPEC.Embed)).array, by_numpy(layer, X), atol=1e-5)
 
 
 def test_both_ways_have_the_same_gradients(dense):
-    assert_same(run(LAYER, X), dense)
+    assert_same(run(experts(), X), dense)
 
 
 QUICK = ("both", "experts where tokens are cut", "residual stream cut")
@@ -109,12 +115,12 @@ QUICK = ("both", "experts where tokens are cut", "residual stream cut")
     "mesh", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
 )
 def test_every_mesh_gives_the_same(mesh, dense):
-    assert_same(run(LAYER, X, *MESHES[mesh]), dense)
+    assert_same(run(experts(), X, *MESHES[mesh]), dense)
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("an expert each", marks=pytest.mark.slow), "both"])
 def test_the_judge_is_the_same_on_a_mesh(mesh, dense):
-    assert_same(run(dispatched(LAYER, "dense"), X, *MESHES[mesh]), dense)
+    assert_same(run(dispatched(experts(), "dense"), X, *MESHES[mesh]), dense)
 
 
 @pytest.mark.parametrize("mesh", [None, "an expert each", "experts where tokens are cut"])
@@ -122,9 +128,9 @@ def test_nothing_is_dropped_when_all_choose_the_same(mesh):
     table = np.zeros((4, 8), np.float32)
     table[2] = 3.0  # every token with a positive sum chooses expert 2 first
     layer = dataclasses.replace(
-        LAYER,
+        experts(),
         routing=Routing(chosen=1, normalized=False),
-        router=dataclasses.replace(LAYER.router, weight=hax.named(jnp.asarray(table), ("expert", "embed"))),
+        router=dataclasses.replace(experts().router, weight=hax.named(jnp.asarray(table), ("expert", "embed"))),
     )
     x = np.abs(X)
     found = run(layer, x, *(MESHES[mesh] if mesh else ()))
@@ -132,7 +138,7 @@ def test_nothing_is_dropped_when_all_choose_the_same(mesh):
 
 
 def test_losses_of_the_router_are_their_formulas(dense):
-    logits = X.reshape(-1, 8).astype(np.float64) @ np.asarray(LAYER.router.weight.array, np.float64).T
+    logits = X.reshape(-1, 8).astype(np.float64) @ np.asarray(experts().router.weight.array, np.float64).T
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.zeros_like(p)
     np.put_along_axis(chosen, np.argsort(-p, axis=-1)[:, :2], 1.0, axis=-1)
@@ -144,7 +150,7 @@ def test_balance_equals_transformers_own(dense):
     import torch
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    logits = torch.from_numpy(X.reshape(-1, 8)) @ torch.from_numpy(np.array(LAYER.router.weight.array)).T
+    logits = torch.from_numpy(X.reshape(-1, 8)) @ torch.from_numpy(np.array(experts().router.weight.array)).T
     # Theirs does not divide by the number of choices.
     assert dense[1] == pytest.approx(load_balancing_loss_func((logits,), num_experts=4, top_k=2).item() / 2, rel=1e-5)
 
@@ -152,11 +158,11 @@ def test_balance_equals_transformers_own(dense):
 def test_experts_that_do_not_divide_are_named():
     spec, mapping = MeshSpec.of(data=1, model=8), {"expert": "model"}
     with pytest.raises(IndivisibleError, match=r"expert → model \(8 ways\), and expert 4 is not a multiple"):
-        run(LAYER, X, spec, mapping)
+        run(experts(), X, spec, mapping)
 
 
 def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32():
-    layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), LAYER)
+    layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), experts())
     x = hax.named(jnp.asarray(X, jnp.bfloat16), (Batch, Pos, SPEC.Embed))
     y = jax.jit(lambda layer, x: layer(x).activations)(layer, x)
     assert y.dtype == jnp.bfloat16
