@@ -102,6 +102,21 @@ class Inputs:
             {"per_device_eval_parallelism": 1},
         )
 
+    def eval_needles(self, folder: Path) -> list[str]:
+        """The command that looks for needles in texts of 1,024 letters, in `folder/out`."""
+        return self._command(
+            folder,
+            "eval_needles",
+            {
+                "hf_checkpoint": str(self.model),
+                "tasks": ["niah_single_1", "niah_multiquery"],
+                "lengths": [1024],
+                "samples": 3,
+                "output_path": str(folder / "out"),
+            },
+            {"per_device_eval_parallelism": 1},
+        )
+
     def generate(self, folder: Path, **inference: Any) -> list[str]:
         """The command that answers 7 prompts, in `folder/answers.jsonl`."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,25 @@ def test_two_models_on_the_same_bytes(tmp_path, inputs):
     assert together == pytest.approx(alone, abs=1e-5) and alone["delta_bits"] != 0
 
 
+@pytest.mark.slow
+def test_needles(tmp_path, inputs):
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        outputs = run_together(folder, count, inputs.eval_needles(folder), devices=8 // count, cache=inputs.cache)
+        assert "values found" in outputs[0] and not any("values found" in each for each in outputs[1:])
+        found.append([json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()])
+    alone, together = found
+    assert len(alone) == 6 and not (tmp_path / "2" / "out" / "parts").exists()
+    for one, other in zip(alone, together, strict=True):
+        assert one["ranks"] == other["ranks"] and one["values"] == other["values"]
+        np.testing.assert_allclose(other["logprobs"], one["logprobs"], atol=2e-5, rtol=0)
+    # Again, in two processes: both know that there is nothing to do.
+    folder = tmp_path / "2"
+    outputs = run_together(folder, 2, inputs.eval_needles(folder), devices=4, cache=inputs.cache)
+    assert "nothing to do" in outputs[0]
+
+
 def told(tmp_path, command: list[str], *words: str) -> list[str]:
     """A command of which process 1 gets more words."""
     module = command[0]

@@ -69,6 +69,13 @@ ENTRY_POINTS: Mapping[str, Listed] = MappingProxyType(
                 "two models on the same bytes",
             ),
             (
+                "eval_needles",
+                "evaluate.eval_needles",
+                "evaluate.needles_config",
+                "EvalNeedlesConfig",
+                "what a model finds in long texts",
+            ),
+            (
                 "eval_careless_lm",
                 "memorize.eval_careless_lm",
                 "memorize.config",

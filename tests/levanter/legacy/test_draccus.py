@@ -26,6 +26,7 @@ NEEDED = {
     "EvalHarnessConfig": ["--hf_checkpoint", "a", "--tasks", "b"],
     "HarnessTaskConfig": ["--task", "a"],
     "VizLmConfig": ["--hf_checkpoint", "a"],
+    "EvalNeedlesConfig": ["--hf_checkpoint", "a"],
     "GapModelConfig": ["--hf_checkpoint", "a"],
     "PerplexityGapConfig": [
         *("--model.hf_checkpoint", "a", "--datasets"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from levanter.commands.model.origin import ModelBlock, Origin, find_origin
 from levanter.commands.model.quantization import QuantizationError
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.stages import reach_checks, stage_of
 from levanter.config import Written
 from levanter.run import Check
 
@@ -14,9 +15,12 @@ def beginning(config: TrainLmConfig, written: Written) -> Origin | None:
     if config.pretrained is None:
         return None
     replaces = config.takes_architecture
-    origin = find_origin(
-        config.pretrained, ModelBlock.of(config.model, written), block_is_whole=not replaces, block_yields=replaces
-    )
+    block = ModelBlock.of(config.model, written)
+    if (stage := stage_of(config, written)) is not None:
+        origin = stage.origin(config.pretrained)
+    else:
+        origin = find_origin(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
+        origin = replace(origin, checks=(*origin.checks, *reach_checks(origin, config)))
     # Adapters leave the weights as they are.
     return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))
 

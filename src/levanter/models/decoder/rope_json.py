@@ -278,7 +278,11 @@ def write_rope(
             f"rope.{_ORIGINAL} {getattr(rope, _ORIGINAL)} of dynamic RoPE must be max_position_embeddings "
             f"{max_position_embeddings}: config.json has no other place for it"
         )
-    if spelling == "transformers5":
-        return {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **share, **parameters}}
     scaling = None if kind == "default" else {"rope_type": kind, **parameters}
-    return {"rope_theta": rope.theta, **share, "rope_scaling": scaling}
+    flat = {"rope_theta": rope.theta, **share, "rope_scaling": scaling}
+    if spelling == "transformers4":
+        return flat
+    said = {"rope_parameters": {"rope_type": kind, "rope_theta": rope.theta, **share, **parameters}}
+    # A reader of transformers 4's names only would otherwise take a scaled model for an unscaled one, without a word.
+    # Where both are there version 5 goes by these, and they have no place for a share that is rotated.
+    return said if scaling is None or partial else said | flat

@@ -99,6 +99,7 @@ def test_sums_are_eval_lms_with_tokenizers_that_differ(folder, tmp_path, monkeyp
     assert "gap/datasets/web/bpb_gap" in (tmp_path / "tracker" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_model_beside_itself_is_zero_everywhere(folder, tmp_path):
     config = document(folder, model_b={"hf_checkpoint": str(folder / "a")})
     assert run(tmp_path, config) == 0
@@ -127,6 +128,7 @@ def test_one_model_by_itself_and_limits(folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_only_targets_of_pairs_count(folder, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"q": "naïve ", "a": "the cat"}) + "\n")
     pairs = {

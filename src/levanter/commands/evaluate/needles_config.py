@@ -1,0 +1,108 @@
+"""The configuration of `eval_needles`."""
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.config.plan_options import PlanOptions
+from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
+from levanter.eval.needles.asked import Plan
+from levanter.eval.needles.tasks import TASKS
+from levanter.models.registry import LmConfig
+from levanter.trainer.config import TrainerConfig
+
+SHORTEST = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalNeedlesConfig(Ranged):
+    """Which model looks for what, in texts of which lengths.
+
+    Attributes:
+        hf_checkpoint: Hugging Face files: a folder, a hub id (`org/name@revision`), a URL, or a .gguf file.
+        checkpoint_path: a checkpoint of `train_lm`, or a run's folder for its newest one.
+        checkpoint_is_hf: whether `checkpoint_path` names Hugging Face files.
+        tasks: names of tasks; all of them where none is named.
+        lengths: tokens of the texts, questions and answers included.
+        samples: questions of each task and length.
+        depths: depths that they are spread over, from the beginning of a text to its end.
+        seed: of the texts.
+        trainer: devices, mesh, precision, trackers; rows of a batch (`per_device_eval_parallelism`, one by default).
+        model: the architecture, if the checkpoint does not give it; checked against the checkpoint if it does.
+        tokenizer: another tokenizer than the checkpoint's own.
+        output_path: folder of the files; default `<trainer.log_dir>/needles`, the same for each run: a killed one goes
+            on.
+        if_exists: what becomes of results that are there: `resume` goes on with those of the same run, and refuses
+            those of another; `replace` discards them.
+        adapter_path: an adapter of the model, as peft or `peft_save_path` wrote it: a folder, a hub id, or a URL.
+        allow_pickle: accept pickled weights (never needed for safetensors).
+        load_memory_gib: host memory for reading, beyond the arrays; default a tenth of them, within [0.25, 4] GiB.
+        quantize, tied_head: as in `eval_lm`.
+        plan: assumptions for planning that a run would find out by itself.
+    """
+
+    hf_checkpoint: PathText | None = None
+    checkpoint_path: PathText | None = None
+    checkpoint_is_hf: bool = False
+    tasks: list[str] = field(default_factory=list)
+    lengths: list[PositiveInt] = field(default_factory=lambda: [4096])
+    samples: PositiveInt = 10
+    depths: PositiveInt = 5
+    seed: Seed = 0
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: LmConfig | None = None
+    tokenizer: PathText | None = None
+    output_path: PathText | None = None
+    if_exists: Literal["resume", "replace"] = "resume"
+    adapter_path: PathText | None = None
+    allow_pickle: bool = False
+    load_memory_gib: PositiveFloat | None = None
+    quantize: Quantize | None = None
+    tied_head: TiedHead = "copy"
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.checkpoint_path and self.hf_checkpoint:
+            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
+        elif not (self.checkpoint_path or self.hf_checkpoint or self.model):
+            problems.append(
+                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
+                "checkpoint of train_lm)"
+            )
+        for name in self.tasks:
+            if name not in TASKS:
+                near = difflib.get_close_matches(name, TASKS, n=1)
+                problems.append(f"tasks: {name!r} is none of {', '.join(TASKS)}{f'; {near[0]}?' if near else ''}")
+        for key, values in (("tasks", self.tasks), ("lengths", self.lengths)):
+            again = [each for n, each in enumerate(values) if each in values[:n]]
+            if again:
+                problems.append(f"{key}: {', '.join(map(str, again))} is named more than once")
+        if not self.lengths:
+            problems.append("lengths: none is given; expected tokens, such as [4096, 8192]")
+        problems += [f"lengths: {each} is below {SHORTEST} tokens" for each in self.lengths if each < SHORTEST]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def asked(self) -> Plan:
+        """What is asked."""
+        return Plan(
+            tasks=tuple(self.tasks or TASKS),
+            lengths=tuple(sorted(self.lengths)),
+            samples=self.samples,
+            depths=self.depths,
+            seed=self.seed,
+        )
+
+    @property
+    def files(self) -> str | None:
+        """The Hugging Face files that are named, under either key."""
+        return self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+
+    @property
+    def saved(self) -> str | None:
+        """The checkpoint of our own training that is named."""
+        return None if self.checkpoint_is_hf else self.checkpoint_path

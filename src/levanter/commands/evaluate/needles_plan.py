@@ -1,0 +1,182 @@
+"""What `eval_needles` will do: the model, a Program for each length of text, how often each runs.
+
+Neither texts nor a tokenizer are needed for that: how many questions there are is in the configuration.
+"""
+
+from dataclasses import dataclass
+
+from haliax_ext.program import Program
+from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+from levanter.commands.model.layout import planned_activations
+from levanter.commands.model.not_carried import not_carried
+from levanter.commands.model.origin import ModelBlock
+from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.workloads import scoring_workload
+from levanter.commands.shell.outputs import output_checks
+from levanter.config import Written
+from levanter.data import Tokenizer
+from levanter.eval.needles.program import needle_program, program_name
+from levanter.io import join
+from levanter.models.registry import LmConfig
+from levanter.run import Check, RunPlan, Target
+
+NAME = "eval_needles"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NeedleWork:
+    """What `execute` needs besides the Programs.
+
+    Attributes:
+        config: as the user wrote it.
+        pretrained: the model.
+        rows: of a batch.
+    """
+
+    config: EvalNeedlesConfig
+    pretrained: PretrainedModel
+    rows: int
+
+    @property
+    def folder(self) -> str:
+        """The folder of the files."""
+        return folder_of(self.config)
+
+    @property
+    def bos(self) -> int | None:
+        """What stands before a text: BOS, if the tokenizer puts it there."""
+        return bos_of(self.pretrained.tokenizer)
+
+
+def folder_of(config: EvalNeedlesConfig) -> str:
+    """The folder of the files."""
+    return config.output_path or join(str(config.trainer.log_dir), "needles")
+
+
+def bos_of(tokenizer: Tokenizer) -> int | None:
+    """BOS, if a tokenizer puts it before a text."""
+    return tokenizer.bos_id if getattr(tokenizer, "adds_bos", False) else None
+
+
+def describe(config: EvalNeedlesConfig, target: Target, *, written: Written | None = None) -> RunPlan[NeedleWork]:
+    """Describes the run for `target`; reads metadata, no weights.
+
+    Args:
+        config: what is asked.
+        target: the devices.
+        written: the keys that the user wrote; None for a config made in Python.
+    """
+    written = Written.in_python(config) if written is None else written
+    asked = config.asked
+    longest = max(asked.lengths)
+    pretrained = describe_pretrained(
+        ModelChoice(
+            reference=config.files,
+            model=ModelBlock.of(config.model, written),
+            tokenizer=config.tokenizer,
+            trainer=config.trainer,
+            allow_pickle=config.allow_pickle,
+            memory_gib=config.load_memory_gib,
+            saved=config.saved,
+            quantize=config.quantize,
+            tied_head=config.tied_head,
+            adapter=config.adapter_path,
+        ),
+        target,
+        batch=lambda ways: _rows(config, ways)[0],
+        positions=longest,
+    )
+    ways = pretrained.resolved.batch_ways
+    rows, why = _rows(config, ways)
+    checks = [*pretrained.checks, *not_carried(config, written), *_length_checks(asked.lengths, pretrained.config)]
+    checks += _axis_checks(pretrained, asked.lengths[:-1], rows)
+    said = f"{asked.count} of each length: {', '.join(asked.tasks)}; batches of {rows} ({why})"
+    checks.append(Check(name="questions", status="ok", message=said))
+    if config.trainer.max_eval_batches is not None:
+        said = "trainer.max_eval_batches: no effect; samples says how much is asked"
+        checks.append(Check(name="config", status="note", message=said))
+    output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
+    checks += output_checks(*output)
+    batches = -(-asked.count // rows)
+    workloads = [
+        scoring_workload(
+            pretrained,
+            rows=rows,
+            positions=length,
+            runs=batches,
+            reason=f"{asked.count} questions of {length:,} tokens",
+            program=program_name(length),
+        )
+        for length in asked.lengths
+    ]
+    return RunPlan(
+        entry_point=NAME,
+        target=target,
+        mesh=pretrained.resolved.spec,
+        checks=tuple(checks),
+        sharding=pretrained.sharding,
+        activations=pretrained.activations,
+        load=pretrained.load_plan,
+        computing=tuple(_program(pretrained, rows, length) for length in asked.lengths),
+        workloads=tuple(workloads),
+        notes=pretrained.notes,
+        work=NeedleWork(config=config, pretrained=pretrained, rows=rows),
+        searchable=pretrained.searchable(
+            positions=longest,
+            keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
+            overrides=config.trainer.mesh.overrides,
+        ),
+    )
+
+
+def _program(pretrained: PretrainedModel, rows: int, length: int) -> Program:
+    return needle_program(
+        pretrained.abstract,
+        rows=rows,
+        length=length,
+        mappings=pretrained.resolved.mappings,
+        placement=pretrained.sharding,
+        batch_axis=pretrained.resolved.batch_axis,
+        matmul_precision=pretrained.precision.matmul,
+        compiler_options=pretrained.compiler_options,
+    )
+
+
+def _rows(config: EvalNeedlesConfig, ways: int) -> tuple[int, str]:
+    """Rows of a batch, and why."""
+    trainer = config.trainer
+    for key in ("per_device_eval_parallelism", "per_device_parallelism"):
+        if (given := getattr(trainer, key)) != -1:
+            return given * ways, f"{given} per device (trainer.{key}) × {ways} batch shards"
+    return ways, f"one per batch shard, of which there are {ways}"
+
+
+def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: int) -> list[Check]:
+    """What is wrong with texts of the shorter lengths on this mesh; the longest one is in the plan."""
+    found = []
+    for length in lengths:
+        plan = planned_activations(
+            pretrained.config,
+            pretrained.resolved,
+            rows=rows,
+            positions=length,
+            Vocab=pretrained.Vocab,
+            precision=pretrained.precision,
+        )
+        for error in plan.errors:
+            said = type(error)(f"lengths: {length}: {error}") if type(error) is ValueError else error
+            found.append(Check(name="lengths", status="error", message=str(said), error=said))
+    return found
+
+
+def _length_checks(lengths: tuple[int, ...], model: LmConfig) -> list[Check]:
+    """Refuses or notes texts that are longer than anything the model was trained on."""
+    longer = [each for each in lengths if each > model.max_seq_len]
+    if not longer:
+        return []
+    said = ", ".join(f"{each:,}" for each in longer)
+    message = f"lengths: {said} tokens exceed the model's max_seq_len, {model.max_seq_len:,}"
+    if not model.learned_positions:
+        return [Check(name="lengths", status="note", message=f"{message}; it was not trained on longer texts")]
+    error = ValueError(f"{message}; it has no positions beyond\n  → lengths: at most {model.max_seq_len}")
+    return [Check(name="lengths", status="error", message=str(error), error=error)]

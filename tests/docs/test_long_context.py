@@ -1,0 +1,44 @@
+"""`docs/long-context.md`: its configurations are read, its commands are commands, its tables are complete."""
+
+import re
+import shlex
+from pathlib import Path
+
+from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+from levanter.commands.train.config import TrainLmConfig
+from levanter.config import load_written, parse_text
+from levanter.config.schema import config_fields
+from levanter.eval.needles.tasks import TASKS
+from levanter.layers.rotary import YarnRotaryConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "long-context.md").read_text(encoding="utf-8")
+STAGES, NEEDLES = PAGE.split("\n## Stages\n")[1].split("\n## Needles\n")
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """The names of each line of a table."""
+    (found,) = re.findall(rf"\n\| {head} \|.*?\n\n", text, re.S)
+    return [re.findall(r"`(\w+)`", line.split("|")[1]) for line in found.strip().splitlines()[2:]]
+
+
+def test_every_task_and_every_key_is_there():
+    assert table(NEEDLES, "task") == [[name] for name in TASKS]
+    for task in TASKS.values():
+        assert f"| `{task.name}` | {task.summary} |" in NEEDLES
+    keys = {key for names in table(NEEDLES, "key") for key in names}
+    assert keys | {"trainer", "plan"} == set(config_fields(EvalNeedlesConfig))
+
+
+def test_configurations_are_read():
+    for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S):
+        config = parse_text(TrainLmConfig, block)
+        if config.initialize_from_hf:
+            assert isinstance(config.model.rope, YarnRotaryConfig)
+            assert config.model.max_seq_len == 4 * config.model.rope.original_max_position_embeddings
+
+
+def test_commands_are_commands():
+    (command,) = re.findall(r"^python -m levanter\.main\.eval_needles (.*)$", NEEDLES, re.M)
+    config = load_written(EvalNeedlesConfig, shlex.split(command)).config
+    assert config.lengths == [4096, 8192] and config.tasks == ["niah_single_1", "vt"]
