@@ -60,9 +60,9 @@ def write_run(folder: Path, out: Path, *, steps: int, **more) -> Path:
 ADAPTED = {"adapter": LORA, "reference": {"type": "adapter_base"}}
 
 
-def straight(folder: Path, out: Path, cache: Path, *, steps: int, **more) -> dict[int, float]:
+def straight(folder: Path, out: Path, cache: Path, *, steps: int, devices: int = 2, **more) -> dict[int, float]:
     """The losses of a run that nothing happens to."""
-    train(write_run(folder, out, steps=steps, **more), cache=cache, module=MODULE)
+    train(write_run(folder, out, steps=steps, **more), devices=devices, cache=cache, module=MODULE)
     found = logged(out)
     assert list(found) == list(range(steps))
     return {step: value for step, (value,) in found.items()}
@@ -134,17 +134,19 @@ def run_script(script: str, run: Path, *words: str, cache: Path, devices: int = 
 
 
 def test_told_to_stop_it_saves_and_goes_on(folder, tmp_path, cache):
-    expected = straight(folder, tmp_path / "straight", cache, steps=400)
+    # Where two models lie cut on virtual devices of a busy machine, one may wait in a gather of the reference and the
+    # other in one of the policy until XLA's 40 seconds are over.
+    expected = straight(folder, tmp_path / "straight", cache, steps=400, devices=1)
     out = tmp_path / "stopped"
     run = write_run(folder, out, steps=400)
-    process = start(run, cache=cache, module=MODULE)
+    process = start(run, devices=1, cache=cache, module=MODULE)
     wait_for_steps(process, out, 0)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=250)
     assert process.returncode == 75, said[-4000:]
     at = check_checkpoints(out)
     assert 0 < at < 400 and f"stopped by a signal after {at} of 400 steps" in said
-    assert resumed_from(train(run, cache=cache, module=MODULE)) == at
+    assert resumed_from(train(run, devices=1, cache=cache, module=MODULE)) == at
     compare(out, expected)
 
 
