@@ -84,6 +84,11 @@ CASES = (
     Case(file="finetuning/34_new_train_dpo_lora.yaml", entry_points=("train_dpo",), places=((8, 1),)),
     Case(file="finetuning/35_train_dpo_first.yaml", entry_points=("train_dpo",)),
     Case(file="finetuning/36_new_lora_dpo.yaml", entry_points=("lora_dpo",)),
+    Case(file="harness/37_new_eval_harness.yaml", entry_points=("eval_harness",), places=((8, 1),)),
+    Case(file="harness/38_eval_harness_2025.yaml", entry_points=("eval_harness",)),
+    Case(file="gap/39_new_perplexity_gap.yaml", entry_points=("perplexity_gap",), places=((8, 1),)),
+    Case(file="gap/40_perplexity_gap_2025.yaml", entry_points=("perplexity_gap",)),
+    Case(file="gap/41_new_model_perplexity.yaml", entry_points=("perplexity_gap",), places=((8, 1),)),
 )
 
 

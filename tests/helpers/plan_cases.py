@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from haliax_ext.errors import gib
 from haliax_ext.plan_report import summarize
 from levanter.commands.evaluate import eval_lm
+from levanter.commands.harness import plan as harness_plan
+from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.memorize import eval_careless_lm
 from levanter.commands.train import (
     dpo_config,
@@ -23,7 +27,9 @@ from levanter.commands.train import (
     train_dpo,
     train_lm,
 )
-from levanter.config import load_written
+from levanter.config import Written, load_written
+from levanter.eval.harness import found
+from levanter.eval.harness.tasks import AbsentTaskError
 from levanter.plan.inquiry import Question
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.preflight import preflight
@@ -31,8 +37,22 @@ from levanter.plan.verdict import Verdict
 from levanter.run import RunPlan, Target
 
 CONFIGS = Path(__file__).parents[2] / "config"
+
+
+def _without_documents(config: EvalHarnessConfig, target: Target, *, written: Written) -> RunPlan:
+    """A list of tasks where neither lm_eval nor its documents are at hand, whether they are or not."""
+
+    def absent(*_: object) -> None:
+        raise AbsentTaskError("eval_harness.task_spec: the documents cannot be had here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "load_tasks", absent)
+        return harness_plan.describe(config, target, written=written)
+
+
 ENTRY_POINTS: Mapping[str, tuple[type, Any]] = {
     "eval_careless_lm": (eval_careless_lm.EvalCarelessLmConfig, eval_careless_lm.describe),
+    "eval_harness": (EvalHarnessConfig, _without_documents),
     "eval_lm": (eval_lm.EvalLmConfig, eval_lm.describe),
     "lora_dpo": (lora_dpo_config.LoraDpoConfig, lora_dpo.describe),
     "lora_lm": (lora_config.LoraLmConfig, lora_lm.describe),
@@ -233,6 +253,14 @@ CASES: Mapping[str, Case] = {
         _adapted("mixtral_8x7b_v6e-16", "v6e-16"),
         _preferring("train_dpo", "llama3_8b_v5p-8", "v5p-8"),
         _preferring("lora_dpo", "lora_llama3_8b_v5e-16", "v5e-16"),
+        # `tests/aot/test_harness.py` compiles it.
+        Case(
+            name="harness_llama3.1_8b_v4-64",
+            entry_point="eval_harness",
+            config="harness/llama3.1_8b",
+            target="v4-64",
+            compiled=None,
+        ),
         *_published(),
     )
 }  # fmt: skip

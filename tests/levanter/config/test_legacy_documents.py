@@ -14,6 +14,7 @@ from helpers.legacy_documents import CASES, FOLDER, PHYSICAL, Case, Resolved, ju
 from helpers.legacy_documents import written as written_document
 from helpers.plan_facts import mesh_facts
 
+from levanter.commands.evaluate.gap_config import PerplexityGapConfig
 from levanter.commands.model.defaults import UPSTREAM, default_notes
 from levanter.commands.train.train_lm import describe
 from levanter.config import Change, ConfigError, Loaded, parse_text, plain, read, read_text
@@ -28,7 +29,8 @@ from levanter.run import Target
 VOCAB = 32_000
 SAMPLES = ("21_eval_llama3", "23_eval_careless_405b")
 """Whose changes and notes are golden in words too."""
-NEW = ("28_new_fsdp_over_slices", "30_new_lora_lm", "34_new_train_dpo_lora")
+NEW = ("28_new_fsdp_over_slices", "30_new_lora_lm", "34_new_train_dpo_lora", "37_new_eval_harness")
+NEW += ("39_new_perplexity_gap",)
 """Documents of which nothing is translated."""
 ASKING_TOO_MUCH = "model.scale_attn_by_inverse_layer_idx"
 """A key that some families' documents have and that is refused, with its reason, when they are read."""
@@ -61,9 +63,15 @@ def sizes_of(model: LmConfig) -> dict[str, int]:
     }
 
 
+def architecture(config: Any) -> LmConfig | None:
+    """The model's keys that a configuration has; of a comparison those of its last model."""
+    blocks = config.models.values() if isinstance(config, PerplexityGapConfig) else [config]
+    return [block.model for block in blocks][-1]
+
+
 def resolved_here(config: Any, *, devices: int, slices: int) -> ResolvedMesh:
     # Whoever takes a checkpoint's architecture names none: then any model's axes will do.
-    model = config.model or LlamaConfig()
+    model = architecture(config) or LlamaConfig()
     sizes = sizes_of(model)
     axes = ModelAxes(
         sizes={**sizes, "vocab": VOCAB, "position": model.max_seq_len},
@@ -147,7 +155,11 @@ def model_facts(case: Case, model: LmConfig) -> dict[str, Json]:
     ours = plain(model)
     kind = ours["type"]
     theirs = june_2026()["models"][kind]
-    said = {("max_seq_len" if k == "seq_len" else k): v for k, v in written_document(case).get("model", {}).items()}
+    document = written_document(case)
+    # Of a comparison its last model.
+    block = document.get("model_b") or document
+    block = block.get("model", {}).get("model") or block.get("model", {})
+    said = {("max_seq_len" if k == "seq_len" else k): v for k, v in block.items()}
     facts: dict[str, Json] = {"type": kind}
     for key, default in theirs.items():
         expected = said.get(key, default)
@@ -203,7 +215,7 @@ def described_facts(case: Case) -> dict[str, Json]:
             "refused": figures(refusal),
             "changes": [change_facts(change) for change in found.changes],
             "places": places,
-            "model": None if config.model is None else model_facts(case, config.model),
+            "model": None if (model := architecture(config)) is None else model_facts(case, model),
         }
     return facts
 

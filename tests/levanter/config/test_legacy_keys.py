@@ -147,6 +147,7 @@ def test_no_row_of_the_table_is_silent():
             else {"txt_path": "a.txt", "train_urls": ["a"], row.name: {"chunk_size": 5}}
         ),
         "model": lambda row: {"model": {row.name: 5}},
+        "*.model": lambda row: {"model_b": {"model": {row.name: 5}}},
         "data": lambda row: {"data": {"configs": {"a": {}}} if row.name == "configs" else {"id": "a", row.name: "b"}},
         "data.components.*": lambda row: {"data": {"components": {"a": {row.name: True}}}},
         "data.components.*.format": lambda row: {"data": {"components": {"a": {"format": {row.name: "b"}}}}},

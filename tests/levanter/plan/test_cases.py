@@ -56,7 +56,7 @@ def test_every_config_is_a_case():
         str(path.relative_to(CONFIGS).with_suffix(""))
         for folder in ("dpo", "eval", "lora", "train")
         for path in (CONFIGS / folder).rglob("*.yaml")
-    }
+    } | {str(path.relative_to(CONFIGS).with_suffix("")) for path in (CONFIGS / "harness").glob("*.yaml")}
     # Demos run on the machine at hand.
     assert {name for name in shipped if not name.endswith("/demo")} == {
         case.config for case in CASES.values() if not case.config.startswith("memorization")

@@ -8,7 +8,7 @@ are frozen into a table that every process computes, and their answers go back t
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -25,11 +25,12 @@ from levanter.commands.shell.outputs import write_all
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
 from levanter.eval.harness import results
-from levanter.eval.harness.comparing import compare, table_of
+from levanter.eval.harness.asked import HarnessError
+from levanter.eval.harness.comparing import Difference, compare, table_of
 from levanter.eval.harness.following import follow, leading
 from levanter.eval.harness.leading import ask, written_samples
 from levanter.eval.harness.page import page_of
-from levanter.eval.harness.samples import read_run, samples_of
+from levanter.eval.harness.samples import Sample, read_run, samples_of
 from levanter.eval.harness.scoring import Scorer
 from levanter.io import Output, join
 from levanter.processes.barrier import is_process_0
@@ -115,7 +116,7 @@ def conclude(plan: RunPlan[HarnessWork], done: Harnessed, session: Session) -> i
             )
         date = results.date_id(datetime.now())
         logged = written_samples(config.harness, done.samples)
-        differences = [] if config.against is None else compare(samples, read_run(config.against)[1])
+        differences, problem = _differences(config.against, samples)
         page = page_of(
             done.results,
             {task: samples_of(lines) for task, lines in logged.items()},
@@ -130,10 +131,22 @@ def conclude(plan: RunPlan[HarnessWork], done: Harnessed, session: Session) -> i
             if differences:
                 print(f"\nbeside {config.against}:\n{table_of(differences)}")
             print(f"results in {paths[-1]}\npage in {paths[0]}")
+        if problem is not None:
+            raise problem
     finally:
         session.tracker.log(metrics, step=0)
         session.tracker.log_summary(metrics)
     return OK
+
+
+def _differences(
+    against: str | None, samples: Mapping[str, Sequence[Sample]]
+) -> tuple[list[Difference], HarnessError | None]:
+    """This run beside another one, or why that cannot be: what was computed is written in any case."""
+    try:
+        return ([] if against is None else compare(samples, read_run(against)[1])), None
+    except HarnessError as error:
+        return [], error
 
 
 def _facts(plan: RunPlan[HarnessWork], done: Harnessed) -> dict[str, str]:

@@ -20,6 +20,7 @@ from levanter.commands.model.questions import (
     question_encoder,
     question_length,
     rows_flops,
+    rows_room,
     sampling_checks,
 )
 from levanter.commands.shell.outputs import output_checks
@@ -27,7 +28,7 @@ from levanter.config import Written
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.counting import Counted
-from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks, fitted_shapes
+from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
 from levanter.eval.harness.samples import read_run
@@ -96,8 +97,8 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
     shapes = row_shapes(length, tokens=_tokens(config.trainer, target, length), ways=pretrained.resolved.batch_ways)
     tokenizer = pretrained.found_tokenizer
     template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
-    checks += [tasks.check, *checking, *found, *_against_checks(config)]
-    checks += sampling_checks(logged=config.harness.sample_logging.enabled)
+    checks += [tasks.check, *checking, *found, *_against_checks(config, tasks)]
+    checks += sampling_checks(logged=config.harness.sample_logging.logs)
     checks += output_checks(*_output(config))
     encoder, found = question_encoder(tokenizer, length)
     checks += found
@@ -105,12 +106,11 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
     def cost(shape: RowShape) -> float:
         return rows_flops(pretrained.config, pretrained.Vocab.size, shape, "full")
 
-    asked = (tasks, config.harness, encoder, template, shapes, cost)
-    if _rows(config.trainer) is None:
-        shapes, counted, problem = fitted_shapes(*asked, ways=pretrained.resolved.batch_ways)
-    else:
-        counted, problem = count_requests(*asked)
+    # Who says how many rows there are has them, in any case.
+    room = rows_room(pretrained.resolved, target.platform) if _rows(config.trainer) is None else None
+    counted, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, room)
     checks += [] if problem is None else [problem]
+    shapes = shapes if counted is None else counted.shapes
     if counted is None and problem is None and config.plan.assume_requests is not None:
         counted = Counted.assumed(config.plan.assume_requests, ASSUMED_TOKENS, shapes)
     programs = score_programs(
@@ -218,13 +218,19 @@ def _rows(trainer: TrainerConfig) -> int | None:
     return next((rows for rows in given if rows != -1), None)
 
 
-def _against_checks(config: EvalHarnessConfig) -> list[Check]:
+def _against_checks(config: EvalHarnessConfig, tasks: FoundTasks) -> list[Check]:
     """Looks for the run that this one is compared with, before there is anything to compare."""
     if config.against is None or not is_process_0():
         return []
     try:
         _, samples = read_run(config.against)
     except HarnessError as error:
+        return [Check(name="against", status="unchecked", message=str(error), error=error)]
+    if tasks.documents and not tasks.documents.keys() & samples.keys():
+        error = HarnessError(
+            f"against: {config.against}: no task in common: here {', '.join(tasks.documents)}; there "
+            f"{', '.join(samples)}"
+        )
         return [Check(name="against", status="unchecked", message=str(error), error=error)]
     return [Check(name="against", status="ok", message=f"{config.against}: {', '.join(samples)}")]
 

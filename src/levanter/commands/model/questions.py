@@ -6,7 +6,9 @@ from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, QueryEncoder
+from levanter.eval.harness.fitting import Room
 from levanter.eval.harness.packing import RowShape
+from levanter.mesh import ResolvedMesh
 from levanter.models.registry import LmConfig
 from levanter.run import Check
 
@@ -68,6 +70,17 @@ def sampling_checks(*, logged: bool) -> list[Check]:
     """What is said of upstream's `sample_logging`."""
     said = "eval_harness.sample_logging: samples are written into files, not sent to trackers"
     return [Check(name="samples", status="note", message=said)] if logged else []
+
+
+def rows_room(resolved: ResolvedMesh, platform: str) -> Room:
+    """What rows may be on a platform: of any length on CPUs, in pieces of 128 elsewhere, as hardware multiplies them.
+
+    Where positions are cut, each shard has two pieces (one of the beginning, one of the end).
+    """
+    on_cpu = platform == "cpu"
+    cut = 2 * resolved.position_ways if resolved.position_ways > 1 else 1
+    # Beyond CPUs a batch has costs that its rows do not: the weights are gathered for each.
+    return Room(ways=resolved.batch_ways, unit=(1 if on_cpu else 128) * cut, spread=2.0 if on_cpu else 1.0)
 
 
 def rows_flops(model: LmConfig, vocab: int, shape: RowShape, attention: Literal["causal", "full"]) -> float:

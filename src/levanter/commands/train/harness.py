@@ -18,6 +18,7 @@ from levanter.commands.model.questions import (
     question_encoder,
     question_length,
     rows_flops,
+    rows_room,
     sampling_checks,
 )
 from levanter.commands.train.config import TrainLmConfig
@@ -28,7 +29,7 @@ from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.config import HarnessConfig, listed
 from levanter.eval.harness.counting import Counted
 from levanter.eval.harness.following import follow, leading
-from levanter.eval.harness.found import FoundTasks, find_tasks, fitted_shapes
+from levanter.eval.harness.found import FoundTasks, count_requests, find_tasks
 from levanter.eval.harness.leading import ask, written_samples
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.program import score_programs
@@ -109,7 +110,7 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     if config is None or not config.task_spec:
         return None
     tasks = find_tasks(config, listed(config.include_path))
-    checks = [tasks.check, *sampling_checks(logged=config.sample_logging.enabled)]
+    checks = [tasks.check, *sampling_checks(logged=config.sample_logging.logs)]
     if tasks.writes:
         error = HarnessError(
             "eval_harness.task_spec: there are tasks that want texts written (generate_until), and between steps there "
@@ -130,10 +131,11 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     def cost(shape: RowShape) -> float:
         return rows_flops(run.model, run.Vocab.size, shape, "full")
 
-    shapes, counted, problem = fitted_shapes(
-        tasks, config, encoder, template, shapes, cost, ways=run.resolved.batch_ways
-    )
+    # Who says how many rows there are has them, in any case.
+    room = rows_room(run.resolved, run.platform) if per_device == -1 else None
+    counted, problem = count_requests(tasks, config, encoder, template, shapes, cost, room)
     checks += [] if problem is None else [problem]
+    shapes = shapes if counted is None else counted.shapes
 
     def usable(model: LmHeadModel) -> LmHeadModel:
         return in_compute_dtype(model, run.precision.compute, run.state_plan.model)

@@ -22,7 +22,7 @@ from levanter.config.legacy.changes import Change, Draft, OldKey
 from levanter.config.legacy.data import DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, translate_data
 from levanter.config.legacy.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.legacy.memorization import MEMORIZATION_KEYS, translate_memorization
-from levanter.config.legacy.model import MODEL_KEYS, translate_model, translate_row_length
+from levanter.config.legacy.model import INNER_MODEL_KEYS, MODEL_KEYS, translate_model, translate_row_length
 from levanter.config.legacy.preferences import PREFERENCE_KEYS, translate_preferences
 from levanter.config.legacy.serving import AT_THE_TOP, SERVER_KEYS, translate_server
 from levanter.config.legacy.sft import SFT_KEYS, translate_sft
@@ -33,6 +33,7 @@ from levanter.config.nodes import MapNode, from_plain, to_plain
 TABLE: tuple[OldKey, ...] = (
     *TRAINER_KEYS,
     *MODEL_KEYS,
+    *INNER_MODEL_KEYS,
     *DATA_KEYS,
     *FLAT_KEYS,
     *FORMAT_KEYS,

@@ -1,6 +1,7 @@
 """Old keys of `model:`, and the length of the rows of an evaluation, which was the model's."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from levanter.config.legacy.changes import Change, Draft, Keys, OldKey, inline
 from levanter.config.nodes import to_plain
@@ -16,15 +17,20 @@ MODEL_KEYS = (
         why="it is the longest sequence that the model accepts; each run chooses its own length",
     ),
 )
+INNER = ("model_a", "model_b", "model")
+"""Blocks that have a `model:` of their own: the models of `perplexity_gap`."""
+INNER_MODEL_KEYS = tuple(replace(row, block="*.model") for row in MODEL_KEYS)
 
 
 def translate_model(draft: Draft) -> None:
-    """Translates every old key of `model:`; they are renamed, nothing more."""
-    block = draft.block(MODEL)
-    for row in MODEL_KEYS:
-        entry = block.entry(row.name) if block is not None else None
-        if entry is not None:
-            draft.move(row, entry, MODEL, [((*MODEL, row.new), entry.node)])
+    """Translates every old key of `model:`, wherever one stands; they are renamed, nothing more."""
+    places = [(MODEL, MODEL_KEYS), *(((name, *MODEL), INNER_MODEL_KEYS) for name in INNER)]
+    for path, rows in places:
+        block = draft.block(path)
+        for row in rows:
+            entry = block.entry(row.name) if block is not None else None
+            if entry is not None:
+                draft.move(row, entry, path, [((*path, row.new), entry.node)])
 
 
 def translate_row_length(draft: Draft, takes: Collection[str]) -> None:

@@ -14,6 +14,8 @@ GENERATION: Mapping[str, Any] = {"max_gen_toks": 256, "temperature": 0.0, "n": 1
 class HarnessTaskConfig(Ranged):
     """One task, and what is changed of it; what is left out stays as lm_eval's file of the task has it.
 
+    With a name that no task has, a `dataset_path` and an `output_type`, it is a task of its own.
+
     Attributes:
         task: its name, or that of a group or a tag.
         task_alias: what its results are called; several variants of a task need one each.
@@ -47,6 +49,11 @@ class HarnessTaskConfig(Ranged):
     additional_stop_strings: list[str] | None = None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it says enough to be a task of its own."""
+        return self.dataset_path is not None and self.output_type is not None
+
+    @property
     def changes(self) -> dict[str, Any]:
         """What lm_eval is given over the task's own file."""
         own = ("task", "task_alias", "additional_stop_strings")
@@ -56,15 +63,20 @@ class HarnessTaskConfig(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLoggingConfig(Ranged):
-    """Upstream's way to log samples to its tracker.
+    """Upstream's way to log samples to its tracker; here they go into files, as with `log_samples`.
 
     Attributes:
-        enabled: whether samples are written, into files here; `log_samples` writes all of them.
-        max_samples_per_benchmark: how many of each task; null for all.
+        log_all: whether all samples are written.
+        max_samples_per_benchmark: otherwise how many of each task; null for none.
     """
 
-    enabled: bool = False
-    max_samples_per_benchmark: PositiveInt | None = None
+    log_all: bool = False
+    max_samples_per_benchmark: Count | None = None
+
+    @property
+    def logs(self) -> bool:
+        """Whether any are written."""
+        return self.log_all or bool(self.max_samples_per_benchmark)
 
 
 @dataclass(frozen=True, kw_only=True)

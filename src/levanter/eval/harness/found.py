@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from levanter.data.chat import ChatTemplate
 from levanter.eval.harness.asked import HarnessError, QueryEncoder
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.counting import Counted
-from levanter.eval.harness.packing import RowShape, fitted
+from levanter.eval.harness.fitting import Room
+from levanter.eval.harness.packing import RowShape
 from levanter.eval.harness.tasks import AbsentTaskError, LoadedTasks, load_tasks
 from levanter.processes.barrier import ONE_FOR_ALL_SECONDS, agreed, current_peers, is_process_0
 from levanter.run import Check
@@ -73,6 +74,7 @@ def count_requests(
     template: ChatTemplate | None,
     shapes: Sequence[RowShape],
     cost: Callable[[RowShape], float],
+    room: Room | None = None,
 ) -> tuple[Counted | None, Check | None]:
     """How often Programs run, by the documents; None where these, or a tokenizer, are not there.
 
@@ -83,48 +85,24 @@ def count_requests(
         template: writes conversations; None where there is none.
         shapes: of the rows.
         cost: of a batch.
+        room: what rows may be, if they are to suit the requests where all are known; None for the shapes given.
 
     Returns:
-        What was counted, and what is wrong with a request; None for nothing.
+        What was counted, in which shapes, and what is wrong with a request; None for nothing.
     """
     told: dict[str, object] = {}
     if tasks.loaded is not None and encoder is not None:
         from levanter.eval.harness.sampling import count
 
         try:
-            counted = count(tasks.loaded, config, encoder, template, shapes, cost)
-            told = {each.name: getattr(counted, each.name) for each in fields(counted)}
+            told = count(tasks.loaded, config, encoder, template, shapes, cost, room).message()
         except ValueError as error:
             told = {"error": str(error)}
     heard = json.loads(from_process_0("the requests", json.dumps(told)))
     if "error" in heard:
         error = HarnessError(heard["error"])
         return None, Check(name="requests", status="error", message=str(error), error=error)
-    return (Counted(**heard) if heard else None), None
-
-
-def fitted_shapes(
-    tasks: FoundTasks,
-    config: HarnessConfig,
-    encoder: QueryEncoder | None,
-    template: ChatTemplate | None,
-    shapes: Sequence[RowShape],
-    cost: Callable[[RowShape], float],
-    *,
-    ways: int,
-) -> tuple[tuple[RowShape, ...], Counted | None, Check | None]:
-    """The shapes with no more rows than the requests fill, where all of them are known; and how often they run.
-
-    Args:
-        tasks, config, encoder, template, cost: see `count_requests`.
-        shapes: with as many rows as may be.
-        ways: how many shards the batch has.
-    """
-    counted, problem = count_requests(tasks, config, encoder, template, shapes, cost)
-    fewer = tuple(shapes) if counted is None else fitted(shapes, counted.rows, ways=ways)
-    if fewer == tuple(shapes):
-        return fewer, counted, problem
-    return fewer, *count_requests(tasks, config, encoder, template, fewer, cost)
+    return (Counted.of_message(heard) if heard else None), None
 
 
 def from_process_0(name: str, value: str) -> str:

@@ -86,4 +86,5 @@ def written_samples(config: HarnessConfig, samples: Mapping[str, Any]) -> Mappin
     few = config.sample_logging
     if config.log_samples:
         return samples
-    return {task: lines[: few.max_samples_per_benchmark] for task, lines in samples.items()} if few.enabled else {}
+    most = None if few.log_all else few.max_samples_per_benchmark
+    return {task: lines[:most] for task, lines in samples.items()} if few.logs else {}

@@ -11,11 +11,11 @@ positions is scored, so there are items with few targets for their tokens; in *d
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from levanter.eval.harness.asked import Query
+from levanter.eval.harness.asked import HarnessError, Query
 
 SCORES = "score_"
 """How the names of the Programs begin."""
@@ -23,6 +23,8 @@ SHARE = 4
 """One position in so many is scored in a sparse row."""
 SHORTEST = 64
 """Positions of the shortest rows, unless the model's context is shorter."""
+Piece = tuple[int, int, int, int]
+"""A part of an item that lies in one row: its weight, the item, the first of its targets, how many."""
 _SAMPLE = 2048
 """Items by which the lengths are chosen."""
 
@@ -71,23 +73,6 @@ def row_shapes(max_length: int, *, tokens: int, ways: int) -> tuple[RowShape, ..
     return (*found, *(of(n, n) for n in reversed(dense)))
 
 
-def fitted(shapes: Sequence[RowShape], rows: Mapping[str, Sequence[int]], *, ways: int) -> tuple[RowShape, ...]:
-    """The shapes with no more rows in a batch than the same number of batches takes.
-
-    Args:
-        shapes: with as many rows as may be.
-        rows: of each shape, by its name, how many rows each table has.
-        ways: how many shards the batch has.
-    """
-
-    def fits(shape: RowShape) -> RowShape:
-        counts = [count for count in rows.get(shape.name, ()) if count]
-        needed = [-(-count // (-(-count // shape.rows) * ways)) for count in counts]
-        return replace(shape, rows=ways * max(needed)) if needed else shape
-
-    return tuple(map(fits, shapes))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Items:
     """Questions without those that others answer on the way.
@@ -128,10 +113,17 @@ def items_of(questions: Sequence[Query]) -> Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Rows of one shape: the pieces of each, as (item, first target, targets)."""
+    """Rows of one shape.
+
+    Attributes:
+        shape: theirs.
+        rows: the pieces of each, as (item, first target, targets).
+        filled: weight of the fullest row; 0 where only the rows were heard of.
+    """
 
     shape: RowShape
     rows: tuple[tuple[tuple[int, int, int], ...], ...]
+    filled: int = 0
 
     @property
     def batches(self) -> int:
@@ -147,7 +139,21 @@ def pack(items: Items, shapes: Sequence[RowShape], cost: Callable[[RowShape], fl
         shapes: those there are.
         cost: of executing one batch, in any unit.
     """
-    pieces: Mapping[bool, list[tuple[int, int, int, int]]] = {False: [], True: []}
+    found = []
+    for dense, mine in pieces_of(items, shapes).items():
+        if mine:
+            found += best([shape for shape in shapes if shape.is_dense == dense], sorted(mine, reverse=True), cost)
+    return tuple(found)
+
+
+def pieces_of(items: Items, shapes: Sequence[RowShape]) -> Mapping[bool, list[Piece]]:
+    """What goes into sparse rows, and into dense ones.
+
+    Args:
+        items: the items.
+        shapes: those there are.
+    """
+    pieces: Mapping[bool, list[Piece]] = {False: [], True: []}
     has_sparse = any(not shape.is_dense for shape in shapes)
     longest = max(shape.length for shape in shapes)
     for item, (tokens, targets) in enumerate(zip(items.inputs, items.targets, strict=True)):
@@ -159,18 +165,27 @@ def pack(items: Items, shapes: Sequence[RowShape], cost: Callable[[RowShape], fl
         for first in range(0, count, longest):
             part = min(longest, count - first)
             pieces[True].append((max(len(tokens), part), item, first, part))
-    found = []
-    for dense, mine in pieces.items():
-        if mine:
-            found += _best([shape for shape in shapes if shape.is_dense == dense], sorted(mine, reverse=True), cost)
-    return tuple(found)
+    return pieces
 
 
-def _best(
-    shapes: Sequence[RowShape], pieces: Sequence[tuple[int, int, int, int]], cost: Callable[[RowShape], float]
-) -> list[Packed]:
-    """The rows in those shapes that cost least, by a sample of the pieces."""
+def best(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]) -> list[Packed]:
+    """The rows in those shapes that cost least, by a sample of the pieces.
+
+    Args:
+        shapes: sparse ones, or dense ones.
+        pieces: of that kind, the heaviest first.
+        cost: of a batch.
+
+    Raises:
+        HarnessError: one is longer than all rows.
+    """
     longest = max(weight for weight, *_ in pieces)
+    if longest > (planned := max(shape.length for shape in shapes)):
+        raise HarnessError(
+            f"a task asks for {longest:,} tokens, and for {planned:,} at most when it was planned: its "
+            "documents or its prompts are not the same each time\n"
+            "  → trainer.per_device_eval_parallelism: a number of rows; then they are as long as the model sees"
+        )
     step = -(-len(pieces) // _SAMPLE)
     sample = pieces[::step]
 
@@ -186,19 +201,18 @@ def _best(
     return _filled(min(usable, key=price), pieces, cost)
 
 
-def _filled(
-    shapes: Sequence[RowShape], pieces: Sequence[tuple[int, int, int, int]], cost: Callable[[RowShape], float]
-) -> list[Packed]:
+def _filled(shapes: Sequence[RowShape], pieces: Sequence[Piece], cost: Callable[[RowShape], float]) -> list[Packed]:
     """Rows: each begins with the longest piece left, in the shape that suits it, and takes what else fits."""
     weights = [piece[0] for piece in reversed(pieces)]  # ascending
-    waiting: dict[int, list[tuple[int, int, int, int]]] = {}
+    waiting: dict[int, list[Piece]] = {}
     for piece in reversed(pieces):
         waiting.setdefault(piece[0], []).append(piece)
     left = sorted(set(weights))
     suits = {weight: _suiting(shapes, weight, cost) for weight in left}
     rows: dict[RowShape, list[tuple[tuple[int, int, int], ...]]] = {}
+    filled: dict[RowShape, int] = {}
 
-    def take(room: int) -> tuple[int, int, int, int] | None:
+    def take(room: int) -> Piece | None:
         at = bisect.bisect_right(left, room) - 1
         if at < 0:
             return None
@@ -215,7 +229,8 @@ def _filled(
             row.append(piece[1:])
             room -= piece[0]
         rows.setdefault(shape, []).append(tuple(row))
-    return [Packed(shape=shape, rows=tuple(rows[shape])) for shape in shapes if shape in rows]
+        filled[shape] = max(filled.get(shape, 0), shape.length - room)
+    return [Packed(shape=shape, rows=tuple(rows[shape]), filled=filled[shape]) for shape in shapes if shape in rows]
 
 
 def _suiting(shapes: Sequence[RowShape], weight: int, cost: Callable[[RowShape], float]) -> RowShape:

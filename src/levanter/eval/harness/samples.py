@@ -106,7 +106,7 @@ def read_run(path: str) -> tuple[dict[str, Any], dict[str, tuple[Sample, ...]]]:
     name = base_name(path)
     date = name.removeprefix("results_").removesuffix(".json")
     folder = path.removesuffix(name) or "."
-    samples = {task: samples_of(list(lines)) for task, lines in _lines(folder, tasks, date)}
+    samples = dict(_read_samples(folder, tasks, date))
     if not samples:
         raise HarnessError(
             f"against: {path}: there are no samples_<task>_{date}.jsonl beside it, by which runs are compared\n"
@@ -115,9 +115,19 @@ def read_run(path: str) -> tuple[dict[str, Any], dict[str, tuple[Sample, ...]]]:
     return found, samples
 
 
-def _lines(folder: str, tasks: Sequence[str], date: str) -> Iterator[tuple[str, Iterator[Mapping[str, Any]]]]:
+def _read_samples(folder: str, tasks: Sequence[str], date: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
     for task in tasks:
         path = join(folder, f"samples_{task.replace('/', '__')}_{date}.jsonl")
-        if exists(path):
+        if not exists(path):
+            continue
+        found, number = [], 0
+        try:
             with open_read(path) as file:
-                yield task, iter([json.loads(line) for line in file.read().splitlines() if line.strip()])
+                for line in file.read().splitlines():
+                    number += 1
+                    found += [_sample(json.loads(line))] if line.strip() else []
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise HarnessError(
+                f"against: {path}, line {number}: not a sample of a run ({type(error).__name__}: {error})"
+            ) from error
+        yield task, tuple(found)

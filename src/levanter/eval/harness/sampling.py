@@ -9,6 +9,7 @@ from levanter.eval.harness.asked import HarnessError, Query, QueryEncoder
 from levanter.eval.harness.asking import HarnessLM, continuations, pairs_of
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.counting import Counted
+from levanter.eval.harness.fitting import Room, fitted
 from levanter.eval.harness.packing import RowShape
 from levanter.eval.harness.table import Table
 from levanter.eval.harness.tasks import FEWSHOT_SEED, LmTask, LoadedTasks, quiet, said_of_a_task, seed_everything
@@ -24,6 +25,7 @@ def count(
     template: ChatTemplate | None,
     shapes: Sequence[RowShape],
     cost: Callable[[RowShape], float],
+    room: Room | None = None,
 ) -> Counted:
     """How often each Program will run.
 
@@ -34,6 +36,7 @@ def count(
         template: writes conversations; None where there is none.
         shapes: of the rows.
         cost: of a batch.
+        room: what rows may be, if they are to suit the requests where all are known; None for the shapes given.
 
     Raises:
         HarnessError: a request cannot be answered.
@@ -44,7 +47,7 @@ def count(
     documents = tasks.documents(config.max_examples)
     exact, requests = True, 0
     kinds: dict[str, list[Query]] = {"loglikelihood": [], "loglikelihood_rolling": []}
-    rows: dict[RowShape, float] = {}
+    sampled: list[tuple[list[Query], float]] = []
     for name, task in tasks.tasks.items():
         there = documents[name]
         looked = min(there, LOOKED_AT)
@@ -56,20 +59,20 @@ def count(
         requests += len(instances) * there // max(looked, 1)
         if looked < there:
             exact = False
-            for packed in Table.of(asked, shapes, cost).packed if asked else ():
-                rows[packed.shape] = rows.get(packed.shape, 0) + len(packed.rows) * there / looked
+            sampled.append((asked, there / looked))
         else:
             rolling = bool(instances) and instances[0].request_type == "loglikelihood_rolling"
             kinds["loglikelihood_rolling" if rolling else "loglikelihood"] += asked
+    shapes = fitted(list(kinds.values()), shapes, cost, room) if exact and room is not None else tuple(shapes)
+    rows: dict[RowShape, float] = {}
+    for asked, times in sampled:
+        for packed in Table.of(asked, shapes, cost).packed if asked else ():
+            rows[packed.shape] = rows.get(packed.shape, 0) + len(packed.rows) * times
     executions = {shape.name: -(-int(count) // shape.rows) for shape, count in rows.items()}
-    counts: dict[str, list[int]] = {}
     for asked in kinds.values():
-        table = Table.of(asked, shapes, cost) if asked else None
-        for name, times in ({} if table is None else table.executions).items():
+        for name, times in (Table.of(asked, shapes, cost).executions if asked else {}).items():
             executions[name] = executions.get(name, 0) + times
-        for packed in () if table is None else table.packed:
-            counts.setdefault(packed.shape.name, []).append(len(packed.rows))
-    return Counted(executions=executions, requests=requests, exact=exact, rows=counts if exact else {})
+    return Counted(executions=executions, requests=requests, exact=exact, shapes=tuple(shapes))
 
 
 def _instances(task: LmTask, limit: int, config: HarnessConfig, model: HarnessLM) -> list[Instance]:

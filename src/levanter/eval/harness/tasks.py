@@ -128,9 +128,10 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
         HarnessError: a task is not known (with the nearest names), runs code and may not, or is named twice.
     """
     manager = _Manager(include_path)
-    names = [each.task for each in config.tasks]
     unknown = [
-        f"{name}: no task, group or tag of this name{manager.nearest(name)}" for name in names if not manager.has(name)
+        f"{spec.task}: no task, group or tag of this name{manager.nearest(spec.task)}"
+        for spec in config.tasks
+        if not spec.is_whole and not manager.has(spec.task)
     ]
     if unknown:
         raise HarnessError("\n".join(f"eval_harness.task_spec: {each}" for each in unknown))
@@ -256,12 +257,24 @@ class _Manager:
                 f"eval_harness.task_spec: {spec.task}: a group; changes ({', '.join(spec.changes)}) are a task's\n"
                 f"  → one entry for each of its tasks"
             )
-        # Alone, a mapping would be a task of its own; in a group it is over the task that it names.
-        changed = {"group": "changed", "task": [{"task": spec.task, **spec.changes}]}
+        if spec.changes and entry is None and Path(spec.task).suffix == ".yaml":
+            raise HarnessError(
+                f"eval_harness.task_spec: {spec.task}: a file; changes ({', '.join(spec.changes)}) are a task's\n"
+                "  → its folder as include_path, and the name that the file gives it"
+            )
+        # Alone, a mapping is a task of its own; in a group it is over the task that it names.
+        mapping = {"task": spec.task, **spec.changes}
+        asked = {"group": "changed", "task": [mapping]} if entry is not None else mapping
         try:
             with quiet(), _beside(entry, manager, spec.task):
-                return {"tasks": manager.load([changed])["tasks"]} if spec.changes else manager.load([spec.task])
-        except (OSError, ImportError) as error:
+                return {"tasks": manager.load([asked])["tasks"]} if spec.changes else manager.load([spec.task])
+        except ImportError as error:
+            said = " ".join(map(str, error.args)).strip()[:300]
+            raise HarnessError(
+                f"eval_harness.task_spec: {spec.task}: it needs what is not installed here ({said})\n"
+                "  → install it, or leave the task out"
+            ) from error
+        except OSError as error:
             said = " ".join(str(error).split())[:300]
             raise AbsentTaskError(
                 f"eval_harness.task_spec: {spec.task}: its documents cannot be had here ({said})\n"

@@ -9,10 +9,9 @@ from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folde
 
 from levanter.commands.evaluate import eval_lm, perplexity_gap
 from levanter.commands.evaluate.config import EvalLmConfig
-from levanter.commands.evaluate.gap_config import GapModelConfig, PerplexityGapConfig
+from levanter.commands.evaluate.gap_config import PerplexityGapConfig
 from levanter.commands.shell.entry import run_entry_point
-from levanter.config import load_written, parse_text
-from levanter.data.config import DatasetComponent
+from levanter.config import load_written
 from levanter.plan.targets import target_of_pod
 
 TEXTS = {
@@ -175,45 +174,3 @@ def test_it_is_planned_for_a_pod(folder, tmp_path):
     # The larger one is what lies on a chip.
     assert plan.load is plan.work.halves[0].work.pretrained.load_plan
     assert {each.program: each.executions is not None for each in plan.workloads} == {"score_a": True, "score_b": True}
-
-
-def test_upstreams_defaults_and_null_limits():
-    models = {key: GapModelConfig(hf_checkpoint=key) for key in ("model_a", "model_b")}
-    config = PerplexityGapConfig(**models, datasets={"x": DatasetComponent()})
-    assert (config.max_eval_length, config.max_docs_per_dataset, config.max_doc_bytes) == (4096, 256, 32_768)
-    assert config.folder == "perplexity-gap"
-    document = {
-        "model": {"checkpoint_path": "acme/a", "checkpoint_is_hf": True, "tokenizer_backend": "hf"},
-        "datasets": {"x": {"source": {"validation_urls": ["a.jsonl"]}}},
-        "max_docs_per_dataset": None,
-        "max_doc_bytes": None,
-    }
-    config = parse_text(PerplexityGapConfig, json.dumps(document))
-    assert config.folder == "model-perplexity" and config.models.keys() == {"model"}
-    assert (config.max_docs_per_dataset, config.max_doc_bytes) == (None, None)
-
-
-def test_every_key_of_upstreams_documents_is_read():
-    """Of June 2026, when it came to be; `trainer:` in the spelling of the year before as well."""
-    text = """
-model_a: {checkpoint_path: acme/a, checkpoint_is_hf: true, tokenizer: acme/t, tokenizer_backend: kitoken}
-model_b:
-  checkpoint_path: gs://acme/run
-  checkpoint_is_hf: false
-  model: {type: llama, max_seq_len: 128, hidden_dim: 32, num_heads: 4, num_kv_heads: 2}
-  trust_remote_code: false
-datasets:
-  web: {source: {type: url, validation_urls: [web.jsonl]}, format: {type: text, text_key: body}, tags: [a, b/c]}
-  pairs: {source: {type: hf, id: acme/pairs}, format: {type: supervised, input_key: q, target_key: a}, split: train}
-trainer: {mp: f32, tensor_parallel_axes: [mlp, heads], fsdp_axis: embed, batch_axis: batch}
-output_path: gs://acme/gap
-max_eval_length: 2048
-max_docs_per_dataset: 16
-max_doc_bytes: null
-"""
-    config = parse_text(PerplexityGapConfig, text)
-    assert (config.max_eval_length, config.max_docs_per_dataset, config.max_doc_bytes) == (2048, 16, None)
-    a, b = config.models.values()
-    assert (a.files, a.saved, b.files, b.saved) == ("acme/a", None, None, "gs://acme/run")
-    assert b.model is not None and b.model.max_seq_len == 128 and a.tokenizer == "acme/t"
-    assert config.trainer.mesh.shared_mapping == {"mlp": "model", "heads": "model"}

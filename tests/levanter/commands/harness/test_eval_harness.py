@@ -18,7 +18,7 @@ from levanter.commands.harness.eval_harness import describe, main
 from levanter.commands.shell.entry import run_entry_point
 from levanter.config import parse
 from levanter.eval.harness import tasks
-from levanter.eval.harness.config import GENERATION, HarnessConfig, HarnessTaskConfig
+from levanter.eval.harness.config import GENERATION, HarnessTaskConfig
 from levanter.eval.harness.generation import GenerationKeys
 
 
@@ -226,18 +226,6 @@ def test_assumed_requests_give_minutes_without_documents(model, monkeypatch):
     assert sum(each.executions * each.tokens for each in plan.workloads) >= 40168 * CONTEXT
 
 
-def test_upstreams_defaults():
-    block = HarnessConfig(task_spec=["a"])
-    assert block.generation_kwargs == GENERATION == {"max_gen_toks": 256, "temperature": 0.0, "n": 1, "seed": None}
-    assert (block.max_examples, block.max_length, block.log_samples, block.bootstrap_iters) == (None, None, False, 0)
-    assert (block.apply_chat_template, block.fewshot_as_multiturn, block.confirm_run_unsafe_code) == (
-        False,
-        False,
-        True,
-    )
-    assert (block.sample_logging.enabled, block.sample_logging.max_samples_per_benchmark) == (False, None)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -278,6 +266,19 @@ def test_two_runs_are_compared(tmp_path, model, capsys):
     assert f"beside {results}:" in said and len(re.findall(r"p 1\.000 +equal$", said, re.M)) == 4
     (page,) = (tmp_path / "out").glob("page_*.html")
     assert f"this run beside {results}" in page.read_text()
+    # Other documents there: what was computed is written and shown all the same.
+    for path in first.glob("samples_made_letters_*.jsonl"):
+        path.write_text(path.read_text().replace('"doc_hash": "', '"doc_hash": "x'))
+    before = len(list((tmp_path / "out").glob("results_*.json")))
+    assert run(*words, "--tasks", "made_letters", "--limit", "6", "--against", str(results)) == 2
+    told = capsys.readouterr()
+    assert "made_letters: the other run had other documents under the same numbers" in told.err
+    assert "Traceback" not in told.err and "made_letters  acc " in told.out
+    assert len(list((tmp_path / "out").glob("results_*.json"))) == before + 1
+    assert run(*words, "--tasks", "made_boolean", "--limit", "2", "--against", str(results)) == 2
+    told = capsys.readouterr()
+    assert "no task in common: here made_boolean; there made_letters, made_texts" in told.err
+    assert "loading weights" not in told.out
     (first / results.name).rename(first / "other.json")
     assert run(*words, "--tasks", "made_letters", "--against", str(first / "other.json")) == 2
     assert "there are no samples_<task>_other.json" in capsys.readouterr().err

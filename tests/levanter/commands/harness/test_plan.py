@@ -8,7 +8,6 @@ from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.plan import describe
 from levanter.config import load_written
 from levanter.eval.harness import found
-from levanter.eval.harness.packing import RowShape, fitted
 from levanter.eval.harness.tasks import AbsentTaskError
 from levanter.plan.targets import target_of_pod
 
@@ -59,21 +58,3 @@ def test_flops_of_a_batch_are_those_of_its_tokens(plan):
     scores = 32 * 4 * 4096 * 512
     expected = 1024 * (512 * (2 * weights + scores) + 128 * 2 * 4096 * 128256)
     assert work.flops_full == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rows", "counts", "kept"),
-    [
-        (64, [], 64),  # not used
-        (64, [3], 8),  # one batch, on each of 8 shards one row
-        (64, [65], 40),  # two batches, as without
-        (64, [128], 64),
-        (64, [3, 130], 48),  # three batches for the second; the first has room in one
-    ],
-)
-def test_a_batch_has_no_more_rows_than_are_filled(rows: int, counts: list[int], kept: int):
-    shape = RowShape(length=64, slots=16, rows=rows)
-    (found_shape,) = fitted([shape], {shape.name: counts}, ways=8)
-    assert found_shape.rows == kept
-    for count in counts:
-        assert -(-count // kept) == -(-count // rows)

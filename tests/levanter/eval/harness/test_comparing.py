@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from levanter.eval.harness.asked import HarnessError
 from levanter.eval.harness.comparing import compare, table_of
 from levanter.eval.harness.samples import Sample, read_run, samples_of
 
@@ -104,3 +105,20 @@ def test_what_is_no_run_is_said(tmp_path, content):
         path.write_text(content)
     with pytest.raises(ValueError, match=r"against: .*results_1\.json: "):
         read_run(str(path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("{", "line 1: not a sample of a run (JSONDecodeError"),
+        ("\n\n[]", "line 3: not a sample of a run (TypeError"),
+        ('{"doc_id": 1, "arguments": []}', "line 1: not a sample of a run (KeyError: 'doc_hash')"),
+        ('{"arguments": 3}', "line 1: not a sample of a run (KeyError: 'doc_id')"),
+    ],
+)
+def test_a_damaged_sample_is_said_with_its_line(tmp_path, lines: str, said: str):
+    (tmp_path / "results_1.json").write_text(json.dumps({"results": {"a": {}}}))
+    (tmp_path / "samples_a_1.jsonl").write_text(lines)
+    with pytest.raises(HarnessError) as told:
+        read_run(str(tmp_path / "results_1.json"))
+    assert f"samples_a_1.jsonl, {said}" in str(told.value)

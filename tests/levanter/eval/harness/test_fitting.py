@@ -1,0 +1,76 @@
+"""Rows that suit what is asked: as long as the fullest, as many as there are; everything still has its place."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from levanter.eval.harness.asked import HarnessError, Query
+from levanter.eval.harness.fitting import MOST, Room, fewest_rows, fitted
+from levanter.eval.harness.packing import RowShape, row_shapes
+from levanter.eval.harness.table import Table
+
+
+def price(shape: RowShape) -> float:
+    return shape.rows * shape.length * (1 + 0.3 * shape.slots / shape.length + shape.length / 2000)
+
+
+def question(length: int, targets: int = 1, *, first: int = 3) -> Query:
+    inputs = np.full(length, 5, np.int32)
+    inputs[0] = first
+    return Query(inputs=inputs, targets=np.full(targets, 7, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("most", "counts", "spread", "kept"),
+    [
+        (64, [3], 1.0, 8),  # one batch, on each of 8 shards one row
+        (64, [65], 1.0, 40),  # two batches, as without
+        (64, [128], 1.0, 64),
+        (64, [3, 130], 1.0, 48),  # three batches for the second; the first has room in one
+        (32, [56], 2.0, 56),  # one batch of more rows, none of them empty
+        (32, [72], 1.0, 24),
+    ],
+)
+def test_a_batch_has_as_few_empty_rows_as_may_be(most: int, counts: list[int], spread: float, kept: int):
+    assert fewest_rows(most, counts, Room(ways=8, spread=spread)) == kept
+
+
+def test_rows_are_as_long_as_what_is_in_them():
+    shapes = row_shapes(128, tokens=512, ways=1)
+    asked = [question(102, first=n) for n in range(5)]
+    found = fitted([asked], shapes, price, Room(ways=1, spread=2.0))
+    assert found == (RowShape(length=102, slots=25, rows=5),)
+    assert Table.of(asked, found, price).computed_tokens == 5 * 102
+    # In pieces of 128, as hardware has it, there is nothing to gain.
+    assert {shape.length for shape in fitted([asked], shapes, price, Room(ways=1, unit=128))} == {128}
+    assert fitted([[]], shapes, price, Room(ways=1)) == shapes
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), count=st.integers(1, 40), ways=st.sampled_from([1, 4]), unit=st.sampled_from([1, 16])
+)
+def test_no_question_is_without_a_place_and_no_more_is_computed(seed: int, count: int, ways: int, unit: int):
+    dice = np.random.default_rng(seed)
+    shapes = row_shapes(128, tokens=256, ways=ways)
+    asked = []
+    for n in range(count):
+        length = int(dice.integers(1, 129))
+        asked.append(question(length, int(dice.integers(1, length + 1)) if dice.random() < 0.3 else 1, first=n + 10))
+    found = fitted([asked, asked[:1]], shapes, price, Room(ways=ways, unit=unit, spread=2.0))
+    assert len(found) <= MOST and len({shape.name for shape in found}) == len(found)
+    assert all(shape.rows % ways == 0 and (shape.length % unit == 0 or shape.length == 128) for shape in found)
+    before, after = (Table.of(asked, each, price) for each in (shapes, found))
+    assert sorted(n for packed in after.packed for row in packed.rows for n, *_ in row) == sorted(
+        n for packed in before.packed for row in packed.rows for n, *_ in row
+    )
+    paid = [sum(packed.batches * price(packed.shape) for packed in each.packed) for each in (before, after)]
+    # A length more has to be worth it, and the first table is not alone.
+    assert paid[1] <= 1.1 * paid[0] + price(max(found, key=price))
+
+
+def test_what_is_longer_than_it_was_is_said():
+    found = fitted([[question(40)]], row_shapes(128, tokens=128, ways=1), price, Room(ways=1))
+    with pytest.raises(HarnessError, match="asks for 41 tokens, and for 40 at most when it was planned"):
+        Table.of([question(41)], found, price)
