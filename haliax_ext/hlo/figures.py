@@ -54,6 +54,8 @@ class Collective:
         scope: the module it serves.
         hidden_cycles: cycles of other work scheduled while one execution is under way; 0 for a synchronous one.
         name: the instruction.
+        hidden_by: kernels scheduled meanwhile, of whose time nothing is known here: each with a name that it has for
+            all collectives that use the same links, so that no second of it hides two of them.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Collective:
     scope: Scope
     hidden_cycles: int
     name: str
+    hidden_by: tuple[tuple[str, "Kernel"], ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -161,6 +164,7 @@ class _Flight:
     source: Instruction
     shapes: tuple[Shape, ...]
     hidden: int = 0
+    hidden_by: list[tuple[str, Kernel]] = field(default_factory=list[tuple[str, Kernel]])
 
 
 _Call = tuple[str, tuple[Shape, ...], tuple[Shape, ...], Scope]
@@ -198,6 +202,13 @@ class _Reader:
         here = [self._instruction(computation, instruction, times) for instruction in computation.instructions]
         self._flights(computation, here, times)
         return sum(here)
+
+    def _kernel_at(self, computation: Computation, call: Instruction) -> Kernel | None:
+        """The hand-written kernel that an instruction is, once."""
+        if call.opcode != "custom-call" or call.attribute("custom_call_target") not in _KERNEL_TARGETS:
+            return None
+        name, operands, results, scope = self._call(computation, call)
+        return Kernel(name, 1, operands, results, scope)
 
     def _instruction(self, computation: Computation, instruction: Instruction, times: int) -> int:
         opcode = instruction.opcode
@@ -247,9 +258,12 @@ class _Reader:
         return (count if count is not None else 1) * self.visit(body, times * (count if count is not None else 1))
 
     def _kernel(self, computation: Computation, call: Instruction, times: int) -> None:
+        self.kernels[self._call(computation, call)] += times
+
+    def _call(self, computation: Computation, call: Instruction) -> _Call:
         operands = tuple(shape for name in call.operands if (i := computation.by_name.get(name)) for shape in i.shapes)
         name = call.name.split(".")[0] if call.opcode == "custom-call" else call.opcode
-        self.kernels[name, operands, call.shapes, self._scope(call)] += times
+        return name, operands, call.shapes, self._scope(call)
 
     def _scope(self, instruction: Instruction) -> Scope:
         """The instruction's own scope; for a fusion without one, that of what it fuses."""
@@ -303,9 +317,9 @@ class _Reader:
                 if opcode == "async-start":
                     flights[instruction.name] = flights[key]
         unique = list({id(flight): flight for flight in flights.values()}.values())
-        self._emit(unique, cycles, times)
+        self._emit(unique, computation, cycles, times)
 
-    def _emit(self, flights: list[_Flight], cycles: list[int], times: int) -> None:
+    def _emit(self, flights: list[_Flight], computation: Computation, cycles: list[int], times: int) -> None:
         built = [(flight, *self._placed(flight)) for flight in flights]
         taken: set[tuple[str, int]] = set()
         for flight, covered, net, members in built:
@@ -314,12 +328,25 @@ class _Reader:
                 if cycles[index] and (links, index) not in taken:
                     taken.add((links, index))
                     flight.hidden += cycles[index]
+                if kernel := self._kernel_at(computation, computation.instructions[index]):
+                    flight.hidden_by.append((f"{computation.instructions[index].name} {links}", kernel))
             nbytes = sum(shape.nbytes for shape in flight.shapes)
             if net == "dcn" and not nbytes:
                 nbytes = flight.source.shapes[0].nbytes
             scope = scope_of(flight.source.op_name)
             self.collectives.append(
-                Collective(flight.kind, nbytes, times, members, covered, net, scope, flight.hidden, flight.source.name)
+                Collective(
+                    flight.kind,
+                    nbytes,
+                    times,
+                    members,
+                    covered,
+                    net,
+                    scope,
+                    flight.hidden,
+                    flight.source.name,
+                    tuple(flight.hidden_by),
+                )
             )
 
     def _placed(self, flight: _Flight) -> tuple[tuple[AxisSpan, ...] | None, Network, int]:

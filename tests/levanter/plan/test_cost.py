@@ -183,6 +183,33 @@ def test_the_last_part_of_a_sequence_visits_most():
     assert kernel_flops(part, causal=True) == 2 * 2 * 4 * visited * block**2 * 128
 
 
+def test_one_kernel_for_all_gradients_is_told_by_what_it_makes():
+    name, shape = "splash_mha_dkv_no_residuals", kernel("x").results[0]
+    pieces = Shape("bf16", (2, 16, *shape.sizes[1:]))
+    both = replace(kernel(name), results=(shape, shape))
+    fused = replace(kernel(name), results=(pieces, shape, shape))
+    assert kernel_flops(fused, causal=True) == 5 / 4 * kernel_flops(both, causal=True)
+
+
+def test_a_kernel_hides_keys_that_travel_and_each_second_of_it_once():
+    attends = replace(kernel("splash_mha_fwd_residuals"), times=1)
+    seconds = kernel_flops(attends, causal=True, attended=0.5) / 275e12 / KERNEL_EFFICIENCY
+    on_its_way = NETWORK.collective_seconds(gather(1 << 30))
+
+    def exposed(attended, *hidden_by):
+        each = [
+            replace(gather(1 << 30, times=3), hidden_by=tuple((name, attends) for name in names)) for names in hidden_by
+        ]
+        return step_time(figures(collectives=tuple(each)), NETWORK, attended=attended).exposed
+
+    assert 0 < seconds < on_its_way
+    assert exposed(None, ["a"]) == pytest.approx(3 * on_its_way)
+    assert exposed(0.5, ["a"]) == pytest.approx(3 * (on_its_way - seconds))
+    assert exposed(0.5, ["a"], ["a"]) == pytest.approx(3 * (2 * on_its_way - seconds))
+    assert exposed(0.5, ["a"], ["b"]) == pytest.approx(3 * 2 * (on_its_way - seconds))
+    assert exposed(0.5, list("abcdefghijklmnopqrstuvwxyz")) == pytest.approx(max(0.0, 3 * (on_its_way - 26 * seconds)))
+
+
 def test_kernels_widen_the_range_and_unknown_ones_are_named():
     known = kernel("splash_mha_fwd_residuals")
     stranger = Kernel("my_kernel", 3, (), (), Scope("x"))
