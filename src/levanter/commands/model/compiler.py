@@ -69,13 +69,15 @@ def choose_compiler(
 
 
 def is_fsdp_alone(resolved: ResolvedMesh) -> bool:
-    """Whether parameters are sharded over mesh axes that shard the batch, and over no others.
+    """Whether parameters are sharded over mesh axes that shard the batch or positions, and over no others.
 
-    They are then gathered for use, and nothing else is exchanged in a layer.
+    They are then gathered for use, and outside of attention nothing else is exchanged in a layer.
     """
     mappings, sizes = resolved.mappings, resolved.spec.shape
-    of_batch = {axis for axis in mappings.compute.mesh_axes(resolved.batch_axis) if sizes[axis] > 1}
-    said = (mappings.params, mappings.compute, mappings.residual, mappings.attention)
+    compute = mappings.compute
+    of_tokens = {*compute.mesh_axes(resolved.batch_axis), *compute.mesh_axes("position")}
+    of_batch = {axis for axis in of_tokens if sizes[axis] > 1}
+    said = (mappings.params, compute, mappings.residual, mappings.attention)
     every = (*said, *(rules for _, rules in mappings.overrides))
     others = {axis for mapping in every for axis in mapping.used_mesh_axes if sizes[axis] > 1} - of_batch
     return bool(of_batch & mappings.params.used_mesh_axes) and not others

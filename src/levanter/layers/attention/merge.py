@@ -24,12 +24,16 @@ def nothing(shape: tuple[int, ...]) -> Seen:
 
 
 def merged(one: Seen, other: Seen) -> Seen:
-    """Of a query that has seen the keys of both."""
+    """Of a query that has seen the keys of both.
+
+    The weights add up to one, so that one of them is laid over the features, and not two: on a TPU that takes longer
+    than the products do.
+    """
     (a, of_a), (b, of_b) = one, other
-    both = jnp.logaddexp(of_a, of_b)
-    return a.astype(jnp.float32) * jnp.exp(of_a - both)[..., None] + b.astype(jnp.float32) * jnp.exp(of_b - both)[
-        ..., None
-    ], both
+    share = jax.nn.sigmoid(of_b - of_a)[..., None]
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    # Finite everywhere (a query without keys has `HIDDEN`), so there is no need of logaddexp's case for infinities.
+    return a + (b - a) * share, jnp.maximum(of_a, of_b) + jnp.log1p(jnp.exp(-jnp.abs(of_a - of_b)))
 
 
 def with_sinks(seen: Seen, sinks: jax.Array) -> Seen:

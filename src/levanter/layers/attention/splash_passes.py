@@ -1,9 +1,9 @@
 """A ring's passes by JAX's kernel for TPUs (`ring.Pass`), which is neither patched nor copied.
 
-A run of keys that arrives is attended to as if it began the sequence: the mark of a query (`splash_tables`) is its
-position less that of the run's first key. So one compiled kernel serves every hop: whole, diagonal, nothing and any
-window are tables of blocks that are computed from the marks. The kernel's own backward pass is called with what
-attention to *all* keys has found.
+The keys that arrive are attended to in one call, as if they were a sequence: the mark of a query (`splash_tables`) says
+up to which index, and with a window from which, it sees them. So one compiled kernel serves every hop: whole, diagonal,
+nothing and any window are tables of blocks that are computed from the marks. The kernel's own backward pass is called
+with what attention to *all* keys has found.
 
 That backward pass has a private name in JAX, `_splash_attention_bwd`; nothing else here uses one, and a JAX without it,
 or with another one, has no splash in a ring (`obstacle`). A test pins what is passed to it.
@@ -21,7 +21,15 @@ from levanter.layers.attention import merge
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.ring import Arrays, Sight
 from levanter.layers.attention.splash import BLOCKS
-from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, Tables, tables_at
+from levanter.layers.attention.splash_tables import (
+    MOST_MARKED_KEYS,
+    LimitRule,
+    Rule,
+    Settings,
+    SplashBlocks,
+    Tables,
+    tables_at,
+)
 
 BACKWARD = "_splash_attention_bwd"
 TAKES = (
@@ -37,6 +45,9 @@ TAKES = (
     "do",
 )
 """The parameters of the kernel's backward pass, in order."""
+
+FUSED_BYTES = 512 << 20
+"""What the pieces of one row's gradient of the queries may take where one kernel makes all gradients."""
 
 
 def obstacle() -> str | None:
@@ -56,32 +67,32 @@ class SplashPasses:
         soft_cap: bound of the scores; None for none.
         block_size: positions in a block; None for the largest that divides a run.
         interpret: emulate the kernel.
+        fused: whether the backward pass is one kernel (`Settings`); None where that is known to fit: heads of at most
+            128 in 16 bits, and `FUSED_BYTES` for the pieces of the queries' gradient.
     """
 
     soft_cap: float | None = None
     block_size: int | None = None
     interpret: bool = False
+    fused: bool | None = None
 
     def forward(
         self, sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, begins: Arrays, segments: Arrays | None
     ) -> merge.Seen:
         """See `Pass`."""
-        rule, settings = Rule(sight.is_causal, sight.window), self._settings(q, sight)
+        settings = self._settings(q, sight)
+        tables, rule, ids = _tables(sight, q.shape[-2], begins, segments, settings.blocks)
+        kernel = settings.kernel(tables, rule, residuals=True)
         # A query that sees no key here has this one, whose value is zero; beside any other key it weighs nothing.
         hidden = jnp.full((q.shape[1] * q.shape[2],), HIDDEN, jnp.float32)
-        seen = merge.nothing(q.shape)
-        for run in range(sight.runs):
-            tables, keys = self._run(run, sight, q, (k, v), begins, segments, settings)
-            kernel = settings.kernel(tables, rule, residuals=True)
 
-            def of_row(row: dict[str, jax.Array], kernel: pallas.SplashAttentionKernel = kernel) -> merge.Seen:
-                q = row["q"]
-                found = kernel(q.reshape(-1, *q.shape[2:]), row["k"], row["v"], segment_ids=_ids(row), sinks=hidden)
-                out, (total,) = cast(tuple[jax.Array, tuple[jax.Array]], found)
-                return out.reshape(q.shape), total.reshape(q.shape[:-1])
+        def of_row(row: dict[str, jax.Array]) -> merge.Seen:
+            q = row["q"]
+            found = kernel(q.reshape(-1, *q.shape[2:]), row["k"], row["v"], segment_ids=_ids(row), sinks=hidden)
+            out, (total,) = cast(tuple[jax.Array, tuple[jax.Array]], found)
+            return out.reshape(q.shape), total.reshape(q.shape[:-1])
 
-            seen = merge.merged(seen, jax.vmap(of_row)({"q": q, **keys}))
-        return seen
+        return jax.vmap(of_row)({"q": q, "k": k, "v": v, **ids})
 
     def backward(
         self,
@@ -93,67 +104,91 @@ class SplashPasses:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Pass`."""
         (q, k, v), (out, total, of_out) = given, found
-        rule, settings = Rule(sight.is_causal, sight.window), self._settings(q, sight)
-        rows = {"q": q, "out": out, "total": total, "of_out": of_out}
-        of_q, of_keys = jnp.zeros(q.shape, jnp.float32), []
-        for run in range(sight.runs):
-            (_, of_queries, of_run), keys = self._run(run, sight, q, (k, v), begins, segments, settings)
+        settings = self._settings(q, sight)
+        tables, rule, ids = _tables(sight, q.shape[-2], begins, segments, settings.blocks)
+        queries = {"q": q, "out": out, "total": total, "of_out": of_out}
+        backward = getattr(pallas, BACKWARD)
 
-            def of_row(
-                row: dict[str, jax.Array], infos: tuple[object, object] = (of_queries, of_run)
-            ) -> tuple[jax.Array, ...]:
-                heads = {name: row[name].reshape(-1, *row[name].shape[2:]) for name in rows}
-                residuals = (heads["q"], row["k"], row["v"], _ids(row), None, heads["out"], heads["total"], *infos)
-                backward = getattr(pallas, BACKWARD)
-                _, _, _, dq, dk, dv, _, _ = backward(
-                    False,
-                    pallas.DEFAULT_MASK_VALUE,
-                    False,
-                    settings.sizes,
-                    None,
-                    rule,
-                    self.soft_cap,
-                    self.interpret,
-                    residuals,
-                    heads["of_out"],
-                )
-                return dq.reshape(row["q"].shape), dk, dv
+        def of_row(row: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+            heads = {name: row[name].reshape(-1, *row[name].shape[2:]) for name in queries}
+            infos = (None if settings.fused else tables[1], tables[2])
+            kept = (heads["q"], row["k"], row["v"], _ids(row), None, heads["out"], heads["total"], *infos)
+            _, _, _, dq, dk, dv, _, _ = backward(
+                False,
+                pallas.DEFAULT_MASK_VALUE,
+                False,
+                settings.sizes,
+                None,
+                rule,
+                self.soft_cap,
+                self.interpret,
+                kept,
+                heads["of_out"],
+            )
+            return dq.reshape(row["q"].shape), dk, dv
 
-            dq, dk, dv = jax.vmap(of_row)({**rows, **keys})
-            of_q = of_q + dq.astype(jnp.float32)
-            of_keys.append((dk.astype(jnp.float32), dv.astype(jnp.float32)))
-        of_k, of_v = (jnp.concatenate(parts, axis=2) for parts in zip(*of_keys, strict=True))
-        return of_q, of_k, of_v
+        dq, dk, dv = (x.astype(jnp.float32) for x in jax.vmap(of_row)({**queries, "k": k, "v": v, **ids}))
+        return dq, dk, dv
 
     def _settings(self, q: jax.Array, sight: Sight) -> Settings:
         run = q.shape[-2] // sight.runs
         blocks = run_blocks(run, self.block_size, head_size=q.shape[-1], wide=q.dtype.itemsize > 2)
-        return Settings(blocks=blocks, soft_cap=self.soft_cap, interpret=self.interpret)
+        pieces = q[0].size * q.dtype.itemsize * (q.shape[-2] // blocks.block)
+        fits = q.dtype.itemsize == 2 and q.shape[-1] <= 128 and pieces <= FUSED_BYTES
+        fused = fits if self.fused is None else self.fused
+        return Settings(blocks=blocks, soft_cap=self.soft_cap, interpret=self.interpret, fused=fused)
 
-    def _run(
-        self,
-        run: int,
-        sight: Sight,
-        q: jax.Array,
-        keys: tuple[jax.Array, jax.Array],
-        begins: Arrays,
-        segments: Arrays | None,
-        settings: Settings,
-    ) -> tuple[Tables, dict[str, jax.Array]]:
-        """The tables of blocks for one run of the keys, and that run with its segments."""
-        own, theirs = begins
-        size = q.shape[-2] // sight.runs
-        here = slice(run * size, (run + 1) * size)
-        marks = (own[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(-1) - theirs[run]
-        tables = tables_at(Rule(sight.is_causal, sight.window), marks[None], size, settings.blocks)
-        arrays = {"k": keys[0][:, :, here], "v": keys[1][:, :, here]}
-        if segments is not None:
-            mine, others = segments[0], segments[1][:, here]
-            arrays |= {"query_segments": mine, "key_segments": others}
-            meet = jnp.any((mine.min(-1) <= others.max(-1)) & (mine.max(-1) >= others.min(-1))).astype(jnp.int32)
-            tables = tuple(table._replace(block_mask=jnp.asarray(table.block_mask) * meet) for table in tables)
-        forward, of_queries, of_keys = (table._replace(q_sequence=marks) for table in tables)
-        return (forward, of_queries, of_keys), arrays
+
+def _tables(
+    sight: Sight, length: int, begins: Arrays, segments: Arrays | None, blocks: SplashBlocks
+) -> tuple[Tables, Rule | LimitRule, dict[str, jax.Array]]:
+    """The tables of blocks for the keys that are here, the rule that their marks are for, and the segments by name."""
+    rule, marks = marks_by_index(sight, length, begins)
+    if segments is None:
+        tables = tables_at(rule, marks[None], length, blocks)
+        ids = {}
+    else:
+        tables = tables_at(rule, marks[None], length, blocks, segments=segments)
+        ids = {"query_segments": segments[0], "key_segments": segments[1]}
+    forward, of_queries, of_keys = (table._replace(q_sequence=marks) for table in tables)
+    return (forward, of_queries, of_keys), rule, ids
+
+
+def marks_by_index(sight: Sight, length: int, begins: Arrays) -> tuple[Rule | LimitRule, jax.Array]:
+    """The rule by indices of the keys that are here, and the marks of the queries.
+
+    A device's runs follow each other in position, so what a query sees of them is one range of indices: its end follows
+    from causality, its beginning from the window. With a window and two runs the mark holds both (`LimitRule`).
+
+    Args:
+        sight: what is seen.
+        length: positions on a device.
+        begins: the first positions of the runs of the queries, and of the keys.
+
+    Raises:
+        ValueError: a window in zigzag order over more keys than a mark can tell apart.
+    """
+    own, theirs = begins
+    run = length // sight.runs
+    queries = (own[:, None] + jnp.arange(run, dtype=jnp.int32)[None]).reshape(-1)
+    if sight.runs == 1:
+        return Rule(sight.is_causal, sight.window), queries - theirs[0]
+    if not sight.is_causal:
+        return Rule(is_causal=False, window=None), queries
+
+    def before(position: jax.Array) -> jax.Array:
+        """How many of the keys are before a position."""
+        return jnp.clip(position[:, None] - theirs[None], 0, run).sum(axis=-1, dtype=jnp.int32)
+
+    stop = before(queries + 1)
+    if sight.window is None:
+        return Rule(is_causal=True, window=None), stop - 1
+    if length > MOST_MARKED_KEYS:
+        raise ValueError(
+            f"splash in a ring: with a window and in zigzag order a device has at most {MOST_MARKED_KEYS} positions, "
+            f"not {length}; use position_order: natural, or more devices in the ring"
+        )
+    return LimitRule(), LimitRule.of(before(queries + 1 - sight.window), stop)
 
 
 def run_blocks(run: int, requested: int | None, *, head_size: int, wide: bool) -> SplashBlocks:

@@ -100,11 +100,14 @@ class Settings:
         blocks: how sequences are cut.
         soft_cap: bound of the scores; None for none.
         interpret: emulate the kernel.
+        fused: whether one kernel makes all gradients, which computes the scores once and not twice, and the gradient of
+            the queries in as many pieces as keys have blocks.
     """
 
     blocks: SplashBlocks
     soft_cap: float | None = None
     interpret: bool = False
+    fused: bool = False
 
     @property
     def sizes(self) -> pallas.BlockSizes:
@@ -117,8 +120,9 @@ class Settings:
             block_q_dkv=blocks.block,
             block_kv_dkv=blocks.block,
             block_kv_dkv_compute=blocks.compute,
-            block_q_dq=blocks.dq,
-            block_kv_dq=blocks.dq,
+            block_q_dq=None if self.fused else blocks.dq,
+            block_kv_dq=None if self.fused else blocks.dq,
+            use_fused_bwd_kernel=self.fused,
         )
 
     def kernel(
@@ -250,7 +254,14 @@ def marks_of(rule: Rule, queries: jax.Array, keys: jax.Array | None) -> tuple[ja
     return (LimitRule.of(first, stop) if rule.is_causal else first), order
 
 
-def tables_at(rule: Rule | LimitRule, marks: jax.Array, keys: int, blocks: SplashBlocks) -> Tables:
+def tables_at(
+    rule: Rule | LimitRule,
+    marks: jax.Array,
+    keys: int,
+    blocks: SplashBlocks,
+    *,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+) -> Tables:
     """The tables of blocks for queries with these marks: as `Settings.kernel` takes them, without the marks.
 
     Args:
@@ -258,7 +269,15 @@ def tables_at(rule: Rule | LimitRule, marks: jax.Array, keys: int, blocks: Splas
         marks: `[rows, position]`, in whole blocks; the rows share the tables.
         keys: in whole blocks.
         blocks: how both are cut.
+        segments: of queries and keys, `[rows, …]`; blocks that have none in common are not visited.
     """
+
+    def meet(size: int) -> jax.Array:
+        """`[rows, blocks of queries, blocks of keys]`: whether the ranges of their segments overlap."""
+        assert segments is not None
+        own, theirs = (ids.reshape(ids.shape[0], -1, size) for ids in segments)
+        lowest, highest = own.min(-1)[..., None], own.max(-1)[..., None]
+        return (lowest <= theirs.max(-1)[:, None]) & (highest >= theirs.min(-1)[:, None])
 
     def visited(size: int) -> jax.Array:
         """`[1, blocks of queries, blocks of keys]`: 1 where some row may see something."""
@@ -271,6 +290,8 @@ def tables_at(rule: Rule | LimitRule, marks: jax.Array, keys: int, blocks: Splas
         else:
             smallest, largest = of_blocks.min(-1)[..., None], of_blocks.max(-1)[..., None]
             seen = rule.may_show(smallest, largest, first, last)
+        if segments is not None:
+            seen = seen & meet(size)
         return jnp.any(seen, axis=0)[None].astype(jnp.int32)
 
     def table(size: int, axis: int) -> pallas_info.MaskInfo:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 
 import haliax as hax
 import jax
@@ -20,8 +21,9 @@ from levanter.layers.attention.merge import merged, nothing, with_sinks
 from levanter.layers.attention.order import natural, zigzag
 from levanter.layers.attention.plain_passes import PlainPasses
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.ring import ring_attention
+from levanter.layers.attention.ring import Sight, ring_attention
 from levanter.layers.attention.splash_passes import SplashPasses, run_blocks
+from levanter.layers.attention.splash_tables import SplashBlocks, tables_at
 
 RING = Mappings(
     compute=AxisMapping({"position": "context", "batch": "data"}), attention=AxisMapping({"key_position": "context"})
@@ -106,6 +108,42 @@ def test_splash_in_a_ring_of_four(devices, parts, case):
     soft_cap = 5.0 if capped else None
     passes = SplashPasses(soft_cap=soft_cap, block_size=128, interpret=True)
     compare(devices, passes, given, mask, parts, sinks=capped, soft_cap=soft_cap, n=4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 13, 40])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_mark_says_which_of_the_arrived_keys_a_query_sees(runs, window):
+    """Every pair of ranks, beside positions written out; and a table has every block with something to see."""
+    size, length, blocks = 3, 8, SplashBlocks(block=4, compute=4, dq=2, padded=8)
+    run = length // runs
+    starts = [[r * run, (2 * size - 1 - r) * run][:runs] for r in range(size)]
+    places = [np.concatenate([np.arange(first, first + run) for first in own]) for own in starts]
+    sight = Sight(runs=runs, is_causal=True, window=window)
+    for mine, theirs in itertools.product(range(size), repeat=2):
+        begins = tuple(jnp.asarray(starts[rank], jnp.int32) for rank in (mine, theirs))
+        rule, marks = splash_passes.marks_by_index(sight, length, begins)
+        distance = places[mine][:, None] - places[theirs][None]
+        want = (distance >= 0) & (True if window is None else distance < window)
+        np.testing.assert_array_equal(rule(marks[:, None], jnp.arange(length, dtype=jnp.int32)[None]), want)
+        ids = tuple(jnp.asarray(places[rank][None] // 7, jnp.int32) for rank in (mine, theirs))
+        for segments in (None, ids):
+            shown = want if segments is None else want & (ids[0][0][:, None] == ids[1][0][None])
+            for table, cut in zip(
+                tables_at(rule, marks[None], length, blocks, segments=segments), (4, 2, 4), strict=True
+            ):
+                some = shown.reshape(length // cut, cut, length // cut, cut).any((1, 3))
+                visited = np.asarray(table.block_mask)[0] > 0
+                assert not (some & ~visited).any()
+                # Only where a block's queries differ in what they see may more be visited than shows something.
+                assert window is not None or segments is not None or (some == visited).all()
+
+
+def test_a_window_over_more_keys_than_a_mark_can_tell_apart():
+    sight, begins = Sight(runs=2, is_causal=True, window=5), (jnp.zeros(2, jnp.int32),) * 2
+    with pytest.raises(
+        ValueError, match="at most 65535 positions, not 65536; use position_order: natural, or more dev"
+    ):
+        splash_passes.marks_by_index(sight, 65536, begins)
 
 
 def test_what_is_called_of_the_kernel_is_what_this_jax_has():
