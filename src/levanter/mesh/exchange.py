@@ -144,6 +144,16 @@ def problems_of(
                 suggestion=f"compute_mapping: {{{POSITION}: {show_axes(keys)}}}",
             )
         )
+    across = [axis for axis in compute.mesh_axes(POSITION) if axis in mesh.dcn and mesh.shape[axis] > 1]
+    if across and exchange_of(attention, compute, mesh) in ("gather", "heads"):
+        found.append(
+            ShardingError(
+                f"{_WHERE}: {POSITION} → {show_axes(compute.mesh_axes(POSITION))} crosses slices "
+                f"({', '.join(across)}), "
+                "and between slices only a ring exchanges with its neighbour alone",
+                suggestion="attention_mapping: ring, or cut positions over mesh axes inside a slice",
+            )
+        )
     found += _heads_problems(inside, mesh, sizes)
     found += _order_problems(mesh.ways(queries), sizes.get(POSITION), order)
     return found

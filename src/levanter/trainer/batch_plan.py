@@ -105,12 +105,14 @@ def plan_batch(
             reasons.append(f"{placed - batch} rows of padding: {'; '.join(pad)}")
     if per_device == -1:
         if placed % ways:
-            raise BatchError(_uneven(batch, ways, "ways", on))
+            raise BatchError(_uneven(batch, ways, "ways", on) + _cut_positions(batch, ways))
         per_device = placed // ways
         reasons.append(f"per_device_parallelism -1: {placed} / {ways} = {per_device} rows, nothing is accumulated")
     micro = per_device * ways
     if placed % micro:
-        share = f"; or per_device_parallelism {_listed(divisors(placed // ways))}" if placed % ways == 0 else ""
+        share = _cut_positions(batch, ways)
+        if placed % ways == 0:
+            share = f"; or per_device_parallelism {_listed(divisors(placed // ways))}"
         raise BatchError(
             _uneven(batch, micro, f"rows per microbatch ({per_device} per device × {ways} batch shards)", on) + share
         )
@@ -160,6 +162,16 @@ def _uneven(batch: int, unit: int, what: str, on: str) -> str:
     below, above = batch // unit * unit, -(-batch // unit) * unit
     nearest = " or ".join(str(n) for n in (below, above) if n)
     return f"trainer.train_batch_size {batch} is not a multiple of {unit} {what}{on}; nearest: {nearest}"
+
+
+def _cut_positions(batch: int, ways: int) -> str:
+    """What shards that would have no row are good for."""
+    if batch >= ways or ways % batch:
+        return ""
+    return (
+        f"; batch {batch} leaves {ways - batch} of {ways} data shards idle: use data {batch} × context {ways // batch} "
+        "with trainer.mesh.compute_mapping: {position: context}"
+    )
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -158,6 +158,32 @@ def test_what_is_wrong_is_said_with_what_is_right(options, text):
     assert text in str(error.value)
 
 
+def test_one_group_of_heads_is_refused_with_what_else_there_is():
+    """A model with one key/value head: the words of the message, whole."""
+    one = ModelAxes(sizes={**MODEL.sizes, "kv_head": 1, "q_heads_per_group": 8}, known=SIZES)
+    config = MeshConfig(axes={"context": 4}, compute_mapping=CUT, attention_mapping="heads")
+    with pytest.raises(ShardingError) as error:
+        resolve(config, one, devices=8)
+    assert str(error.value) == (
+        "trainer.mesh: attention_mapping: kv_head → [model, context]: 1 kv_head do not divide into 4 pieces\n"
+        "  → pieces that divide them: 1; or cut the 8 query heads of a group instead, {position: null, "
+        "q_heads_per_group: …}, with keys and values on all devices, or use gather or ring"
+    )
+
+
+def test_between_slices_only_a_ring_exchanges():
+    def over_dcn(attention):
+        config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping=attention)
+        return resolve(config, MODEL, devices=8, granules=2)
+
+    for attention in ("gather", "heads"):
+        with pytest.raises(ShardingError) as error:
+            over_dcn(attention)
+        assert "position → context crosses slices (context), and between slices only a ring" in str(error.value)
+        assert "→ attention_mapping: ring, or cut positions over mesh axes inside a slice" in str(error.value)
+    assert any("every layer exchanges over DCN" in note for note in over_dcn("ring").notes)
+
+
 @pytest.mark.parametrize(("order", "unit", "near"), [("zigzag", 8, "64 or 72"), ("natural", 4, "64 or 68")])
 def test_positions_that_do_not_divide(order, unit, near):
     model = ModelAxes(sizes={**MODEL.sizes, "position": 66}, known=SIZES)

@@ -40,6 +40,8 @@ def test_reasons_name_every_number():
     [
         (100, -1, 8, r"100 is not a multiple of 8 ways; nearest: 96 or 104"),
         (5, -1, 8, r"5 is not a multiple of 8 ways; nearest: 8$"),
+        (4, -1, 8, r"nearest: 8; batch 4 leaves 4 of 8 data shards idle: use data 4 × context 2 with trainer\.mesh"),
+        (2, 1, 8, r"nearest: 8; batch 2 leaves 6 of 8 data shards idle: use data 2 × context 4 with trainer\.mesh"),
         (24, 2, 8, r"24 is not a multiple of 16 rows per microbatch \(2 per device × 8 batch shards\); nearest: 16 or "
                    r"32; "
                    r"or per_device_parallelism 1, 3$"),
