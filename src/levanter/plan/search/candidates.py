@@ -1,13 +1,13 @@
 """The legal ways to lay a language model over the devices of a slice.
 
-A candidate is a factoring of the devices into `replica × data × model × group`, what the parameters are cut by beside
-that, where the residual stream lies between blocks, how many rows of the batch a device handles at a time, and for
-training what is kept for the backward pass. `replica × data` cut the batch; parameters are cut over `data` alone, or
-are whole over both. `model × group` together cut what the layers say that tensor parallelism cuts
-(`Part.tensor_axes`): an axis by itself (`mlp`) is cut by both; of axes that share the devices (attention heads: those
-with keys and values of their own, and the query heads within their groups) `model` cuts the first and `group` the
-second; of a mixture of experts they cut the features of each expert, or whole experts in their place. Where it divides,
-they cut `vocab` too.
+A candidate is a factoring of the devices into `replica × data × context × model × group`, what the parameters are cut
+by beside that, where the residual stream lies between blocks, how many rows of the batch a device handles at a time,
+and for training what is kept for the backward pass. `replica × data` cut the batch; parameters are cut over `data`
+alone, or are whole over both. `context` cuts the positions of long sequences (`LONG`), and parameters like `data`.
+`model × group` together cut what the layers say that tensor parallelism cuts (`Part.tensor_axes`): an axis by itself
+(`mlp`) is cut by both; of axes that share the devices (attention heads: those with keys and values of their own, and
+the query heads within their groups) `model` cuts the first and `group` the second; of a mixture of experts they cut the
+features of each expert, or whole experts in their place. Where it divides, they cut `vocab` too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -24,6 +24,11 @@ Overrides = Mapping[str, Mapping[str, str | list[str] | None]]
 NO_OVERRIDES: Overrides = MappingProxyType({})
 MLP, EXPERT = "mlp", "expert"
 SCORING_ROWS = (1, 2, 4, 8, 16, 32, 64)
+LONG = 32_768
+"""Positions of a sequence from which they are worth cutting; with fewer, rows are."""
+LEAST_PART = 2_048
+"""Positions that a device keeps: with fewer the exchange takes longer than the products (published, on v5p)."""
+_IN_ANY_ORDER = frozenset(("kv_head", "q_heads_per_group", "mlp", "expert"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class Candidate:
         remat: `model.gradient_checkpointing`; None for scoring.
         slices: slices that share the batch.
         cut: what `model × group` cut in the layers, as mappings call it.
+        context: size of mesh axis `context`, which cuts positions; 1 for no such axis.
     """
 
     data: int
@@ -55,6 +61,7 @@ class Candidate:
     slices: int = 1
     replica: int = 1
     cut: tuple[str, ...] = ("mlp", "heads")
+    context: int = 1
 
     @property
     def batch_ways(self) -> int:
@@ -75,6 +82,7 @@ class Candidate:
         tensor: str | list[str] = ["model", "group"] if self.group > 1 else "model"
         axes = {"data": -1, "model": self.model} | ({"group": self.group} if self.group > 1 else {})
         axes |= {"replica": self.replica} if self.replica > 1 else {}
+        axes |= {"context": self.context} if self.context > 1 else {}
         # A device has whole experts, or a part of each.
         whole = {MLP: None} if EXPERT in self.cut else {}
         options: dict[str, Any] = {
@@ -82,6 +90,9 @@ class Candidate:
             "shared_mapping": {**dict.fromkeys(self.cut, tensor), **whole, "vocab": tensor if self.vocab else None},
             "param_mapping": {"embed": "data" if self.fsdp else None},
         }
+        if self.context > 1:
+            options["param_mapping"] = {"embed": ["data", "context"] if self.fsdp else None}
+            options |= {"compute_mapping": {"position": "context"}, "attention_mapping": "auto"}
         if self.residual != "whole":
             options["residual_mapping"] = {self.residual: tensor}
         if kept := self._kept(overrides, set(axes)):
@@ -90,7 +101,7 @@ class Candidate:
 
     def _kept(self, overrides: Overrides, axes: Set[str]) -> dict[str, dict[str, str | list[str] | None]]:
         """The rules whose mesh axes there are; where parameters are whole over `data`, none that cuts some over it."""
-        meant = axes if self.fsdp else axes - {"data"}
+        meant = axes if self.fsdp else axes - {"data", "context"}
         found = {
             pattern: {
                 axis: value
@@ -111,11 +122,20 @@ class Candidate:
     @property
     def sizes(self) -> str:
         """The mesh, as text."""
-        named = {"replica": self.replica, "data": self.data, "model": self.model, "group": self.group}
+        named = {
+            "replica": self.replica,
+            "data": self.data,
+            "context": self.context,
+            "model": self.model,
+            "group": self.group,
+        }
         return " × ".join(f"{name} {size}" for name, size in named.items() if size > 1 or name in ("data", "model"))
 
     def __str__(self) -> str:
-        parts = [self.sizes, "embed → data" if self.fsdp else "parameters replicated over data"]
+        stored = "data × context" if self.context > 1 else "data"
+        parts = [self.sizes, f"embed → {stored}" if self.fsdp else f"parameters replicated over {stored}"]
+        if self.context > 1:
+            parts.append("position → context")
         if EXPERT in self.cut:
             parts.append("expert → model")
         if self.residual != "whole":
@@ -153,10 +173,25 @@ def candidates(
                 continue
             divides = sizes["vocab"] % ways == 0
             base = Candidate(data=devices // ways, model=both[0], group=both[1], vocab=divides, slices=slices, cut=cut)
+            contexts = _contexts(sizes, tensor_axes, devices // ways) if global_batch is not None else [1]
             for residual in _residuals(sizes, ways, training=global_batch is not None):
-                for laid_out in _placed(replace(base, residual=residual), sizes["embed"]):
-                    found += _with_batch(laid_out, global_batch)
+                for context in contexts:
+                    rest = replace(base, residual=residual, data=base.data // context, context=context)
+                    for laid_out in _placed(rest, sizes["embed"]):
+                        found += _with_batch(laid_out, global_batch)
     return found
+
+
+def _contexts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]], devices: int) -> list[int]:
+    """Into how many parts positions may be cut: one, or several of those that are long.
+
+    Layers that take positions to be in their own order cannot have them in another; what tensor parallelism cuts in a
+    layer tells attention and MLPs from those.
+    """
+    positions = sizes.get("position", 0)
+    if positions < LONG or not {name for axes in tensor_axes for name in axes} <= _IN_ANY_ORDER:
+        return [1]
+    return [n for n in divisors(devices) if n == 1 or (positions % (2 * n) == 0 and positions // n >= LEAST_PART)]
 
 
 def _cuts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]]) -> Iterator[Sequence[tuple[str, ...]]]:
@@ -170,7 +205,7 @@ def _placed(base: Candidate, embed: int) -> Iterator[Candidate]:
     """Where parameters lie beside tensor parallelism: whole, cut over all that cuts the batch, over a part of it."""
     yield replace(base, fsdp=False)
     for data in reversed(divisors(base.data)):
-        if data > 1 and embed % data == 0:
+        if data * base.context > 1 and embed % (data * base.context) == 0:
             yield replace(base, data=data, replica=base.data // data)
 
 

@@ -8,11 +8,12 @@ Only for ranking, and for saying why a neighbour lost; times that are reported c
                 written and read once a pass
     tensor      the sum over what tensor parallelism cuts, in every part of a layer: for attention and `mlp` two
                 all-reduces of the residual stream a layer and pass
-    gradients   reduced over the mesh axes that cut the batch; those of what is trained
+    gradients   reduced over the mesh axes that cut the batch and positions; those of what is trained
+    exchange    what attention to positions on other chips takes (`exchanged`)
     compute     the model's FLOPs at `MATMUL_EFFICIENCY` of peak, with one more forward pass for rematerialization
 
-Of compute, HBM and links (gathers and gradients) the largest is waited for, and the rest hides behind it for the most
-part (`HIDDEN`); the sums of tensor parallelism do not.
+Of compute, HBM and links (gathers, gradients, exchange) the largest is waited for, and the rest hides behind it for the
+most part (`HIDDEN`); the sums of tensor parallelism do not.
 """
 
 import math
@@ -31,6 +32,7 @@ from levanter.models.activations import EMBEDDED, RESIDUAL, constrained_by
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.comms import Network, spans_of
 from levanter.plan.search.candidates import Candidate, Overrides
+from levanter.plan.search.exchanged import exchange_seconds
 from levanter.run import RunPlan
 
 MATMUL_EFFICIENCY = 0.65
@@ -149,6 +151,7 @@ class Estimate:
         gathers: parameters over links.
         tensor: sums over what tensor parallelism cuts.
         gradients: over links.
+        exchange: of keys and values, or heads, over links.
         problem: why it cannot run at all, in axis names; "" if it can.
     """
 
@@ -161,6 +164,7 @@ class Estimate:
     gathers: float = 0.0
     tensor: float = 0.0
     gradients: float = 0.0
+    exchange: float = 0.0
     problem: str = ""
 
     @property
@@ -171,7 +175,7 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of one pass, most of what is not the largest hidden behind it."""
-        parts = (self.compute, self.memory, self.gathers + self.gradients)
+        parts = (self.compute, self.memory, self.gathers + self.gradients + self.exchange)
         return max(parts) + (1 - HIDDEN) * (sum(parts) - max(parts)) + self.tensor
 
     @property
@@ -193,6 +197,7 @@ class Estimate:
             "all-gathers of parameters (embed → data)": self.gathers,
             "sums over the axes that tensor parallelism shards (→ model)": self.tensor,
             "gradients over data": self.gradients,
+            "keys and values over context": self.exchange,
         }
         return max(parts, key=lambda name: parts[name])
 
@@ -205,6 +210,7 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
             subject.axes,
             devices=pod.devices,
             granules=pod.slices,
+            hbm_bytes=pod.hbm_bytes,
         )
     except ShardingError as error:
         return Estimate(problem=_first_line(error))
@@ -242,6 +248,7 @@ def price(
     passes = _passes(subject, remat=remat)
     gathered = _gathered(subject, mappings, mesh)
     residual = rows * subject.positions * subject.axes.sizes["embed"] * subject.compute_bytes
+    residual //= mesh.ways(mappings.compute.mesh_axes("position"))
     cuts = {axis for axes in subject.tensor_axes for name in axes for axis in mappings.compute.mesh_axes(name)}
     tensor_axes = [axis for axis in mesh.names if axis in cuts and mesh.shape[axis] > 1]
     # The head is one more.
@@ -265,6 +272,18 @@ def price(
         * sums
         * ((network.seconds("all-reduce", residual, spans_of(mesh, *tensor_axes)) or 0.0) if tensor_axes else 0.0),
         gradients=steps * _gradient_seconds(subject, mappings, mesh, network) if subject.training else 0.0,
+        exchange=steps
+        * subject.layers
+        * exchange_seconds(
+            subject.axes.sizes,
+            mappings,
+            network,
+            rows=rows,
+            # As often as the sums of tensor parallelism, one of which is the backward pass's.
+            forward=max(1, passes.tensor - 1),
+            backward=subject.training,
+            itemsize=subject.compute_bytes,
+        ),
     )
 
 
@@ -337,8 +356,10 @@ def _seconds(network: Network, kind: str, elements: Mapping[tuple[str, ...], int
 
 
 def _gradient_seconds(subject: SearchSubject, mappings: Mappings, mesh: MeshSpec, network: Network) -> float:
-    """Gradients are summed over the mesh axes that cut the batch, and end where their parameters are."""
-    batch = [axis for axis in mappings.compute.mesh_axes(subject.batch_axis) if mesh.shape.get(axis, 1) > 1]
+    """Gradients are summed over the mesh axes that cut batch and positions, and end where their parameters are."""
+    compute = mappings.compute
+    tokens = (*compute.mesh_axes(subject.batch_axis), *compute.mesh_axes("position"))
+    batch = [axis for axis in tokens if mesh.shape.get(axis, 1) > 1]
     total = 0.0
     for leaf in subject.trained:
         stored = {axis for name in leaf.names for axis in mappings.params_at(leaf.path).mesh_axes(name)}

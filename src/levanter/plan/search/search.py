@@ -6,7 +6,7 @@ within `WORTH_A_LOOK` of the best. A layout that is refused is tried with fewer 
 next is said beforehand, for whoever can compile side by side.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,6 +230,8 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
             if shifted:
                 best = min(shifted, key=lambda t: (not t.estimate.fits(pod.hbm_bytes), _rank(t)))
                 found.append(Neighbour(change=best.candidate.sizes, why_not=_why_not(best, winner, pod)))
+    if at.context > 1:
+        found += _without_context(winner, by_candidate.values(), pod)
     rest = at.replica * at.data
     changes: dict[str, dict[str, Any]] = {
         "parameters replicated over data": {"fsdp": False, "replica": 1, "data": rest},
@@ -249,6 +251,24 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
         other = by_candidate.get(replace(at, **fields))
         if other is not None and other.candidate != at:
             found.append(Neighbour(change=change, why_not=_why_not(other, winner, pod)))
+    return found
+
+
+def _without_context(winner: Tried, tried: Iterable[Tried], pod: Accelerator) -> list[Neighbour]:
+    """Why positions are cut: the best with whole ones, by FSDP alone and with tensor parallelism."""
+    whole = [t for t in tried if t.candidate.context == 1]
+    kinds = {
+        "context 1, FSDP alone": [t for t in whole if t.candidate.tensor_ways == 1],
+        "context 1, no FSDP": [t for t in whole if t.candidate.tensor_ways > 1 and t.candidate.batch_ways == 1],
+        "context 1, FSDP and tensor parallelism": [t for t in whole if t.candidate.tensor_ways > 1],
+    }
+    found = []
+    for change, ones in kinds.items():
+        if not ones:
+            found.append(Neighbour(change=change, why_not="sizes and rows do not divide so"))
+            continue
+        best = min(ones, key=lambda t: (not t.estimate.fits(pod.hbm_bytes), *_rank(t)))
+        found.append(Neighbour(change=f"{change} ({best.candidate.sizes})", why_not=_why_not(best, winner, pod)))
     return found
 
 

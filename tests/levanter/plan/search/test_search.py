@@ -19,6 +19,7 @@ from levanter.models import LlamaConfig
 from levanter.models.activations import constrained_by, transformer_activations
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.aot import Compiled, Refused
+from levanter.plan.comms import Network, spans_of
 from levanter.plan.cost import StepTime
 from levanter.plan.search import Candidate, SearchSubject, candidates, estimate, render, search, values
 from levanter.plan.verdict import ProgramVerdict
@@ -328,3 +329,84 @@ def test_a_runs_own_rules_are_in_the_price_and_in_what_is_to_be_pasted():
     result = search(own, pod, compile_candidate=lambda c: verdict_of(c, seconds=1.0, tokens=1))
     assert result.best is not None and result.best.candidate.fsdp
     assert yaml.safe_load(result.fragment())["trainer"]["mesh"]["overrides"] == rules
+
+
+LONG_8B = replace(LLAMA_8B, max_seq_len=131_072)
+
+
+def long_subject(rows: int) -> SearchSubject:
+    """Llama 3.1 8B on sequences of 131,072 tokens; attention over the causal half is 1.3 times its matmuls."""
+    subject = subject_of(LONG_8B, positions=131_072, global_batch=rows, dtype=jnp.float32)
+    return replace(subject, flops_per_token=subject.flops_per_token + 6.0 * 32 * 4096 * 131_072)
+
+
+def test_positions_of_long_sequences_are_cut_too():
+    sizes = {"embed": 4096, "mlp": 14336, "kv_head": 8, "q_heads_per_group": 4, "vocab": VOCAB}
+    given = {"tensor_axes": TENSOR_AXES, "devices": 16, "global_batch": 16}
+    found = candidates({**sizes, "position": 32_768}, **given)
+    assert {c.context for c in found} == {1, 2, 4, 8, 16}
+    assert all(c.replica * c.data * c.context * c.tensor_ways == 16 for c in found)
+    # As many as 2,048 positions stay on a device; an odd number of runs is none of zigzag order.
+    assert {c.context for c in candidates({**sizes, "position": 32_770}, **given)} == {1}
+    assert {c.context for c in candidates({**sizes, "position": 16_384}, **given)} == {1}
+    assert {c.context for c in candidates({**sizes, "position": 131_072}, **{**given, "global_batch": None})} == {1}
+    other = {**given, "tensor_axes": (*TENSOR_AXES, ("channel",))}
+    assert {c.context for c in candidates({**sizes, "channel": 4096, "position": 32_768}, **other)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "exchange"),
+    [
+        (dict(data=8, context=8, model=1), "heads"),
+        (dict(data=2, context=32, model=1), "gather"),
+        (dict(data=1, context=8, model=8), "gather"),
+    ],
+)
+def test_what_is_exchanged_is_that_of_the_mesh_it_writes(layout, exchange):
+    """Beside the bytes by hand: what a step of 64 rows moves in each layer, over the links of its mesh axis."""
+    subject, pod = long_subject(64), parse_accelerator("v6e-64")
+    candidate = Candidate(**layout, remat=True)
+    found = resolve(MeshConfig(**candidate.mesh_options()), subject.axes, devices=64, hbm_bytes=pod.hbm_bytes)
+    assert (found.exchange, found.position_ways) == (exchange, candidate.context)
+    network, (span,) = Network.of(found.spec, pod), spans_of(found.spec, "context")
+    keys = 2 * 131_072 * 8 // candidate.model * 128 * 2
+    once = network.seconds("all-gather", keys, [span])
+    if exchange == "heads":
+        once = network.seconds("all-to-all", keys * 5 // candidate.context, [span])
+    # Forward, again, and backward twice as many bytes; 64 rows over `data`.
+    price = estimate(candidate, subject, pod)
+    assert price.exchange == pytest.approx(64 // candidate.data * 32 * 4 * once)
+    assert estimate(Candidate(data=64, model=1, remat=True), subject, pod).exchange == 0
+
+
+def test_why_a_sequence_of_128k_is_cut():
+    """FSDP alone keeps 32 GiB of layer inputs for a row; tensor parallelism that divides leaves them whole."""
+    subject, pod = long_subject(64), parse_accelerator("v6e-64")
+    fsdp, context, tensor = (
+        estimate(Candidate(**layout, remat=True), subject, pod)
+        for layout in (dict(data=64, model=1), dict(data=16, context=4, model=1), dict(data=8, model=8))
+    )
+    assert context.fits(pod.hbm_bytes) and not fsdp.fits(pod.hbm_bytes) and not tensor.fits(pod.hbm_bytes)
+    assert fsdp.kept_bytes > 32 * GIB > 4 * context.kept_bytes - 4 * GIB
+    assert context.argument_bytes == fsdp.argument_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [32, 64])
+def test_a_search_for_128k_cuts_positions_and_says_why_the_others_lose(rows):
+    subject, pod = long_subject(rows), parse_accelerator("v6e-64")
+
+    def compile_candidate(candidate: Candidate) -> ProgramVerdict:
+        price = estimate(candidate, subject, pod)
+        return verdict_of(candidate, seconds=price.seconds, tokens=price.tokens)
+
+    result = search(subject, pod, compile_candidate=compile_candidate, compiled=2)
+    assert result.best is not None and result.best.candidate.context > 1
+    options = yaml.safe_load(result.fragment())["trainer"]["mesh"]
+    assert options["compute_mapping"] == {"position": "context"} and options["attention_mapping"] == "auto"
+    why = {neighbour.change: neighbour.why_not for neighbour in result.neighbours}
+    alone = next(text for change, text in why.items() if change.startswith("context 1, FSDP alone"))
+    assert alone == "sizes and rows do not divide so" if rows < 64 else "> 31.25 GiB" in alone
+    assert why["context 1, no FSDP"] == "sizes and rows do not divide so"
+    both = next(text for change, text in why.items() if change.startswith("context 1, FSDP and tensor parallelism"))
+    assert "slower a token" in both or "> 31.25 GiB" in both
