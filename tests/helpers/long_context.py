@@ -149,7 +149,11 @@ def program(model: Looking, mask: str, mappings: Mappings) -> Program:
     )
 
 
-def batch_on(mask: str, mappings: Mappings, mesh: jax.sharding.Mesh) -> LmBatch:
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Tokens, targets and segments, `[batch, position]`."""
+
+
+def batch_on(mask: str, mappings: Mappings, mesh: jax.sharding.Mesh, rows: Rows | None = None) -> LmBatch:
     """The batch on the devices of a mesh; it does not know of any order."""
     ids = segments(mask)
 
@@ -157,13 +161,39 @@ def batch_on(mask: str, mappings: Mappings, mesh: jax.sharding.Mesh) -> LmBatch:
         sharding = NamedSharding(mesh, mappings.compute.spec(("batch", "position")))
         return hax.NamedArray(jax.device_put(values, sharding), (BATCH, POS))
 
+    if rows is not None:
+        tokens, targets, ids = (placed(values) for values in rows)
+        return LmBatch(tokens=tokens, targets=targets, segment_ids=ids)
     targets = next_tokens(TOKENS) if ids is None else next_tokens(TOKENS, ids)
     if ids is not None:
         targets = np.where(ids == ids.max(), -1, targets).astype(np.int32)  # Padding predicts nothing.
     return LmBatch(tokens=placed(TOKENS), targets=placed(targets), segment_ids=None if ids is None else placed(ids))
 
 
-def run(model: Looking, mask: str, spec: MeshSpec, mappings: Mappings, devices: list[jax.Device]):
+def documents_alone_and_packed() -> tuple[Rows, Rows, list[slice]]:
+    """A document a row: by itself, padding behind it; and among others. And where it is in the packed rows."""
+    where = [slice(26, 50), slice(33, 60)]
+    tokens, ids = TOKENS.copy(), np.ones((ROWS, POSITIONS), np.int32)
+    targets = np.full((ROWS, POSITIONS), -1, np.int32)
+    packed = TOKENS.copy(), targets.copy(), np.zeros((ROWS, POSITIONS), np.int32)
+    for row, place in enumerate(where):
+        length = place.stop - place.start
+        tokens[row, :length], ids[row, :length] = TOKENS[row, place], 0
+        targets[row, : length - 1] = TOKENS[row, place][1:]
+        packed[1][row, place] = targets[row, :length]
+        packed[2][row, place.start :] += 1
+        packed[2][row, place.stop :] += 1
+    return (tokens, targets, ids), packed, where
+
+
+def run(
+    model: Looking,
+    mask: str,
+    spec: MeshSpec,
+    mappings: Mappings,
+    devices: list[jax.Device],
+    rows: Rows | None = None,
+):
     """Loss, log-probabilities and gradients by path, on the host."""
     mesh = spec.build(devices[: spec.size])
     values = arrays(model)
@@ -173,7 +203,7 @@ def run(model: Looking, mask: str, spec: MeshSpec, mappings: Mappings, devices: 
         )
         for leaf in leaves(template(model))
     }
-    given = with_arrays(template(model), placed), batch_on(mask, mappings, mesh)
+    given = with_arrays(template(model), placed), batch_on(mask, mappings, mesh, rows)
     loss, found, gradient = program(model, mask, mappings).jit(mesh)(*given)
     by_path = {leaf.path: None for leaf in leaves(template(model))}
     flat = jax.tree.leaves(gradient)

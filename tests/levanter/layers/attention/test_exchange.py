@@ -6,7 +6,16 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from helpers.long_context import EXCHANGES, MASKS, config, mappings_of, mesh_of, run
+from helpers.long_context import (
+    EXCHANGES,
+    MASKS,
+    config,
+    documents_alone_and_packed,
+    mappings_of,
+    mesh_of,
+    program,
+    run,
+)
 
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
@@ -16,12 +25,11 @@ ORDERS = ("natural", "zigzag")
 
 # Every exchange with all masks at once (window, sinks, bound, documents, a table of positions), every order and
 # backend. A mesh of 2 × 2 × 2 and a mask that is causal alone are slow; a ring in natural order is in
-# test_order.py.
+# test_order.py, one with all masks in `test_a_document_among_others_is_the_document_alone`.
 COVERING = [
     pytest.param((1, 8, 1), "gather", "zigzag", "causal", "reference", marks=pytest.mark.slow),
     ((2, 4, 1), "gather", "zigzag", "everything, packed", "blockwise"),
     ((1, 4, 2), "heads", "natural", "everything, packed", "reference"),
-    ((1, 8, 1), "ring", "zigzag", "everything, packed", "blockwise"),
     pytest.param((2, 2, 2), "ring", "natural", "causal", "reference", marks=pytest.mark.slow),
     ((1, 4, 2), "ring × heads", "zigzag", "everything, packed", "reference"),
 ]
@@ -49,6 +57,50 @@ def check(devices, mesh, exchange, order, mask, backend):
 @pytest.mark.parametrize(("mesh", "exchange", "order", "mask", "backend"), COVERING)
 def test_an_exchange_is_one_device(devices, mesh, exchange, order, mask, backend):
     check(devices, mesh, exchange, order, mask, backend)
+
+
+def document_among_others(devices, mesh, exchange, order, mask, backend):
+    """Loss, log-probabilities of the document, every gradient: of it alone on one device, of packed rows on many."""
+    alone, packed, where = documents_alone_and_packed()
+    model = config(**MASKS[mask], attn_backend=backend, flash_attention_block_size=8)
+    want = run(model, mask, MeshSpec.of(data=1), Mappings(), devices[:1], alone)
+    got = run(model, mask, mesh_of(*mesh, exchange), mappings_of(exchange, order), devices, packed)
+    assert abs(got[0] - want[0]) <= 1e-6 * abs(want[0])
+    for row, place in enumerate(where):
+        length = place.stop - place.start - 1
+        found = got[1][row, place.start : place.stop - 1]
+        assert np.count_nonzero(found) == length
+        np.testing.assert_allclose(found, want[1][row, :length], atol=2e-5, rtol=0)
+    for path, gradient in want[2].items():
+        largest = np.abs(gradient).max()
+        assert largest > 0, path
+        assert np.abs(got[2][path] - gradient).max() <= 2e-5 * largest, path
+
+
+def test_a_document_among_others_is_the_document_alone(devices):
+    document_among_others(devices, (1, 8, 1), "ring", "zigzag", "everything, packed", "blockwise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["packed", "everything, packed"])
+@pytest.mark.parametrize(
+    ("exchange", "order"),
+    [each for each in itertools.product(EXCHANGES, ORDERS) if each != ("heads", "zigzag")],
+)
+def test_a_document_among_others_in_every_exchange(devices, exchange, order, mask):
+    document_among_others(devices, (1, 4, 2), exchange, order, mask, "reference")
+
+
+def test_the_order_is_laid_out_without_a_gather(devices):
+    """By slices and concatenations: the lowered Program looks up as much in either order."""
+    mesh = mesh_of(1, 4, 1, "ring").build(devices[:4])
+    natural, zigzag = (
+        program(config(attn_backend="reference"), "packed", mappings_of("ring", order)).lower(mesh).as_text()
+        for order in ORDERS
+    )
+    looked_up = [text.count('"stablehlo.gather"') + text.count("dynamic_gather") for text in (natural, zigzag)]
+    assert looked_up[0] == looked_up[1] > 0  # the embedding, and the targets' scores
+    assert natural.count("sort") == zigzag.count("sort")
 
 
 TABLE = [
