@@ -89,10 +89,10 @@ EVERYTHING = AttentionMask.causal(sliding_window=300)
 
 
 def test_splash_in_a_ring_is_the_formula(devices):
-    """Window, sinks, bound and packed segments at once, in zigzag order; runs of one block of 128."""
+    """Window, sinks, bound, packed segments at once, in zigzag order; runs of a block of 128, one backward kernel."""
     given = arrays(1, 512, 128)
     mask = AttentionMask.causal(sliding_window=200).with_segment_ids(given[-1])
-    passes = SplashPasses(soft_cap=5.0, interpret=True)
+    passes = SplashPasses(soft_cap=5.0, interpret=True, fused=True)
     compare(devices, passes, given, mask, 2, sinks=True, soft_cap=5.0, n=2)
 
 
@@ -106,7 +106,8 @@ def test_splash_in_a_ring_of_four(devices, parts, case):
     mask = AttentionMask.causal(sliding_window=window)
     mask = mask.with_segment_ids(given[-1]) if packed else mask
     soft_cap = 5.0 if capped else None
-    passes = SplashPasses(soft_cap=soft_cap, block_size=128, interpret=True)
+    # Both backward passes: one kernel for all gradients in zigzag order, and two in natural order.
+    passes = SplashPasses(soft_cap=soft_cap, block_size=128, interpret=True, fused=parts > 1)
     compare(devices, passes, given, mask, parts, sinks=capped, soft_cap=soft_cap, n=4)
 
 
