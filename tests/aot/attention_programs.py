@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from aot.llama_programs import Described
 
-from haliax_ext.mapping import AxisMapping, Mappings
+from haliax_ext.mapping import AxisMapping, Mappings, inside_attention
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask
+from levanter.layers.attention.ring import ring_attention
 from levanter.layers.attention.splash import splash_attention
+from levanter.layers.attention.splash_passes import SplashPasses
 from levanter.run import Target
 
 
@@ -57,3 +59,54 @@ def at_positions(payload: dict[str, Any], target: Target) -> Described:
         mappings=mappings,
     )
     return Described(MeshSpec.of(data=4, context=2), (program,))
+
+
+def in_a_ring(payload: dict[str, Any], target: Target) -> Described:
+    """The sum of squares of attention in a ring of eight, zigzag, packed, with its gradients.
+
+    Args:
+        payload: `positions` of a sequence, `window`, `heads` with keys of their own.
+        target: eight devices.
+    """
+    del target
+    Batch, Pos = hax.Axis("batch", 1), hax.Axis("position", payload["positions"])
+    KeyPos = Pos.alias("key_position")
+    KVHead, Group, Size = (
+        hax.Axis("kv_head", payload["heads"]),
+        hax.Axis("q_heads_per_group", 1),
+        hax.Axis("head_size", 128),
+    )
+    mappings = Mappings(
+        compute=AxisMapping({"position": "context"}),
+        attention=AxisMapping({"key_position": "context"}),
+        zigzag=("position",),
+    )
+
+    def given(name: str, dtype: Any, *axes: hax.Axis) -> Input:
+        array: Any = jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.dtype(dtype))
+        return Input(name=name, value=hax.NamedArray(array, axes), placement=mappings.inside_attention)
+
+    def attended(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        mask = AttentionMask.causal(sliding_window=payload["window"]).with_segment_ids(segments).in_zigzag(8)
+
+        def loss(q: Any, k: Any, v: Any) -> jax.Array:
+            with inside_attention():
+                out = ring_attention(q, k, v, mask, softmax_scale=0.1, passes=SplashPasses())
+            return hax.sum(hax.square(out.astype(jnp.float32))).scalar()
+
+        total, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+        # Outside of attention keys are cut under the name of positions.
+        return total, [x.rename({"key_position": "position"}) if x is not gradients[0] else x for x in gradients]
+
+    program = Program(
+        name="ring",
+        function=attended,
+        inputs=(
+            given("q", jnp.bfloat16, Batch, Pos, KVHead, Group, Size),
+            given("k", jnp.bfloat16, Batch, KeyPos, KVHead, Size),
+            given("v", jnp.bfloat16, Batch, KeyPos, KVHead, Size),
+            given("segments", jnp.int32, Batch, Pos),
+        ),
+        mappings=mappings,
+    )
+    return Described(MeshSpec.of(data=1, context=8), (program,))

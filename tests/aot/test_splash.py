@@ -103,3 +103,24 @@ def test_blocks_fit_in_every_core(target, mp, head_size, length, tmp_path):
     """The largest blocks in both dtypes, and a length that is no multiple of any."""
     outcome, _ = compiled(target, tmp_path, mp=mp, batch=8, model={"head_dim": head_size, "max_seq_len": length})
     assert outcome.figures is not None and len(outcome.figures.kernels) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 5000])
+def test_in_a_ring_kernels_run_while_keys_travel(window, tmp_path):
+    """64K positions over eight chips: keys are never whole, and each permutation of them is around a kernel."""
+    payload = {"positions": 65_536, "window": window, "heads": 12}
+    (outcome,) = compile_programs(f"{ATTENTION}:in_a_ring", payload, target="v6e-8", keep_text=tmp_path)
+    assert isinstance(outcome, Compiled) and outcome.figures is not None
+    figures = outcome.figures
+    kernels = sorted((kernel.name.split("_")[2], kernel.times) for kernel in figures.kernels)
+    assert kernels == [("dkv", 8), ("dq", 8), ("fwd", 8)]
+    assert {c.kind for c in figures.collectives} <= {"collective-permute", "all-reduce"}
+    part = 12 * 65_536 // 8 * 128
+    travelling = [c for c in figures.collectives if c.kind == "collective-permute" and c.bytes >= part]
+    in_loops = [c for c in travelling if c.times == 8]
+    # Keys with values there and back again, and their gradients in float32.
+    assert sorted(c.bytes for c in in_loops) == [2 * part * 2, 2 * part * 2, 2 * part * 4]
+    assert all(c.hidden_by for c in in_loops)
+    assert all(c.bytes < part for c in figures.collectives if c.kind == "all-reduce")
+    assert outcome.peak_bytes < 2 << 30

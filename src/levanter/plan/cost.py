@@ -229,7 +229,8 @@ def step_time(
     for opcode, times in figures.unestimated.items():
         unknown.append(f"{_executions(times)} of {opcode}: the compiler gives no estimate")
     # Without keys that travel, what kernels hide is not counted: the published runs were calibrated so.
-    links, silent = _link_uses(figures.collectives, network, clock, None if attended is None else attention_seconds)
+    hides = attention_seconds if attended is not None else lambda _: 0.0
+    links, silent = _link_uses(figures.collectives, network, clock, hides)
     return StepTime(
         cycles=figures.total_cycles / clock,
         cycle_scale=CYCLE_SCALE.get(pod.generation.name, 1.0),
@@ -252,7 +253,7 @@ def _link_uses(
     collectives: tuple[Collective, ...],
     network: Network,
     clock: float,
-    of_kernel: Callable[[Kernel], float] | None,
+    of_kernel: Callable[[Kernel], float],
 ) -> tuple[tuple[LinkUse, ...], list[str]]:
     left: dict[str, float] = {}
     busy: dict[tuple[str, str], float] = defaultdict(float)
@@ -268,7 +269,7 @@ def _link_uses(
             continue
         busy[key] += collective.times * seconds
         bare = max(0.0, seconds - collective.hidden_cycles / clock)
-        for name, kernel in collective.hidden_by if of_kernel is not None else ():
+        for name, kernel in collective.hidden_by:
             spare = left.setdefault(name, of_kernel(kernel))
             left[name] -= min(spare, bare)
             bare -= min(spare, bare)

@@ -46,9 +46,6 @@ TAKES = (
 )
 """The parameters of the kernel's backward pass, in order."""
 
-FUSED_BYTES = 512 << 20
-"""What the pieces of one row's gradient of the queries may take where one kernel makes all gradients."""
-
 
 def obstacle() -> str | None:
     """Why this JAX's kernel cannot run in a ring, if it cannot."""
@@ -67,14 +64,14 @@ class SplashPasses:
         soft_cap: bound of the scores; None for none.
         block_size: positions in a block; None for the largest that divides a run.
         interpret: emulate the kernel.
-        fused: whether the backward pass is one kernel (`Settings`); None where that is known to fit: heads of at most
-            128 in 16 bits, and `FUSED_BYTES` for the pieces of the queries' gradient.
+        fused: whether the backward pass is one kernel (`Settings`). Not by default: the compiler states more cycles for
+            the sum of the pieces of the queries' gradient than the two products that are spared take.
     """
 
     soft_cap: float | None = None
     block_size: int | None = None
     interpret: bool = False
-    fused: bool | None = None
+    fused: bool = False
 
     def forward(
         self, sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, begins: Arrays, segments: Arrays | None
@@ -133,10 +130,7 @@ class SplashPasses:
     def _settings(self, q: jax.Array, sight: Sight) -> Settings:
         run = q.shape[-2] // sight.runs
         blocks = run_blocks(run, self.block_size, head_size=q.shape[-1], wide=q.dtype.itemsize > 2)
-        pieces = q[0].size * q.dtype.itemsize * (q.shape[-2] // blocks.block)
-        fits = q.dtype.itemsize == 2 and q.shape[-1] <= 128 and pieces <= FUSED_BYTES
-        fused = fits if self.fused is None else self.fused
-        return Settings(blocks=blocks, soft_cap=self.soft_cap, interpret=self.interpret, fused=fused)
+        return Settings(blocks=blocks, soft_cap=self.soft_cap, interpret=self.interpret, fused=self.fused)
 
 
 def _tables(
