@@ -249,7 +249,7 @@ CASES: Mapping[str, Case] = {
         _adapted("llama3_8b_v6e-8", "v6e-8"),
         _adapted("llama3_8b_2xv6e-16", "2xv6e-16", compiled=None),
         _adapted("llama3_70b_v5e-16", "v5e-16"),
-        _adapted("llama3_70b_v6e-64", "v6e-64", compiled=None),
+        _adapted("llama3_70b_v6e-64", "v6e-64"),
         _adapted("mixtral_8x7b_v6e-16", "v6e-16"),
         _preferring("train_dpo", "llama3_8b_v5p-8", "v5p-8"),
         _preferring("lora_dpo", "lora_llama3_8b_v5e-16", "v5e-16"),

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from helpers.adapted_models import write_adapter
 from helpers.adapter_runs import tiny_llama
-from helpers.train_processes import logged, start, train, write_run
+from helpers.train_processes import environment, logged, resumed_from, start, train, write_run
 from safetensors.numpy import load_file, save_file
 
 from levanter.checkpoint import find_checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 ADAPTER = (
     "{type: lora, r: 4, zero_init_b: true, a_init_mode: peft, dropout: 0.1, modules_to_save: [embed_tokens, norm]}"
 )
@@ -80,6 +80,42 @@ def half_checkpoint(folder: Path) -> bool:
     return len(there) > len(find_checkpoints(str(folder / "checkpoints/run")))
 
 
+KILLED = """
+import os, signal, sys
+from levanter.checkpoint.checkpointer import Checkpointer
+from levanter.commands.shell.door import enter
+
+complete, saved = Checkpointer._complete, []
+
+def then_killed(self, ref):
+    saved.append(ref)
+    if len(saved) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return complete(self, ref)
+
+Checkpointer._complete = then_killed
+sys.exit(enter("train_lm"))
+"""
+
+
+def test_killed_while_it_saves(cache, tmp_path):
+    """Between the arrays of its second checkpoint and what makes it one; the steps taken twice are the same."""
+    run, steps = write_run(tmp_path, steps=15), 15
+    saved = ("--peft_save_path", str(tmp_path / "adapters"), "--trainer.checkpointer.keep", "[{every: 6}]")
+    command = [sys.executable, "-c", KILLED, "--config_path", str(run), "--adapter", ADAPTER, *saved]
+    done = subprocess.run(command, env=environment(2, cache), capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
+    first = set(logged(tmp_path))
+    assert resumed_from(train(run, "--adapter", ADAPTER, *saved, cache=cache)) == 6
+    found = logged(tmp_path)
+    assert sorted(found) == list(range(steps)) and all(len(set(values)) == 1 for values in found.values())
+    twice = [step for step, values in found.items() if len(values) == 2]
+    assert twice and twice == [step for step in sorted(first) if step >= 6]
+    (adapter,) = (tmp_path / "adapters/run").iterdir()
+    assert adapter.name == "step-15" and (adapter / "adapter_config.json").exists()
+
+
+@pytest.mark.slow
 def test_killed_at_five_moments_and_told_to_stop(base, cache, tmp_path):
     """While it starts, between steps, during a save, while it writes an adapter, while it merges; then SIGTERM."""
     steps, moments = 60, random.Random(5)
@@ -153,6 +189,7 @@ def weights(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
 
 
+@pytest.mark.slow
 def test_merging_is_killed_and_the_disk_is_full(large, tmp_path):
     """Nothing that counts as a checkpoint is left, an earlier export stays; again, it gives the same bytes."""
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
