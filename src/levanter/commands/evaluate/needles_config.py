@@ -12,7 +12,9 @@ from levanter.eval.needles.tasks import TASKS
 from levanter.models.registry import LmConfig
 from levanter.trainer.config import TrainerConfig
 
-SHORTEST = 16
+SHORTEST, LONGEST = 16, 1 << 24
+MOST_TOKENS = 1 << 30
+"""Of all questions together, which are in the host's memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,15 @@ class EvalNeedlesConfig(Ranged):
                 problems.append(f"{key}: {', '.join(map(str, again))} is named more than once")
         if not self.lengths:
             problems.append("lengths: none is given; expected tokens, such as [4096, 8192]")
+        tokens = self.samples * len(self.tasks or TASKS) * sum(self.lengths)
+        if tokens > MOST_TOKENS:
+            fewer = max(1, self.samples * MOST_TOKENS // tokens)
+            problems.append(
+                f"samples: {self.samples:,} questions of each task and length are {tokens:,} tokens, and "
+                f"{MOST_TOKENS:,} are asked at once at most; {fewer:,} samples are fewer"
+            )
         problems += [f"lengths: {each} is below {SHORTEST} tokens" for each in self.lengths if each < SHORTEST]
+        problems += [f"lengths: {each:,} is above {LONGEST:,} tokens" for each in self.lengths if each > LONGEST]
         if problems:
             raise ValueError("\n".join(problems))
 

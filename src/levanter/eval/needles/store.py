@@ -148,7 +148,9 @@ def _read_json(path: str) -> object:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise OtherNeedlesError(f"{path}: not written by eval_needles ({error})") from error
+        raise OtherNeedlesError(
+            f"{path}: not written by eval_needles ({error})\n  → another output_path, or if_exists: replace"
+        ) from error
 
 
 def _remove(path: str) -> None:
