@@ -128,6 +128,7 @@ def test_one_model_by_itself_and_limits(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_only_targets_of_pairs_count(folder, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"q": "naïve ", "a": "the cat"}) + "\n")
     pairs = {

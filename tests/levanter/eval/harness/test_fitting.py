@@ -47,7 +47,7 @@ def test_rows_are_as_long_as_what_is_in_them():
     assert fitted([[]], shapes, price, Room(ways=1)) == shapes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10_000), count=st.integers(1, 40), ways=st.sampled_from([1, 4]), unit=st.sampled_from([1, 16])
 )

@@ -50,7 +50,7 @@ def check(table: Table, asked: list[Query]) -> None:
     assert seen == {(n, k) for n, each in enumerate(asked) for k in range(len(each.targets))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     count=st.integers(1, 40),
