@@ -286,6 +286,17 @@ def _dropped(mesh: str, tmp_path, devices, **changes):
     return replace(MESHES[mesh], dropout=0.25, **changes).run(devices, tmp_path, steps=3)
 
 
+def test_what_dropout_leaves_out_is_the_same_on_another_mesh(devices, tmp_path):
+    """And without recomputation."""
+    losses, after, *_ = _dropped("2x4", tmp_path / "2x4", devices)
+    again, others, *_ = _dropped("8x1", tmp_path / "8x1", devices, recompute=False)
+    np.testing.assert_allclose(again, losses, rtol=1e-5)
+    for path, x in after.items():
+        np.testing.assert_allclose(others[path], x, atol=1e-4, err_msg=path)
+    assert len(set(losses)) == len(losses) == 3 and after
+
+
+@pytest.mark.slow
 def test_what_dropout_leaves_out_is_the_same_everywhere(devices, tmp_path):
     """On every mesh, with recomputation and without; other steps, and other microbatches, leave out something else."""
     plain, *_ = MESHES["2x4"].run(devices, tmp_path / "plain", steps=3)
