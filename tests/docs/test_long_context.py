@@ -10,6 +10,7 @@ from levanter.config import load_written, parse_text
 from levanter.config.schema import config_fields
 from levanter.eval.needles.tasks import TASKS
 from levanter.layers.rotary import YarnRotaryConfig
+from levanter.models import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "long-context.md").read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def test_configurations_are_read():
     for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S):
         config = parse_text(TrainLmConfig, block)
         if config.initialize_from_hf:
-            assert isinstance(config.model.rope, YarnRotaryConfig)
+            assert isinstance(config.model, LlamaConfig) and isinstance(config.model.rope, YarnRotaryConfig)
             assert config.model.max_seq_len == 4 * config.model.rope.original_max_position_embeddings
 
 

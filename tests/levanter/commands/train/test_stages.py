@@ -19,6 +19,7 @@ from levanter.commands.train.train_lm import TrainLmConfig, describe, train
 from levanter.compat.open import open_checkpoint
 from levanter.config import load_written
 from levanter.layers.rotary import YarnRotaryConfig
+from levanter.models import LlamaConfig
 from levanter.run import Target
 
 LOCAL = Target(name="local", platform="cpu", kind="cpu", devices=8)
@@ -103,7 +104,9 @@ def test_a_stage_s_export_has_the_same_logits_in_transformers(folder, tmp_path):
         assert expected.items() <= block.items()
     model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
     opened = open_checkpoint(str(export))
-    assert opened.config.rope.factor == 2.0 and opened.config.rope.theta == 5000.0
+    assert isinstance(opened.config, LlamaConfig)
+    expected_rope = YarnRotaryConfig(theta=5000.0, factor=2.0, original_max_position_embeddings=ORIGINAL)
+    assert opened.config.rope == expected_rope
     # Twice the original context, all of it.
     ids = np.random.default_rng(0).integers(3, 250, (2, LONG))
     with torch.no_grad():
@@ -179,4 +182,6 @@ def test_a_second_stage_counts_from_the_original_context(folder, tmp_path):
     (said,) = [check.message for check in plan.checks if check.name == "stage"]
     assert said == "rotary embeddings are stretched by 4, from 48 tokens to 192 (YaRN)"
     model = plan.work.model
-    assert model.rope == YarnRotaryConfig(theta=5000.0, factor=4.0, original_max_position_embeddings=ORIGINAL)
+    assert isinstance(model, LlamaConfig) and model.rope == YarnRotaryConfig(
+        theta=5000.0, factor=4.0, original_max_position_embeddings=ORIGINAL
+    )
