@@ -47,7 +47,7 @@ demo-train: $(BIN)/.dev  ## train a small model on 8 virtual CPU devices, export
 	$(KEEP) $(CPU8) $(BIN)/python -m levanter.main.demo_train --config_path config/train/demo.yaml
 	$(CPU8) $(BIN)/python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-*
 
-test: $(BIN)/.dev  ## everything that needs no accelerator (<= 15 minutes on 2 cores)
+test: $(BIN)/.dev  ## everything that needs no accelerator (<= 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot'
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)

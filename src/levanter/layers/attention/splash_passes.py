@@ -142,10 +142,11 @@ def _tables(
         tables = tables_at(rule, marks[None], length, blocks)
         ids = {}
     else:
-        tables = tables_at(rule, marks[None], length, blocks, segments=segments)
-        ids = {"query_segments": segments[0], "key_segments": segments[1]}
-    forward, of_queries, of_keys = (table._replace(q_sequence=marks) for table in tables)
-    return (forward, of_queries, of_keys), rule, ids
+        of_queries, of_keys = segments
+        tables = tables_at(rule, marks[None], length, blocks, segments=(of_queries, of_keys))
+        ids = {"query_segments": of_queries, "key_segments": of_keys}
+    forward, to_queries, to_keys = (table._replace(q_sequence=marks) for table in tables)
+    return (forward, to_queries, to_keys), rule, ids
 
 
 def marks_by_index(sight: Sight, length: int, begins: Arrays) -> tuple[Rule | LimitRule, jax.Array]:
