@@ -303,10 +303,9 @@ def _splash(kernel: Kernel, causal: bool, attended: float | None) -> float | Non
     which = next((k for k in ("fwd", "dkv", "dq") if f"_{k}" in kernel.name), None)
     if which is None or len(arrays) < 2 or arrays[0].sizes[-1] != arrays[1].sizes[-1]:
         return None
-    gradients = [s for s in kernel.results if s.dtype in ("bf16", "f32", "f16") and len(s.sizes) >= 3]
-    if which == "dkv" and len(gradients) > 2:
-        which = "fused"  # Its name does not say so; that it makes the queries' gradient too does.
     query, key = arrays[0].sizes, arrays[1].sizes
+    if which == "dkv" and any(len(made.sizes) > len(query) for made in kernel.results):
+        which = "fused"  # Its name does not say so; that it makes the queries' gradient too, per block of keys, does.
     pairs = math.prod(query[:-1]) * key[-2]
     if causal:
         by_table = attended is None
