@@ -68,6 +68,8 @@ ZERO = {
     "VizLmConfig.data_seed",
     "HarnessConfig.bootstrap_iters",
     "HarnessTaskConfig.num_fewshot",
+    "SampleLoggingConfig.max_samples_per_benchmark",
+    "EvalNeedlesConfig.seed",
     "ConvertLmConfig.generation_eos_token_ids",
     "EvalCarelessLmConfig.save_seconds",
     "EvalSlidingLmConfig.save_seconds",
