@@ -11,14 +11,13 @@ Who is refused asks again 50 ms later, as no client does that heeds what the ser
 seconds of `Retry-After`, as OpenAI's does. Those take more `--clients` to overrun the queue throughout: the report says
 in how many of the seconds somebody was refused.
 
-Gaps are those between the parts of a streamed answer, each of which is a token of a row (those of an answer with two
-choices come together): log-probabilities are asked for, so that a token which is no text by itself is an event too. As
-many others' prompts as may be are computed in them. Run by itself, this process has its processor before the server.
+Gaps are those between two tokens of the same choice of a streamed answer, by when the part came that brought each:
+log-probabilities are asked for, so that a token which is no text by itself is an event too. As many others' prompts as
+may be are computed in them. Run by itself, this process has its processor before the server.
 """
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import re
@@ -101,28 +100,46 @@ def broken(rng: random.Random) -> bytes:
     )
 
 
-async def sent(place: Place, data: bytes) -> tuple[int, bytes, list[float]]:
-    """Sends a request and reads all of its answer: status, body, and when its parts came."""
-    status, _, body, times = await exchanged(place, data)
-    return status, body, times
+Parts = list[tuple[float, bytes]]
+"""Of an answer's body, and when each came."""
 
 
-async def exchanged(place: Place, data: bytes) -> tuple[int, bytes, bytes, list[float]]:
-    """The same, with the answer's head."""
+async def sent(place: Place, data: bytes) -> tuple[int, bytes]:
+    """Sends a request and reads all of its answer: status and body."""
+    status, _, parts = await exchanged(place, data)
+    return status, b"".join(part for _, part in parts)
+
+
+async def exchanged(place: Place, data: bytes) -> tuple[int, bytes, Parts]:
+    """The status of an answer, its head, and the parts of its body."""
     reader, writer = await asyncio.open_connection(place.host, place.port)
     try:
         writer.write(data)
         await writer.drain()
         head = await reader.readuntil(b"\r\n\r\n")
-        status, body, times = int(head.split()[1]), b"", []
+        status, parts = int(head.split()[1]), []
         while part := await reader.read(1 << 16):
-            body += part
-            times.append(time.perf_counter())
-        return status, head, body, times
+            parts.append((time.perf_counter(), part))
+        return status, head, parts
     except (ConnectionError, asyncio.IncompleteReadError):
-        return 0, b"", b"", []
+        return 0, b"", []
     finally:
         writer.close()
+
+
+def gaps_of(parts: Parts) -> list[float]:
+    """Seconds between one token and the next of the same choice."""
+    seconds, came, rest = [], {}, b""
+    for at, part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                if choice["logprobs"] and choice["logprobs"]["tokens"]:
+                    index = choice["index"]
+                    seconds += [at - came[index]] if index in came else []
+                    came[index] = at
+    return seconds
 
 
 def text_of(body: bytes, *, streamed: bool) -> str | None:
@@ -155,14 +172,14 @@ async def one(place: Place, rng: random.Random, seen: Seen, *, tokens: int, pati
         await leave(place, rng, tokens=tokens)
     elif kind < LEAVE + BROKEN:
         seen.kinds["broken"] += 1
-        status, _, _ = await sent(place, broken(rng))
+        status, _ = await sent(place, broken(rng))
         seen.statuses[status] += 1
         if status >= 500 or status == 200:
             seen.wrong.append(f"a broken request: {status}")
     elif kind < LEAVE + BROKEN + TOO_LONG:
         seen.kinds["too long"] += 1
         body = json.dumps({"prompt": [5] * (place.context + 1), "max_tokens": 1}).encode()
-        status, answer, _ = await sent(place, request("/v1/completions", body))
+        status, answer = await sent(place, request("/v1/completions", body))
         seen.statuses[status] += 1
         if status != 400 or str(place.context).encode() not in answer.replace(b",", b""):
             seen.wrong.append(f"a prompt beyond the context: {status} {answer[:200]!r}")
@@ -187,12 +204,13 @@ async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int,
     more = {"stream": True, "logprobs": 0} if streamed else {}
     data = request("/v1/completions", json.dumps({**body, **more}).encode())
     while True:
-        status, head, answer, times = await exchanged(place, data)
+        status, head, parts = await exchanged(place, data)
         seen.statuses[status] += 1
         if status != 429:
             break
         seen.refused[int(time.perf_counter())] += 1
         await asyncio.sleep(after(head) if patient else 0.05)
+    answer = b"".join(part for _, part in parts)
     text = text_of(answer, streamed=streamed) if status == 200 else None
     if text is None:
         seen.wrong.append(f"{status}: {answer[:300]!r}")
@@ -201,7 +219,7 @@ async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int,
     if seen.texts.setdefault(key, text) != text:
         seen.wrong.append(f"{key} was answered by {seen.texts[key]}, and later by {text}")
     if streamed:
-        seen.gaps += [after - before for before, after in itertools.pairwise(times)]
+        seen.gaps += gaps_of(parts)
 
 
 def after(head: bytes) -> float:
@@ -263,7 +281,7 @@ async def soak(
 
 async def status_of(place: Place) -> dict:
     """What the server says of itself."""
-    status, body, _ = await sent(place, request("/status", b"", method="GET"))
+    status, body = await sent(place, request("/status", b"", method="GET"))
     assert status == 200, f"/status: {status}"
     return json.loads(body)
 
@@ -291,7 +309,7 @@ def main() -> int:
     if len(seen.gaps) > 100:
         cuts = statistics.quantiles(seen.gaps, n=100)
         middle, high = 1e3 * cuts[49], 1e3 * cuts[98]
-        print(f"between parts of an answer: median {middle:.1f} ms, p99 {high:.1f} ms ({high / middle:.2f} × median)")
+        print(f"between two tokens: median {middle:.1f} ms, p99 {high:.1f} ms ({high / middle:.2f} × median)")
     if options.pid is not None and len(seen.resident) > 2:
         first, last = seen.resident[len(seen.resident) // 10 + 1], seen.resident[-1]
         print(f"memory: {first / 2**20:.0f} MiB after a tenth, {last / 2**20:.0f} MiB at the end")

@@ -27,6 +27,24 @@ def loaded_benchmark() -> Any:
     return module
 
 
+def test_gaps_are_between_tokens_of_the_same_choice():
+    def event(index: int, *tokens: str) -> bytes:
+        found = {"index": index, "text": "", "logprobs": {"tokens": list(tokens)} if tokens else None}
+        return b"4f\r\ndata: " + json.dumps({"choices": [found]}).encode() + b"\n\n\r\n"
+
+    second = event(0, "b") + event(1, "c")
+    parts = [
+        (1.0, event(0, "a")),
+        # An event in two pieces came when its end did; two events came together.
+        (2.0, second[:20]),
+        (3.0, second[20:]),
+        (7.0, event(1, "d")),
+        (8.0, event(0)),  # Why it ended, without a token.
+        (9.0, b"data: [DONE]\n\n"),
+    ]
+    assert loaded_benchmark().gaps_of(parts) == [2.0, 4.0]
+
+
 @pytest.mark.parametrize("requests", [120, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_everybody_who_waits_is_answered(model, requests):
     with listening(model, max_queued_tokens=64) as server:
