@@ -102,7 +102,7 @@ class Inputs:
             {"per_device_eval_parallelism": 1},
         )
 
-    def eval_needles(self, folder: Path) -> list[str]:
+    def eval_needles(self, folder: Path, **trainer: Any) -> list[str]:
         """The command that looks for needles in texts of 1,024 letters, in `folder/out`."""
         return self._command(
             folder,
@@ -114,7 +114,7 @@ class Inputs:
                 "samples": 3,
                 "output_path": str(folder / "out"),
             },
-            {"per_device_eval_parallelism": 1},
+            {"per_device_eval_parallelism": 1, **trainer},
         )
 
     def generate(self, folder: Path, **inference: Any) -> list[str]:

@@ -52,23 +52,47 @@ def test_two_models_on_the_same_bytes(tmp_path, inputs):
     assert together == pytest.approx(alone, abs=1e-5) and alone["delta_bits"] != 0
 
 
-@pytest.mark.slow
-def test_needles(tmp_path, inputs):
-    found = []
-    for count in (1, 2):
-        folder = tmp_path / str(count)
-        outputs = run_together(folder, count, inputs.eval_needles(folder), devices=8 // count, cache=inputs.cache)
-        assert "values found" in outputs[0] and not any("values found" in each for each in outputs[1:])
-        found.append([json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()])
-    alone, together = found
-    assert len(alone) == 6 and not (tmp_path / "2" / "out" / "parts").exists()
-    for one, other in zip(alone, together, strict=True):
-        assert one["ranks"] == other["ranks"] and one["values"] == other["values"]
-        np.testing.assert_allclose(other["logprobs"], one["logprobs"], atol=2e-5, rtol=0)
+def needles(folder):
+    return [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
+
+
+def same_needles(one, other):
+    assert len(one) == len(other) == 6
+    for a, b in zip(one, other, strict=True):
+        assert a["ranks"] == b["ranks"] and a["values"] == b["values"]
+        np.testing.assert_allclose(b["logprobs"], a["logprobs"], atol=2e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, inputs):
+    """What one process with eight devices finds, a text on each."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_together(folder, 1, inputs.eval_needles(folder), devices=8, cache=inputs.cache)
+    return needles(folder)
+
+
+def test_needles(tmp_path, inputs, alone):
+    outputs = run_together(tmp_path, 2, inputs.eval_needles(tmp_path), devices=4, cache=inputs.cache)
+    assert "values found" in outputs[0] and "values found" not in outputs[1]
+    same_needles(alone, needles(tmp_path))
+    assert not (tmp_path / "out" / "parts").exists()
     # Again, in two processes: both know that there is nothing to do.
-    folder = tmp_path / "2"
-    outputs = run_together(folder, 2, inputs.eval_needles(folder), devices=4, cache=inputs.cache)
+    outputs = run_together(tmp_path, 2, inputs.eval_needles(tmp_path), devices=4, cache=inputs.cache)
     assert "nothing to do" in outputs[0]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
+def test_needles_in_texts_that_lie_in_four_processes(tmp_path, inputs, alone, exchange):
+    """Heads are two: those of a process have a text together. Else each text is cut over all processes."""
+    context = 2 if exchange == "heads" else 8
+    mesh = {
+        "axes": {"data": 8 // context, "context": context},
+        "compute_mapping": {"position": "context"},
+        "attention_mapping": exchange,
+    }
+    outputs = run_together(tmp_path, 4, inputs.eval_needles(tmp_path, mesh=mesh), devices=2, cache=inputs.cache)
+    assert "values found" in outputs[0] and not any("values found" in each for each in outputs[1:])
+    same_needles(alone, needles(tmp_path))
 
 
 def told(tmp_path, command: list[str], *words: str) -> list[str]:

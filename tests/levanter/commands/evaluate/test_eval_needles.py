@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.hf_folder import CONFIG, tensors, write_folder
+from helpers.family_models import make_checkpoint
+from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folder
+from safetensors.numpy import load_file, save_file
 
 from levanter.commands.evaluate import eval_needles
 from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
@@ -24,6 +26,18 @@ RING = {
     "axes": {"data": 1, "context": 8},
     "compute_mapping": {"position": "context"},
     "attention_mapping": "ring",
+}
+_TWO = {"axes": {"data": 4, "context": 2}, "compute_mapping": {"position": "context"}}
+EXCHANGES = {
+    "gather": {**_TWO, "attention_mapping": "gather"},
+    "gather_in_natural_order": {**_TWO, "attention_mapping": "gather", "position_order": "natural"},
+    "heads": {**_TWO, "attention_mapping": "heads"},
+    "ring": RING,
+    "ring_and_heads": {
+        "axes": {"data": 2, "ring": 2, "context": 2},
+        "compute_mapping": {"position": ["ring", "context"]},
+        "attention_mapping": {"position": "ring", "key_position": "ring", "kv_head": "context"},
+    },
 }
 
 
@@ -65,24 +79,18 @@ def samples(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
 
-def test_transformers_finds_the_same_on_every_mesh(folder, tmp_path, capsys):
+def judged(folder: Path, lines: list[dict], lengths: list[int]) -> list[int]:
+    """Compares answers with those of transformers; the ranks of what counts there."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    trainer = {"mp": "f32", "tracker": [], "log_dir": str(tmp_path)}
-    lengths = [1152]
-    assert run(folder, tmp_path / "one", lengths=lengths, trainer=trainer | {"mesh": {"axes": {"data": 8}}}) == 0
-    assert run(folder, tmp_path / "ring", lengths=lengths, trainer=trainer | {"mesh": RING}) == 0
-    one, ring = samples(tmp_path / "one"), samples(tmp_path / "ring")
-    assert len(one) == 4 and [each["ranks"] for each in one] == [each["ranks"] for each in ring]
-    for a, b in zip(one, ring, strict=True):
-        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=2e-5, rtol=0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(folder))
     asked = EvalNeedlesConfig(hf_checkpoint="x", tasks=TASKS, samples=2, lengths=lengths).asked
     made = questions(asked, tokenizer.encode_with_offsets, bos=bos_of(tokenizer))
     mine = [each for some in made.values() for each in some]
+    assert len(lines) == len(mine) == 4 * len(lengths)
     ranks = []
-    for each, line in zip(mine, one, strict=True):
+    for each, line in zip(mine, lines, strict=True):
         with torch.no_grad():
             logits = model(torch.from_numpy(each.tokens[None].astype(np.int64))).logits[0, each.places].numpy()
         logits = logits.astype(np.float64)
@@ -93,12 +101,60 @@ def test_transformers_finds_the_same_on_every_mesh(folder, tmp_path, capsys):
         ranks += own.tolist()
         found = [bool((own[each.owners == n] == 0).all()) for n in range(len(each.values))]
         assert line["found"] == found and line["values"] == list(each.values)
+    return ranks
+
+
+def test_transformers_finds_the_same_on_every_mesh(folder, tmp_path, capsys):
+    trainer = {"mp": "f32", "tracker": [], "log_dir": str(tmp_path)}
+    lengths = [1152]
+    assert run(folder, tmp_path / "one", lengths=lengths, trainer=trainer | {"mesh": {"axes": {"data": 8}}}) == 0
+    assert run(folder, tmp_path / "ring", lengths=lengths, trainer=trainer | {"mesh": RING}) == 0
+    one, ring = samples(tmp_path / "one"), samples(tmp_path / "ring")
+    assert len(one) == 4 and [each["ranks"] for each in one] == [each["ranks"] for each in ring]
+    for a, b in zip(one, ring, strict=True):
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=2e-5, rtol=0)
+    ranks = judged(folder, one, lengths)
     assert 0 in ranks and max(ranks) > 0, "otherwise nothing is compared"
     said = capsys.readouterr().out
     assert "values found" in said and "niah_multiquery" in said and "depth 100%" in said
     summary = json.loads((tmp_path / "one" / "results.json").read_text())
     assert summary["tasks"].keys() == set(TASKS) and summary["overall"].keys() == {"1152"}
     assert not (tmp_path / "one" / "parts").exists()
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> Path:
+    """A Gemma 2: windows in every second layer, bounded scores and logits, four heads of keys and values."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("needles") / "gemma2"
+    make_checkpoint("gemma2", folder)
+    # Small, as those above: where logits are at their bound, two of them are the same in f32.
+    file = folder / "model.safetensors"
+    weights = {name: each if "norm" in name else np.float32(0.2) * each for name, each in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1536}))
+    byte_level_tokenizer(259).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["folder", "windowed"])
+def test_every_exchange_finds_the_same(family, tmp_path, request):
+    folder = request.getfixturevalue(family)
+    trainer = {"mp": "f32", "tracker": [], "log_dir": str(tmp_path)}
+    lengths = [1152]
+    assert run(folder, tmp_path / "one", lengths=lengths, trainer=trainer | {"mesh": {"axes": {"data": 8}}}) == 0
+    one = samples(tmp_path / "one")
+    assert max(judged(folder, one, lengths)) > 0
+    for name, mesh in EXCHANGES.items():
+        assert run(folder, tmp_path / name, lengths=lengths, trainer=trainer | {"mesh": mesh}) == 0
+        lines = samples(tmp_path / name)
+        for mine, alone in zip(lines, one, strict=True):
+            # Two of a hundred logits can be as near as their sums are exact.
+            assert np.abs(np.subtract(mine["ranks"], alone["ranks"])).max() <= 1, name
+            np.testing.assert_allclose(mine["logprobs"], alone["logprobs"], atol=2e-5, rtol=0, err_msg=name)
 
 
 @pytest.mark.slow
