@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak fuzz
+.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-all test-aot test-aot-ci golden golden-compiled docs lint clean soak fuzz
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -46,6 +46,10 @@ demo-train: $(BIN)/.dev  ## train a small model on 8 virtual CPU devices, export
 	rm -rf logs/demo_train
 	$(KEEP) $(CPU8) $(BIN)/python -m levanter.main.demo_train --config_path config/train/demo.yaml
 	$(CPU8) $(BIN)/python tests/parity/generate_from_export.py logs/demo_train/hf/demo/step-*
+
+demo-needle: $(BIN)/.core  ## a model that finds needles in 512 tokens learns to find them in 2,048 (<= 4 minutes)
+	rm -rf logs/demo_needle
+	$(KEEP) JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_needle --config_path config/needles/demo.yaml
 
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot'

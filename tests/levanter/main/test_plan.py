@@ -29,6 +29,7 @@ WITHOUT_A_PLAN = {
     "plan",
     "memorization_report",
     "demo_generate",
+    "demo_needle",
     "demo_memorization",
     "demo_serve",
     "demo_sft",

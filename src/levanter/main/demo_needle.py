@@ -1,0 +1,89 @@
+"""The demonstration of long context: a small model that finds needles in 512 tokens learns to find them in 2,048.
+
+It is `eval_needles` of the model beside its configuration, `train_lm` with `config/needles/demo.yaml`, a YaRN stage of
+a hundred steps, and `eval_needles` of what that exports. What it learns from is made here, by a seed.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from levanter.commands.evaluate.eval_needles import ENTRY_POINT as NEEDLES
+from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+from levanter.commands.shell.entry import run_entry_point
+from levanter.commands.shell.lifecycle import leave
+from levanter.commands.shell.perform import perform
+from levanter.commands.train.train_lm import TrainLmConfig, train
+from levanter.compat.open import load_tokenizer
+from levanter.eval.needles.lessons import lessons
+from levanter.eval.needles.results import summary_of
+from levanter.io import atomic_write
+from levanter.run import INTERNAL_ERROR, OK, PREEMPTED
+
+TASK, DEPTHS, SAMPLES = "niah_single_1", 5, 20
+SHORT, LONG = 512, 2048
+TEXTS = 400
+"""That the stage learns from; none of them is asked for afterwards."""
+
+
+def main(config: TrainLmConfig) -> int:
+    """Runs the demo; returns 0 if needles are found as they should be, before and after."""
+    began = time.monotonic()
+    if not isinstance(config.initialize_from_hf, str) or config.hf_save_path is None:
+        raise ValueError("the demo begins from a checkpoint and exports another; use config/needles/demo.yaml")
+    folder = Path(str(config.trainer.log_dir))
+    before = _found(config, config.initialize_from_hf, folder / "before")
+    _write_lessons(config.initialize_from_hf, folder / "lessons.jsonl")
+    done = train(config)
+    if done.preempted:
+        return PREEMPTED
+    assert done.exported is not None, "a run that ends exports its model"
+    after = _found(config, done.exported, folder / "after")
+    print(f"\n=== needles found of {SAMPLES}, by depth and length")
+    print(f"{'':>12}{'before':>16}{'':>8}{'after the stage':>18}")
+    print(f"{'depth':>12}" + 2 * "".join(f"{length:>12,}" for length in (SHORT, LONG)))
+    for n in range(DEPTHS):
+        cells = [found[str(length)]["depths"][n] for found in (before, after) for length in (SHORT, LONG)]
+        row = "".join(f"{cell['found']:>9}/{cell['asked']:<2}" for cell in cells)
+        print(f"{cells[0]['depth']:>12.0%}{row}".rstrip())
+    shares = [found[str(length)]["score"] for found in (before, after) for length in (SHORT, LONG)]
+    print(f"{'all':>12}" + "".join(f"{share:>12.0%}" for share in shares))
+    print(f"pages: {folder}/before/page.html, {folder}/after/page.html")
+    print(f"{done.taken} steps; {time.monotonic() - began:.0f} s in all")
+    if shares[0] >= 0.99 and shares[1] < 0.5 and shares[3] >= 0.95:
+        return OK
+    print("error: expected at least 99 % at 512, less than 50 % at 2,048 before and 95 % after", file=sys.stderr)
+    return INTERNAL_ERROR
+
+
+def _found(config: TrainLmConfig, model: str, folder: Path) -> Mapping[str, Any]:
+    """What a model finds, by length."""
+    asked = EvalNeedlesConfig(
+        hf_checkpoint=model,
+        tasks=[TASK],
+        lengths=[SHORT, LONG],
+        samples=SAMPLES,
+        depths=DEPTHS,
+        trainer=replace(config.trainer, per_device_eval_parallelism=4),
+        output_path=str(folder),
+        if_exists="replace",
+    )
+    result = perform(NEEDLES, asked).result
+    assert result is not None
+    return summary_of(result.answered, depths=DEPTHS)["tasks"][TASK]
+
+
+def _write_lessons(model: str, path: Path) -> None:
+    """Texts of the long length with needles and questions, by a seed of their own."""
+    encode = load_tokenizer(model).encode_with_offsets
+    lines = (json.dumps(each) + "\n" for each in lessons(encode, length=LONG, count=TEXTS, seed=1))
+    with atomic_write(str(path)) as file:
+        file.write("".join(lines).encode())
+
+
+if __name__ == "__main__":
+    leave(run_entry_point(TrainLmConfig, main))
