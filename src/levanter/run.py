@@ -163,6 +163,7 @@ class Searchable:
         sizes: the model's logical axes, `vocab` and `position` included.
         tensor_axes: those that tensor parallelism shards in the layers; axes of one entry share the devices.
         layers: how many there are.
+        windows: how far they see, None for everything, with the features of their queries.
         summed: parts of all layers whose results are summed where tensor parallelism shards them.
         batch_axis: the logical name of the batch axis.
         global_batch: rows of a batch where the run fixes them; None where a layout may choose.
@@ -181,6 +182,7 @@ class Searchable:
     tensor_axes: tuple[tuple[str, ...], ...]
     layers: int
     summed: int
+    windows: tuple[tuple[int | None, int], ...] = ()
     batch_axis: str
     global_batch: int | None = None
     compute_bytes: int

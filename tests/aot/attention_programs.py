@@ -61,16 +61,15 @@ def at_positions(payload: dict[str, Any], target: Target) -> Described:
     return Described(MeshSpec.of(data=4, context=2), (program,))
 
 
-def in_a_ring(payload: dict[str, Any], target: Target) -> Described:
-    """The sum of squares of attention in a ring of eight, zigzag, packed, with its gradients.
+def over_eight(payload: dict[str, Any], target: Target) -> Described:
+    """The sum of squares of attention, its positions over eight devices, zigzag, packed, with its gradients.
 
     Args:
-        payload: `positions` of a sequence, `window`, `heads` with keys of their own.
+        payload: `positions` of a sequence, `window`, `heads` with keys of their own, and whether keys travel: `ring`.
         target: eight devices.
     """
     del target
     Batch, Pos = hax.Axis("batch", 1), hax.Axis("position", payload["positions"])
-    KeyPos = Pos.alias("key_position")
     KVHead, Group, Size = (
         hax.Axis("kv_head", payload["heads"]),
         hax.Axis("q_heads_per_group", 1),
@@ -78,33 +77,35 @@ def in_a_ring(payload: dict[str, Any], target: Target) -> Described:
     )
     mappings = Mappings(
         compute=AxisMapping({"position": "context"}),
-        attention=AxisMapping({"key_position": "context"}),
+        attention=AxisMapping({"key_position": "context"} if payload["ring"] else {}),
         zigzag=("position",),
     )
 
     def given(name: str, dtype: Any, *axes: hax.Axis) -> Input:
         array: Any = jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.dtype(dtype))
-        return Input(name=name, value=hax.NamedArray(array, axes), placement=mappings.inside_attention)
+        return Input(name=name, value=hax.NamedArray(array, axes), placement=mappings.compute)
 
     def attended(q: Any, k: Any, v: Any, segments: Any) -> Any:
         mask = AttentionMask.causal(sliding_window=payload["window"]).with_segment_ids(segments).in_zigzag(8)
 
         def loss(q: Any, k: Any, v: Any) -> jax.Array:
+            k, v = (x.rename({"position": "key_position"}) for x in (k, v))
             with inside_attention():
-                out = ring_attention(q, k, v, mask, softmax_scale=0.1, passes=SplashPasses())
+                if payload["ring"]:
+                    out = ring_attention(q, k, v, mask, softmax_scale=0.1, passes=SplashPasses())
+                else:
+                    out = splash_attention(q, k, v, mask, softmax_scale=0.1)
             return hax.sum(hax.square(out.astype(jnp.float32))).scalar()
 
-        total, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
-        # Outside of attention keys are cut under the name of positions.
-        return total, [x.rename({"key_position": "position"}) if x is not gradients[0] else x for x in gradients]
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
     program = Program(
-        name="ring",
+        name="cut",
         function=attended,
         inputs=(
             given("q", jnp.bfloat16, Batch, Pos, KVHead, Group, Size),
-            given("k", jnp.bfloat16, Batch, KeyPos, KVHead, Size),
-            given("v", jnp.bfloat16, Batch, KeyPos, KVHead, Size),
+            given("k", jnp.bfloat16, Batch, Pos, KVHead, Size),
+            given("v", jnp.bfloat16, Batch, Pos, KVHead, Size),
             given("segments", jnp.int32, Batch, Pos),
         ),
         mappings=mappings,

@@ -1,6 +1,7 @@
 """Our train step with splash attention, by the real TPU compiler: the kernels, their cost, who talks to whom."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ def test_blocks_fit_in_every_core(target, mp, head_size, length, tmp_path):
 @pytest.mark.parametrize("window", [None, 5000])
 def test_in_a_ring_kernels_run_while_keys_travel(window, tmp_path):
     """64K positions over eight chips: keys are never whole, and each permutation of them is around a kernel."""
-    payload = {"positions": 65_536, "window": window, "heads": 12}
-    (outcome,) = compile_programs(f"{ATTENTION}:in_a_ring", payload, target="v6e-8", keep_text=tmp_path)
+    payload = {"positions": 65_536, "window": window, "heads": 12, "ring": True}
+    (outcome,) = compile_programs(f"{ATTENTION}:over_eight", payload, target="v6e-8", keep_text=tmp_path)
     assert isinstance(outcome, Compiled) and outcome.figures is not None
     figures = outcome.figures
     kernels = sorted((kernel.name.split("_")[2], kernel.times) for kernel in figures.kernels)
@@ -119,8 +120,29 @@ def test_in_a_ring_kernels_run_while_keys_travel(window, tmp_path):
     part = 12 * 65_536 // 8 * 128
     travelling = [c for c in figures.collectives if c.kind == "collective-permute" and c.bytes >= part]
     in_loops = [c for c in travelling if c.times == 8]
-    # Keys with values there and back again, and their gradients in float32.
-    assert sorted(c.bytes for c in in_loops) == [2 * part * 2, 2 * part * 2, 2 * part * 4]
+    # Keys and values, forward and backward, and their gradients in float32.
+    assert sorted(c.bytes for c in in_loops) == [part * 2] * 4 + [part * 4] * 2
     assert all(c.hidden_by for c in in_loops)
     assert all(c.bytes < part for c in figures.collectives if c.kind == "all-reduce")
-    assert outcome.peak_bytes < 2 << 30
+    assert outcome.peak_bytes < 640 << 20
+    assert not looks_up(tmp_path / "cut.hlo.txt")
+
+
+@pytest.mark.slow
+def test_gradients_of_gathered_keys_are_scattered(tmp_path):
+    """Keys and values are gathered, their gradients summed and cut at once; the order takes no look-up."""
+    payload = {"positions": 65_536, "window": None, "heads": 12, "ring": False}
+    (outcome,) = compile_programs(f"{ATTENTION}:over_eight", payload, target="v6e-8", keep_text=tmp_path)
+    assert isinstance(outcome, Compiled) and outcome.figures is not None
+    whole = 12 * 65_536 * 128 * 2
+    large = [c for c in outcome.figures.collectives if c.bytes >= whole // 8]
+    assert {c.kind for c in large} == {"all-gather", "reduce-scatter"}, large
+    # Keys and values together or one by one: as many bytes are gathered as are scattered.
+    of_kind = {kind: sum(c.total_bytes for c in large if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
+    assert of_kind["all-gather"] == of_kind["reduce-scatter"] == 2 * whole, large
+    assert not looks_up(tmp_path / "cut.hlo.txt")
+
+
+def looks_up(text: Path) -> list[str]:
+    """Instructions of a compiled text that gather entries by index."""
+    return [line for line in text.read_text().splitlines() if re.search(r" = \S+ (gather|dynamic-gather)\(", line)]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from haliax_ext.abstract import abstract, leaves, with_arrays
+from haliax_ext.abstract import abstract, cast, leaves, with_arrays
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
@@ -125,7 +125,7 @@ def template(model: Looking) -> DecoderLmHeadModel:
     return abstract(lambda: DecoderLmHeadModel.init(hax.Axis("vocab", VOCAB), model, key=jax.random.key(0)))
 
 
-def program(model: Looking, mask: str, mappings: Mappings) -> Program:
+def program(model: Looking, mask: str, mappings: Mappings, dtype: str = "float32") -> Program:
     """Model, batch → the training loss, log-probabilities in their own order, and every gradient."""
     objective = LmObjective(weights=False, segments=segments(mask) is not None)
 
@@ -141,7 +141,7 @@ def program(model: Looking, mask: str, mappings: Mappings) -> Program:
         name="exchanged",
         function=function,
         inputs=(
-            Input(name="model", value=template(model), placement=mappings),
+            Input(name="model", value=cast(template(model), np.dtype(dtype)), placement=mappings),
             Input(name="batch", value=batch, placement=mappings.compute),
         ),
         mappings=mappings,
@@ -193,18 +193,24 @@ def run(
     mappings: Mappings,
     devices: list[jax.Device],
     rows: Rows | None = None,
+    *,
+    dtype: str = "float32",
+    weights: str = "float32",
 ):
-    """Loss, log-probabilities and gradients by path, on the host."""
+    """Loss, log-probabilities and gradients by path, on the host.
+
+    Computed in a dtype, with weights that were rounded to one before.
+    """
     mesh = spec.build(devices[: spec.size])
-    values = arrays(model)
+    values = {path: value.astype(weights).astype(dtype) for path, value in arrays(model).items()}
     placed = {
         leaf.path: jax.device_put(
             values[leaf.path], NamedSharding(mesh, mappings.params_at(leaf.path).spec(leaf.names))
         )
         for leaf in leaves(template(model))
     }
-    given = with_arrays(template(model), placed), batch_on(mask, mappings, mesh, rows)
-    loss, found, gradient = program(model, mask, mappings).jit(mesh)(*given)
+    given = with_arrays(cast(template(model), np.dtype(dtype)), placed), batch_on(mask, mappings, mesh, rows)
+    loss, found, gradient = program(model, mask, mappings, dtype).jit(mesh)(*given)
     by_path = {leaf.path: None for leaf in leaves(template(model))}
     flat = jax.tree.leaves(gradient)
     assert len(flat) == len(by_path)

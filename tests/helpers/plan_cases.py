@@ -101,7 +101,8 @@ class Case:
     @property
     def figures(self) -> bool:
         """Whether the compiler's figures are kept: for what CI compiles, and what documents show."""
-        return self.ci or self.entry_point in ("eval_lm", "lora_dpo", "lora_lm", "train_dpo")
+        documented = self.entry_point in ("eval_lm", "lora_dpo", "lora_lm", "train_dpo")
+        return self.ci or documented or self.config.startswith("train/long/")
 
     def describe(self, target: Target) -> RunPlan:
         """The run on a target."""
@@ -181,6 +182,7 @@ def _pod_in(stem: str) -> str:
 
 
 _SEVENTY, _DEPTH_24 = "llama2_70b_v4-256", "llama_0.78b_64k_v6e-8"
+_LONG = f"long/{_DEPTH_24}"
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
@@ -244,6 +246,14 @@ CASES: Mapping[str, Case] = {
         _training(
             "llama_0.78b_64k_as_published_kept", f"{_DEPTH_24}_as_published", "v6e-8",
             "--model.gradient_checkpointing=false", exit_code=3, compiled=3, ci=True,
+        ),
+        # Positions over all chips, keys gathered or in a ring; over four of them, and heads exchanged.
+        _training("llama_0.78b_64k_context8", _LONG, "v6e-8"),
+        _training("llama_0.78b_64k_context8_ring", _LONG, "v6e-8", "--trainer.mesh.attention_mapping=ring"),
+        _training("llama_0.78b_64k_context4", _LONG, "v6e-8", "--trainer.mesh.axes.context=4"),
+        *(
+            _training(f"llama3.1_8b_{n}_v5p-128", f"long/llama3.1_8b_long_{n}_v5p-128", "v5p-128", compiled=None)
+            for n in ("64k", "256k", "1m")
         ),
         _adapted("llama3_8b_v5p-8", "v5p-8"),
         _adapted("llama3_8b_v6e-8", "v6e-8"),

@@ -38,6 +38,8 @@ def sharding_facts(plan: ShardingPlan, *, arrays: bool) -> dict[str, Json]:
             **{f"params at {pattern}": str(rule) for pattern, rule in mappings.overrides},
             "compute": str(mappings.compute),
             "residual": str(mappings.residual),
+            **({"attention": str(mappings.attention)} if mappings.attention else {}),
+            **({"zigzag": list(mappings.zigzag)} if mappings.zigzag else {}),
         },
         "total_bytes": plan.total_bytes,
         "bytes_on_a_device": plan.bytes_per_device,

@@ -7,9 +7,9 @@ from dataclasses import replace
 from haliax_ext.hlo import OutOfMemory
 from levanter.hardware import Accelerator
 from levanter.hardware.compiler import as_values, tuned_options
-from levanter.mesh.exchange import busiest_share
 from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.asked import beside_of, beyond_room, bounded_of
+from levanter.plan.attended import attended_share
 from levanter.plan.budget import Budget
 from levanter.plan.by_arithmetic import estimated_time
 from levanter.plan.calibration import GENERATING_SCALE, of_generating, scale_with_options, with_other_options
@@ -110,24 +110,13 @@ def _timed(verdict: ProgramVerdict, outcome: Compiled, pod: Accelerator, plan: R
         model_flops=flops,
         parameters=_parameters(plan),
         experts=experts or None,
-        attended=_attended(plan),
+        attended=attended_share(plan),
     )
     if time_ is not None:
         time_ = calibrated(time_, plan, verdict.name, pod.generation.name)
     if time_ is not None and verdict.offloaded is not None and verdict.offloaded.seconds is not None:
         time_ = replace(time_, transfers=verdict.offloaded.seconds)
     return replace(verdict, time=time_) if time_ is None or workload is None else _used(verdict, time_, workload, pod)
-
-
-def _attended(plan: RunPlan) -> float | None:
-    """What the busiest device visits of a causal mask's pairs where its tables say nothing: keys that travel, or
-    positions in zigzag order; None where the tables say it."""
-    mappings, mesh = plan.sharding.mappings, plan.sharding.mesh
-    inside = mappings.inside_attention
-    parts, zigzag = mesh.ways(inside.mesh_axes("position")), "position" in mappings.zigzag
-    if parts == 1 or not (zigzag or mesh.ways(inside.mesh_axes("key_position")) > 1):
-        return None
-    return busiest_share(parts, "zigzag" if zigzag else "natural") / 2
 
 
 def calibrated(time: StepTime, plan: RunPlan, program: str, generation: str) -> StepTime:

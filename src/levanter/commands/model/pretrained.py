@@ -148,6 +148,7 @@ class PretrainedModel:
             sizes={**sizes, "vocab": self.Vocab.size, "position": positions},
             tensor_axes=self.config.tensor_axes,
             layers=len(self.config.layers),
+            windows=tuple((group.window, group.features) for group in self.config.attention_groups),
             summed=sum(bool(part.tensor_axes) for layer in self.config.layers for part in layer.parts),
             batch_axis=self.resolved.batch_axis,
             compute_bytes=self.precision.compute.itemsize,
@@ -215,7 +216,7 @@ def describe_pretrained(
         tokenizer_check,
         Check(name="vocabulary", status="ok", message=f"{vocab} ids, {how}"),
         *(Check(name="kernels", status="ok", message=reason) for reason in reasons),
-        *layer_checks(config),
+        *layer_checks(config, resolved, positions=positions),
         _precision_check(precision, choice.quantize),
     ]
     compiler = choose_compiler(trainer, target, resolved, works=(work,))

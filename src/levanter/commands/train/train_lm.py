@@ -23,7 +23,7 @@ from haliax_ext.program import Program
 from haliax_ext.saving import saving_programs
 from levanter.commands.model.compiler import CompilerChoice, choose_compiler
 from levanter.commands.model.defaults import default_notes
-from levanter.commands.model.layers import layer_checks
+from levanter.commands.model.layers import body_checks, exchange_checks
 from levanter.commands.model.layout import planned_loading, vocabulary_axis
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
@@ -319,7 +319,7 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
     checks += [] if config.takes_architecture else default_notes(config.model, written.below("model"))
     architecture = config.model if origin is None else origin.architecture
     kernels_at = len(checks)
-    checks += layer_checks(architecture)
+    checks += body_checks(architecture)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
     formats = formats_of(config)
@@ -338,6 +338,7 @@ def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settle
         target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
     )
     refuse_kernels(config.optimizer, model)
+    checks += exchange_checks(model, resolved, positions=config.positions)
     scores = validation is not None or config.eval_harness is not None
     works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
     compiler = choose_compiler(trainer, target, resolved, works=works)
@@ -413,6 +414,7 @@ def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable
         sizes={**sizes, "vocab": Vocab.size, "position": run.config.positions},
         tensor_axes=run.model.tensor_axes,
         layers=len(run.model.layers),
+        windows=tuple((group.window, group.features) for group in run.model.attention_groups),
         summed=sum(bool(part.tensor_axes) for layer in run.model.layers for part in layer.parts),
         batch_axis=run.resolved.batch_axis,
         global_batch=rows * run.sequences,

@@ -206,6 +206,11 @@ def names_its_output(choice: BackendChoice) -> bool:
     return choice.name == "splash" or ways_in_scope("key_position") > 1
 
 
+def takes_cut_keys(choice: BackendChoice, mask: AttentionMask, *, keys: int) -> bool:
+    """Whether `attend` takes keys and values as they are cut with the queries, and gathers them by itself."""
+    return choice.name == "splash" and splash_mask_obstacle(mask, keys=keys) is None
+
+
 def attend(
     q: NamedArray,
     k: NamedArray,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from haliax_ext.mapping import in_one_mapping, inside_attention, shard_attention
-from levanter.layers.attention.backends import BackendChoice, attend, default_backend, names_its_output
+from levanter.layers.attention.backends import BackendChoice, attend, default_backend, names_its_output, takes_cut_keys
 from levanter.layers.attention.cached import CachedLayers, attend_cached
 from levanter.layers.attention.context import MixerContext
 from levanter.layers.attention.mask import AttentionMask
@@ -209,9 +209,16 @@ class GroupedQueryAttention(eqx.Module):
                 mixed, state = attend_cached(q, k, v, state, context.new, mask=mask, dtype=dtype, **how)
             with jax.named_scope("o_proj"):
                 return self.o_proj(hax.auto_sharded(mixed)), state
-        k, v = (shard_attention(y.rename({"position": "key_position"})) for y in (k, v))
+        choice = spec.backend or default_backend(k.axis_size("position"), block_size=spec.block_size)
+        gathered_there = takes_cut_keys(choice, mask, keys=k.axis_size("position"))
+
+        def as_keys(y: NamedArray) -> NamedArray:
+            if gathered_there:  # It lies as the queries do.
+                return shard_attention(y).rename({"position": "key_position"})
+            return shard_attention(y.rename({"position": "key_position"}))
+
+        k, v = as_keys(k), as_keys(v)
         q, k, v = (y.astype(dtype) for y in (q, k, v))
-        choice = spec.backend or default_backend(k.axis_size("key_position"), block_size=spec.block_size)
         with jax.named_scope("attention"):
             with inside_attention():
                 q = q if in_one_mapping() else shard_attention(q)

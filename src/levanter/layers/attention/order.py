@@ -7,6 +7,7 @@ a batch are laid out so at the head of a Program, positions stay true, and score
 """
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
@@ -37,11 +38,16 @@ def natural(x: NamedArray, parts: int, name: str = "position") -> NamedArray:
     """`x` with an axis that is in zigzag order in its own order again: the inverse of `zigzag`."""
     if parts == 1:
         return x
-    Along, before, after = _around(x, name, parts)
-    runs = x.array.reshape(*before, parts, 2, Along.size // (2 * parts), *after)
-    early, late = (jnp.squeeze(half, axis=len(before) + 1) for half in jnp.split(runs, 2, axis=len(before) + 1))
-    both = jnp.concatenate((early, jnp.flip(late, axis=len(before))), axis=len(before))
-    return hax.named(both.reshape(x.array.shape), x.axes)
+    _, before, _ = _around(x, name, parts)
+    return hax.named(natural_array(x.array, parts, len(before)), x.axes)
+
+
+def natural_array(x: jax.Array, parts: int, axis: int) -> jax.Array:
+    """`natural` of an array without names, which has 2 · `parts` runs of equal length along the axis."""
+    before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    runs = x.reshape(*before, parts, 2, length // (2 * parts), *after)
+    early, late = (jnp.squeeze(half, axis=axis + 1) for half in jnp.split(runs, 2, axis=axis + 1))
+    return jnp.concatenate((early, jnp.flip(late, axis=axis)), axis=axis).reshape(x.shape)
 
 
 def positions(Pos: Axis, parts: int) -> NamedArray:

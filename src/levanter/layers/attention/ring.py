@@ -5,8 +5,9 @@ every device, which attends to it with a *pass* and merges what it finds in floa
 more with the global log-sum-exp; the gradients of keys and values travel on with them, in float32, and arrive home.
 
 The hops are a loop, not unrolled: a compiler would start all permutations before the first product, and the keys would
-be whole again. Keys and values travel as one array, and so do their gradients, so that a permutation of each kind is
-under way while products are computed. Segments travel with the keys. What a query sees is decided by positions, which
+be whole again. All of a hop's permutations are under way while its products are computed. Keys and values are arrays of
+their own: joined they would have to be parted again, and their gradients joined, at every hop. Segments travel with the
+keys. What a query sees is decided by positions, which
 follow from the rank of a device and the number of hops that the keys have made; so any window, and either order of
 positions (`order`), needs no case of its own here.
 """
@@ -14,7 +15,7 @@ positions (`order`), needs no case of its own here.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import haliax as hax
 import jax
@@ -29,6 +30,8 @@ from levanter.layers.attention.cut import Cut
 from levanter.layers.attention.mask import AttentionMask
 
 Arrays = tuple[jax.Array, ...]
+Pair = tuple[jax.Array, jax.Array]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +97,8 @@ class DeviceRing:
     sight: Sight
     passes: Pass
 
-    def next(self, x: jax.Array) -> jax.Array:
-        """To the next device, from the one before."""
+    def next(self, x: T) -> T:
+        """A tree of arrays to the next device, from the one before."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return jax.lax.ppermute(x, axes, [(i, (i + 1) % self.size) for i in range(self.size)])
 
@@ -210,25 +213,19 @@ def _around(
     rank, length = ring.here(), q.shape[-2]
     own = ring.begins(rank, length)
 
-    def hop(n: jax.Array, carry: tuple[Arrays, jax.Array | None, merge.Seen]) -> tuple[Arrays, object, merge.Seen]:
-        (both,), theirs, seen = carry
-        behind = ring.next(both)
-        behind_ids = None if theirs is None else ring.next(theirs)
+    def hop(n: jax.Array, carry: tuple[Pair, jax.Array | None, merge.Seen]) -> tuple[Pair, object, merge.Seen]:
+        both, theirs, seen = carry
+        behind, behind_ids = ring.next((both, theirs))
         begins = ring.begins((rank - n) % ring.size, length)
         ids = None if segments is None or theirs is None else (segments, theirs)
-        found = ring.passes.forward(ring.sight, q, *_apart(both), (own, begins), ids)
-        return (behind,), behind_ids, merge.merged(seen, found)
+        found = ring.passes.forward(ring.sight, q, *both, (own, begins), ids)
+        return behind, behind_ids, merge.merged(seen, found)
 
-    start = ((jnp.concatenate((k, v), axis=1),), segments, merge.nothing(q.shape))
+    start = ((k, v), segments, merge.nothing(q.shape))
     _, _, seen = jax.lax.fori_loop(0, ring.size, hop, start)
     if sinks is not None:
         seen = merge.with_sinks(seen, sinks[None, :, :, None])
     return seen[0].astype(v.dtype), seen[1]
-
-
-def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
-    first, second = jnp.split(both, 2, axis=1)
-    return first, second
 
 
 def _forward(
@@ -248,17 +245,17 @@ def _backward(ring: DeviceRing, kept: tuple, of_out: jax.Array):
 
     def hop(n: jax.Array, carry: tuple) -> tuple:
         both, theirs, of_both, of_q = carry
-        behind, of_both = ring.next(both), ring.next(of_both)
-        behind_ids = None if theirs is None else ring.next(theirs)
+        behind, behind_ids, (of_k, of_v) = ring.next((both, theirs, of_both))
         begins = ring.begins((rank - n) % ring.size, length)
         ids = None if segments is None or theirs is None else (segments, theirs)
-        dq, dk, dv = ring.passes.backward(ring.sight, (q, *_apart(both)), found, (own, begins), ids)
-        return behind, behind_ids, of_both + jnp.concatenate((dk, dv), axis=1), of_q + dq
+        dq, dk, dv = ring.passes.backward(ring.sight, (q, *both), found, (own, begins), ids)
+        return behind, behind_ids, (of_k + dk, of_v + dv), of_q + dq
 
-    both = jnp.concatenate((k, v), axis=1)
-    start = (both, segments, jnp.zeros(both.shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
+    # Where a compiler sees that they begin as zeros, it writes zeros in the first hop by a pass over them in every hop.
+    zeros = jax.lax.optimization_barrier((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)))
+    start = ((k, v), segments, zeros, jnp.zeros(q.shape, jnp.float32))
     _, _, of_both, of_q = jax.lax.fori_loop(0, ring.size, hop, start)
-    of_k, of_v = _apart(ring.next(of_both))
+    of_k, of_v = ring.next(of_both)
     of_sinks = None
     if sinks is not None:
         share = jnp.exp(sinks[None, :, :, None] - total)

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from levanter.layers.attention.cut import Cut
+from levanter.layers.attention.gathering import Attend, gathering, gathers_keys
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.order import natural
 from levanter.layers.attention.reference import HIDDEN
@@ -127,14 +128,12 @@ def splash_attention(
     leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, Size))
     mesh = jax.sharding.get_abstract_mesh()
     cut = Cut.in_scope()
-    if mask.zigzag > 1:
+    parts, zigzag = cut.ways(Pos), mask.zigzag
+    gathers = gathers_keys(cut, Pos, KeyPos)
+    if zigzag > 1:
         # All keys are here: in their own order again, so that only the queries' positions are an array.
-        k, v, mask = (
-            natural(k, mask.zigzag, KeyPos.name),
-            natural(v, mask.zigzag, KeyPos.name),
-            _keys_in_order(mask, Pos, KeyPos),
-        )
-    parts = cut.ways(Pos)
+        mask = _keys_in_order(mask, Pos, KeyPos)
+        k, v = (x if gathers else natural(x, zigzag, KeyPos.name) for x in (k, v))
     part = -(-Pos.size // parts)
     blocks = splash_blocks(min(part, KeyPos.size), block_size, head_size=Size.size, dtype=q.dtype)
     Padded = Pos.resize(-(-part // blocks.block) * blocks.block * parts)
@@ -148,26 +147,23 @@ def splash_attention(
         # A query that sees no key has this one, whose value is zero; beside any other key it weighs nothing.
         sinks = hax.full((KVHead, Group), HIDDEN, dtype=jnp.float32)
 
-    def padded(x: NamedArray, Short: Axis, Long: Axis, value: int = 0) -> NamedArray:
-        return x if Short == Long else hax.pad(x, {Short: (0, Long.size - Short.size)}, constant_values=value)
-
     def of_rows(x: NamedArray, Along: Axis) -> NamedArray:
         return x.astype(jnp.int32).broadcast_to((*leading, Along)).rearrange((*leading, Along))
 
     scaled = (q.astype(jnp.float32) * softmax_scale).astype(q.dtype)
-    named = {
-        "q": padded(scaled, Pos, Padded).rearrange((*leading, KVHead, Group, Padded, Size)),
-        "k": padded(k, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),
-        "v": padded(v, KeyPos, PaddedKeys).rearrange((*leading, KVHead, PaddedKeys, Size)),
-    }
+    named = {"q": _padded(scaled, Pos, Padded).rearrange((*leading, KVHead, Group, Padded, Size))}
+    # By the name of the queries' positions keys are cut as they are.
+    given = (x.rename({KeyPos.name: Pos.name}) if gathers else _padded(x, KeyPos, PaddedKeys) for x in (k, v))
+    named["k"], named["v"] = (x.rearrange((*leading, KVHead, ..., Size)) for x in given)
+    with_keys = gathering(cut.mesh_axes(Pos), zigzag, PaddedKeys.size) if gathers else _as_they_are
     if mask.query_segments is not None:
-        segments = padded(of_rows(mask.query_segments, Pos), Pos, Padded, PADDING_SEGMENT)
+        segments = _padded(of_rows(mask.query_segments, Pos), Pos, Padded, PADDING_SEGMENT)
         named["query_segments"] = segments
         named["key_segments"] = segments.rename({Pos.name: KeyPos.name})
         if not by_index:
             theirs = mask.segments_of_keys(Pos, KeyPos)
             assert theirs is not None
-            named["key_segments"] = padded(of_rows(theirs, KeyPos), KeyPos, PaddedKeys, PADDING_SEGMENT)
+            named["key_segments"] = _padded(of_rows(theirs, KeyPos), KeyPos, PaddedKeys, PADDING_SEGMENT)
     if sinks is not None:
         named["sinks"] = sinks.rearrange((KVHead, Group))
     rule = Rule(mask.is_causal, mask.sliding_window)
@@ -181,13 +177,23 @@ def splash_attention(
         if not mesh.empty:
             queries = cut.spec((Padded,))
             kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, PartitionSpec(None, *queries)))
-        out = _on_every_device(_at_indices, (kernel,), (kernel_spec,), named, cut, mesh, rows=len(leading))
+        attend = with_keys(_at_indices)
+        out = _on_every_device(attend, (kernel,), (kernel_spec,), named, cut, mesh, rows=len(leading))
     else:
         named |= _positions(mask, Pos, KeyPos, Padded, PaddedKeys, of_rows)
-        attend = functools.partial(_at_positions, rule=rule, settings=settings)
+        attend = with_keys(functools.partial(_at_positions, rule=rule, settings=settings))
         out = _on_every_device(attend, (), (), named, cut, mesh, rows=len(leading))
     found = hax.named(out, named["q"].axes)
     return (found if Padded == Pos else found[Pos.name, 0 : Pos.size]).rearrange(q.axes)
+
+
+def _padded(x: NamedArray, Short: Axis, Long: Axis, value: int = 0) -> NamedArray:
+    return x if Short == Long else hax.pad(x, {Short: (0, Long.size - Short.size)}, constant_values=value)
+
+
+def _as_they_are(attend: Attend) -> Attend:
+    """`attend` for keys and values that are all here."""
+    return attend
 
 
 def _keys_in_order(mask: AttentionMask, Pos: Axis, KeyPos: Axis) -> AttentionMask:
@@ -246,7 +252,7 @@ def _positions(
 
 
 def _on_every_device(
-    attend: Callable[..., jax.Array],
+    attend: Attend,
     before: tuple[pallas.SplashAttentionKernel, ...],
     before_specs: tuple[object, ...],
     named: dict[str, NamedArray],

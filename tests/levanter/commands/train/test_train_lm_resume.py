@@ -138,6 +138,18 @@ def test_what_a_run_goes_on_behind(begun, tmp_path, devices):
     assert went_on.checkpoint.path == str(tmp_path / "checkpoints/other/step-4")
 
 
+def test_it_goes_on_with_positions_cut(begun, tmp_path, devices):
+    """Context 2 × model 2 × data 2, in a zigzag ring; test_train_lm_context.py has runs that are killed."""
+    folder, _, _, found = begun
+    cut = ("--trainer.mesh.axes", "{data: 2, context: 2, model: 2}", "--trainer.mesh.compute_mapping.position=context")
+    ring = ("--trainer.mesh.attention_mapping=ring", "--trainer.checkpointer.base_path", str(tmp_path))
+    behind = ("--trainer.initialize_from", str(folder / "checkpoints/run/step-2"))
+    _, again = run_here(read(folder / "run.yaml", *cut, *ring, *behind), devices, run_id="cut")
+    assert list(again) == [2, 3]
+    for step, metrics in again.items():
+        assert metrics["train/loss"] == pytest.approx(found[step]["train/loss"], rel=1e-5)
+
+
 def test_a_run_begins_with_another_ones_parameters_and_statistics(begun, devices):
     folder, config, done, _ = begun
     base = str(folder / "checkpoints/run")

@@ -103,6 +103,48 @@ def test_the_order_is_laid_out_without_a_gather(devices):
     assert natural.count("sort") == zigzag.count("sort")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("exchange", ["gather", "ring", "ring × heads"])
+def test_the_order_changes_nothing(devices, exchange, mask):
+    """Beyond 1e-6 of the largest entry of each."""
+    model = config(**MASKS[mask], attn_backend="reference")
+    natural, zigzag = (
+        run(model, mask, mesh_of(1, 4, 2, exchange), mappings_of(exchange, order), devices) for order in ORDERS
+    )
+    assert abs(zigzag[0] - natural[0]) <= 1e-6 * abs(natural[0])
+    assert np.abs(zigzag[1] - natural[1]).max() <= 1e-6 * np.abs(natural[1]).max()
+    for path, gradient in natural[2].items():
+        assert np.abs(zigzag[2][path] - gradient).max() <= 1e-6 * np.abs(gradient).max(), path
+
+
+def error_in_16_bits(devices, spec, mappings, mask, backend, exact):
+    """Root mean square of what 16 bits are off, of log-probabilities and of all gradients by their largest entries."""
+    model = config(**MASKS[mask], attn_backend=backend, flash_attention_block_size=8)
+    found = run(model, mask, spec, mappings, devices, dtype="bfloat16", weights="bfloat16")
+    scaled = [(found[2][path].astype(np.float32) - want) / np.abs(want).max() for path, want in exact[2].items()]
+    return [
+        float(np.sqrt(np.mean(np.square(each))))
+        for each in (found[1].astype(np.float32) - exact[1], np.concatenate([each.ravel() for each in scaled]))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("exchange", "order"),
+    [each for each in itertools.product(EXCHANGES, ORDERS) if each != ("heads", "zigzag")],
+)
+def test_16_bits_are_as_exact_as_on_one_device(devices, exchange, order):
+    """At most 1.1 times its error against float32, with weights that 16 bits hold."""
+    mask, backend = "everything, packed", "reference"
+    model = config(**MASKS[mask], attn_backend=backend)
+    exact = run(model, mask, MeshSpec.of(data=1), Mappings(), devices[:1], weights="bfloat16")
+    one = error_in_16_bits(devices[:1], MeshSpec.of(data=1), Mappings(), mask, backend, exact)
+    many = error_in_16_bits(devices, mesh_of(1, 4, 2, exchange), mappings_of(exchange, order), mask, backend, exact)
+    assert min(one) > 1e-4, "16 bits are off"
+    assert all(mine <= 1.1 * theirs for mine, theirs in zip(many, one, strict=True)), (many, one)
+
+
 TABLE = [
     (mesh, exchange, order, mask)
     for mesh, exchange, order, mask in itertools.product(MESHES, EXCHANGES, ORDERS, MASKS)

@@ -18,6 +18,7 @@ from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends
+from levanter.layers.attention.order import natural, zigzag
 from levanter.layers.attention.splash import BLOCKS, splash_attention, splash_blocks, splash_obstacle
 from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
 from levanter.models.scoring import next_tokens
@@ -71,11 +72,16 @@ def formula(rule: str) -> tuple[np.ndarray, list[np.ndarray]]:
     return out, [of_q, of_k, of_v]
 
 
-def values_and_gradients(rule: str, dtype=np.float32, **options):
+def values_and_gradients(rule: str, dtype=np.float32, parts: int = 1, **options):
+    """Over so many parts in zigzag order, laid out and put back here."""
+
     def loss(q, k, v, segments):
         q, k, v = hax.named(q, Q_AXES), hax.named(k, K_AXES), hax.named(v, K_AXES)
-        out = emulated(q, k, v, mask_of(rule, segments), softmax_scale=SCALE, **options)
+        q, k, v = zigzag(q, parts), zigzag(k, parts, "key_position"), zigzag(v, parts, "key_position")
+        mask = mask_of(rule, zigzag(hax.named(segments, (Batch, Pos)), parts).array).in_zigzag(parts)
+        out = emulated(q, k, v, mask, softmax_scale=SCALE, **options)
         assert out.axes == q.axes and out.dtype == q.dtype
+        out = natural(out, parts)
         return jnp.sum(jnp.square(out.array.astype(jnp.float32))), out.array
 
     given = [x.astype(dtype) for x in (Q, K, V)]
@@ -125,12 +131,30 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [*MESHES, "data 2 × context 4, zigzag"])
 def test_every_mesh_gives_the_same(name, devices):
-    spec, mapping = MESHES[name]
+    spec, mapping = MESHES[name.removesuffix(", zigzag")]
     mappings = Mappings(compute=AxisMapping(mapping))
+    parts = 4 if name.endswith("zigzag") else 1
     with jax.set_mesh(spec.build(devices)), mappings_in_scope(mappings):
-        assert_formula("everything", values_and_gradients("everything"), atol=5e-6)
+        assert_formula("everything", values_and_gradients("everything", parts=parts), atol=5e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_gradients_of_gathered_keys_are_scattered(parts, devices):
+    """Never a whole gradient summed on every device: keys and values are gathered where the kernel is called."""
+    spec, mapping = MESHES["data 2 × context 4"]
+    mappings = Mappings(compute=AxisMapping(mapping))
+
+    def loss(q, k, v):
+        mask = AttentionMask.causal().in_zigzag(parts)
+        return hax.sum(hax.square(emulated(q, k, v, mask, softmax_scale=SCALE))).scalar()
+
+    given = [hax.named(x, axes) for x, axes in ((Q, Q_AXES), (K, K_AXES), (V, K_AXES))]
+    with jax.set_mesh(spec.build(devices)), mappings_in_scope(mappings):
+        text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*given).as_text()
+    assert text.count('"stablehlo.all_gather"') == text.count('"stablehlo.reduce_scatter"') == 2
+    assert "all_reduce" not in text
 
 
 def test_an_axis_that_does_not_divide_is_refused(devices):

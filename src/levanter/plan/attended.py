@@ -1,0 +1,125 @@
+"""How much of what attention kernels are handed they visit, on the device that all others wait for.
+
+Where positions lie on several devices and keys travel, or in zigzag order, a kernel's table of blocks is made on the
+device, and a compiled text does not say what is in it. Here it is counted, from the rule: a block is visited where one
+of its queries may see one of its keys. Documents of packed rows are not known to a plan, and hide more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from levanter.layers.attention.splash import splash_blocks
+from levanter.layers.attention.splash_passes import run_blocks
+from levanter.mesh.exchange import busiest_share
+from levanter.run import RunPlan, Searchable
+
+Numbers = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lying:
+    """How the positions of a sequence lie on devices.
+
+    Attributes:
+        positions: in a sequence.
+        parts: devices that have a part of them.
+        zigzag: whether each has an early and a late run.
+        travels: whether keys travel in a ring; else each device has all of them.
+        block: positions in a block; divides a run.
+    """
+
+    positions: int
+    parts: int
+    zigzag: bool
+    travels: bool
+    block: int
+
+    def share(self, window: int | None) -> float:
+        """The share of all pairs of a device's queries with keys that the busiest device visits, under a causal mask.
+
+        In a ring devices wait for each other at every hop, so the busiest of each hop counts.
+
+        Args:
+            window: how many positions back a query sees, its own included; None for all.
+        """
+        runs = 2 if self.zigzag else 1
+        length = self.positions // (self.parts * runs * self.block)
+        ranks = np.arange(self.parts)
+        own = [ranks * length, (2 * self.parts - 1 - ranks) * length][:runs]
+        reach = None if window is None else (max(window, 1) - 2) // self.block + 2
+        visited = np.zeros((self.parts, self.parts), np.int64)  # [hop, rank]
+        for hop in range(self.parts):
+            theirs = [first[(ranks - hop) % self.parts] for first in own]
+            visited[hop] = sum(_visited(mine - other, length, reach) for mine in own for other in theirs)
+        busiest = visited.max(axis=1).sum() if self.travels else visited.sum(axis=0).max()
+        return float(busiest) * self.parts / (self.positions // self.block) ** 2
+
+
+def _visited(ahead: Numbers, length: int, reach: int | None) -> Numbers:
+    """How many blocks a run of `length` blocks of queries visits of a run of keys that begins `ahead` blocks before it.
+
+    Args:
+        ahead: for each device.
+        length: of both runs, in blocks.
+        reach: blocks that a block of queries visits at most, its own included; None for no window.
+    """
+
+    def behind(after: Numbers) -> Numbers:
+        """Pairs of blocks where the key's is not behind the query's, queries `after` blocks further on."""
+
+        def up_to(t: Numbers) -> Numbers:
+            """The sum of s clipped to [0, length] over s ≤ t."""
+            inside = np.clip(t, 0, length)
+            return inside * (inside + 1) // 2 + np.maximum(t - length, 0) * length
+
+        return up_to(after + length) - up_to(after)
+
+    return behind(ahead) - (0 if reach is None else behind(ahead - reach))
+
+
+def attended_share(plan: RunPlan) -> float | None:
+    """What the busiest device visits of the pairs that its kernels are handed, over all layers; None where the kernels'
+    own tables say it: positions are whole, or lie in their own order with all keys on each device."""
+    mappings, mesh = plan.sharding.mappings, plan.sharding.mesh
+    inside = mappings.inside_attention
+    parts, zigzag = mesh.ways(inside.mesh_axes("position")), "position" in mappings.zigzag
+    travels = mesh.ways(inside.mesh_axes("key_position")) > 1
+    if parts == 1 or not (zigzag or travels):
+        return None
+    found = plan.searchable
+    lying = None if isinstance(found, str) else lying_of(found, parts=parts, zigzag=zigzag, travels=travels)
+    if lying is None or isinstance(found, str):
+        return busiest_share(parts, "zigzag" if zigzag else "natural") / 2
+    return mean_share(lying, found.windows)
+
+
+def lying_of(found: Searchable, *, parts: int, zigzag: bool, travels: bool) -> Lying | None:
+    """How a run's positions lie; None where they are no whole blocks, which no kernel for TPUs takes in a ring.
+
+    Args:
+        found: of the run.
+        parts, zigzag, travels: see `Lying`.
+    """
+    positions, size, wide = found.sizes["position"], found.sizes.get("head_size", 128), found.compute_bytes > 2
+    run = positions // (parts * (2 if zigzag else 1))
+    try:
+        block = run_blocks(run, None, head_size=size, wide=wide).block
+    except ValueError:
+        return None
+    if not travels:
+        # The queries' blocks may straddle the runs of a device; that is not counted.
+        block = min(block, splash_blocks(positions // parts, head_size=size).block)
+    return Lying(positions=positions, parts=parts, zigzag=zigzag, travels=travels, block=block)
+
+
+def mean_share(lying: Lying, windows: Sequence[tuple[int | None, int]]) -> float:
+    """The share over all layers.
+
+    Args:
+        lying: how positions lie.
+        windows: how far layers see, and the features of their queries; none for layers that see everything.
+    """
+    shares = [(lying.share(window), features) for window, features in windows or [(None, 1)]]
+    return sum(share * features for share, features in shares) / sum(features for _, features in shares)
