@@ -46,12 +46,10 @@ class PlainPasses:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Pass`."""
         q, k, v = given
-        out, _, of_out = found
-        delta = jnp.sum(out.astype(jnp.float32) * of_out.astype(jnp.float32), axis=-1, keepdims=True)
 
         def further(of_q: jax.Array, of_block: tuple[Arrays, jax.Array]) -> tuple[jax.Array, Arrays]:
             (k, v), visible = of_block
-            dq, dk, dv = self._backward((q, k, v), found, delta, visible)
+            dq, dk, dv = self._backward((q, k, v), found, visible)
             return of_q + dq, (dk, dv)
 
         keys, visible = self._blocks((k, v), _visible(sight, q, k, begins, segments))
@@ -73,15 +71,14 @@ class PlainPasses:
         self,
         given: tuple[jax.Array, jax.Array, jax.Array],
         found: tuple[jax.Array, jax.Array, jax.Array],
-        delta: jax.Array,
         visible: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = given
-        _, total, of_out = found
+        delta, total, of_out = found
         scores = self._scores(q, k)
         weights = jnp.where(visible, jnp.exp(scores - total[..., None]), 0.0)
         of_weights = jnp.einsum("bhgqd,bhkd->bhgqk", of_out, v, preferred_element_type=jnp.float32)
-        of_scores = weights * (of_weights - delta)
+        of_scores = weights * (of_weights - delta[..., None])
         if self.soft_cap is not None:
             of_scores = of_scores * (1 - jnp.square(scores / self.soft_cap))
         narrow, weights = of_scores.astype(q.dtype), weights.astype(of_out.dtype)

@@ -2,7 +2,9 @@
 
 Each of n devices has a part of the positions (Liu et al., arXiv:2310.01889). In n *hops* every part of the keys passes
 every device, which attends to it with a *pass* and merges what it finds in float32. The backward pass goes around once
-more with the global log-sum-exp; the gradients of keys and values travel on with them, in float32, and arrive home.
+more with the global log-sum-exp: either keys and values travel again, and their gradients with them, or queries and
+the gradients of the result do, and the gradients of the queries with them, whichever are fewer bytes. What travels
+gathers its gradient in float32, and arrives home with it.
 
 The hops are a loop, not unrolled: a compiler would start all permutations before the first product, and the keys would
 be whole again. All of a hop's permutations are under way while its products are computed. Keys and values are arrays of
@@ -31,6 +33,7 @@ from levanter.layers.attention.mask import AttentionMask
 
 Arrays = tuple[jax.Array, ...]
 Pair = tuple[jax.Array, jax.Array]
+Triple = tuple[jax.Array, jax.Array, jax.Array]
 T = TypeVar("T")
 
 
@@ -76,7 +79,8 @@ class Pass(Protocol):
         Args:
             sight, begins, segments: as of `forward`.
             given: queries, these keys, their values.
-            found: what attention to all keys is, its log-sum-exp, and the gradient of it.
+            found: of attention to all keys: the sum over features of the result times its gradient, float32; the
+                log-sum-exp; the gradient of the result.
         """
         ...
 
@@ -239,9 +243,32 @@ def _forward(
 
 def _backward(ring: DeviceRing, kept: tuple, of_out: jax.Array):
     q, k, v, segments, sinks, out, total = kept
+    delta = jnp.sum(out.astype(jnp.float32) * of_out.astype(jnp.float32), axis=-1)
+    around = _queries_around if queries_are_fewer(q, k) else _keys_around
+    of_q, of_k, of_v = around(ring, (q, k, v), (delta, total, of_out), segments)
+    of_sinks = None
+    if sinks is not None:
+        of_sinks = -jnp.sum(jnp.exp(sinks[None, :, :, None] - total) * delta, axis=(0, 3))
+    of_ids = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
+    return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype), of_ids, of_sinks
+
+
+def queries_are_fewer(q: jax.Array, k: jax.Array) -> bool:
+    """Whether queries, gradients of the result and theirs are fewer bytes than keys, values and their gradients."""
+    return q.size * (2 * q.dtype.itemsize + 4) < 2 * k.size * (k.dtype.itemsize + 4)
+
+
+def _zeros(*like: jax.Array) -> Arrays:
+    """Gradients to begin with; where a compiler sees that what travels begins as zeros, it writes them in the first hop
+    by a pass over what travels in every hop."""
+    return jax.lax.optimization_barrier(tuple(jnp.zeros(x.shape, jnp.float32) for x in like))
+
+
+def _keys_around(ring: DeviceRing, given: Triple, found: Triple, segments: jax.Array | None) -> Arrays:
+    """The gradients of queries, keys and values, where keys and values travel."""
+    q, k, v = given
     rank, length = ring.here(), q.shape[-2]
     own = ring.begins(rank, length)
-    found = (out, total, of_out)
 
     def hop(n: jax.Array, carry: tuple) -> tuple:
         both, theirs, of_both, of_q = carry
@@ -251,18 +278,28 @@ def _backward(ring: DeviceRing, kept: tuple, of_out: jax.Array):
         dq, dk, dv = ring.passes.backward(ring.sight, (q, *both), found, (own, begins), ids)
         return behind, behind_ids, (of_k + dk, of_v + dv), of_q + dq
 
-    # Where a compiler sees that they begin as zeros, it writes zeros in the first hop by a pass over them in every hop.
-    zeros = jax.lax.optimization_barrier((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)))
-    start = ((k, v), segments, zeros, jnp.zeros(q.shape, jnp.float32))
+    start = ((k, v), segments, _zeros(k, v), jnp.zeros(q.shape, jnp.float32))
     _, _, of_both, of_q = jax.lax.fori_loop(0, ring.size, hop, start)
-    of_k, of_v = ring.next(of_both)
-    of_sinks = None
-    if sinks is not None:
-        share = jnp.exp(sinks[None, :, :, None] - total)
-        delta = jnp.sum(out.astype(jnp.float32) * of_out.astype(jnp.float32), axis=-1)
-        of_sinks = -jnp.sum(share * delta, axis=(0, 3))
-    of_ids = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
-    return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype), of_ids, of_sinks
+    return of_q, *ring.next(of_both)
+
+
+def _queries_around(ring: DeviceRing, given: Triple, found: Triple, segments: jax.Array | None) -> Arrays:
+    """The same where queries travel, with what was found for them."""
+    q, k, v = given
+    rank, length = ring.here(), q.shape[-2]
+    own = ring.begins(rank, length)
+
+    def hop(n: jax.Array, carry: tuple) -> tuple:
+        queries, theirs, of_q, of_k, of_v = carry
+        behind, behind_ids, (of_theirs,) = ring.next((queries, theirs, of_q))
+        begins = ring.begins((rank - n) % ring.size, length)
+        ids = None if segments is None or theirs is None else (theirs, segments)
+        dq, dk, dv = ring.passes.backward(ring.sight, (queries[0], k, v), queries[1:], (begins, own), ids)
+        return behind, behind_ids, (of_theirs + dq,), of_k + dk, of_v + dv
+
+    start = ((q, *found), segments, _zeros(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    _, _, (of_q,), of_k, of_v = jax.lax.fori_loop(0, ring.size, hop, start)
+    return ring.next(of_q), of_k, of_v
 
 
 _attend.defvjp(_forward, _backward)

@@ -2,11 +2,11 @@
 
 The keys that arrive are attended to in one call, as if they were a sequence: the mark of a query (`splash_tables`) says
 up to which index, and with a window from which, it sees them. So one compiled kernel serves every hop: whole, diagonal,
-nothing and any window are tables of blocks that are computed from the marks. The kernel's own backward pass is called
-with what attention to *all* keys has found.
+nothing and any window are tables of blocks that are computed from the marks. The kernels' own backward passes are
+called with what attention to *all* keys has found.
 
-That backward pass has a private name in JAX, `_splash_attention_bwd`; nothing else here uses one, and a JAX without it,
-or with another one, has no splash in a ring (`obstacle`). A test pins what is passed to it.
+These have private names in JAX (`BACKWARD`); nothing else here uses one, and a JAX without them, or with others, has no
+splash in a ring (`obstacle`). A test pins what is passed to them.
 """
 
 import inspect
@@ -31,29 +31,25 @@ from levanter.layers.attention.splash_tables import (
     tables_at,
 )
 
-BACKWARD = "_splash_attention_bwd"
-TAKES = (
-    "save_residuals",
-    "mask_value",
-    "is_mqa",
-    "block_sizes",
-    "residual_checkpoint_name",
-    "mask_function",
-    "attn_logits_soft_cap",
-    "interpret",
-    "res",
-    "do",
-)
-"""The parameters of the kernel's backward pass, in order."""
+OF_QUERIES, OF_KEYS = "_splash_attention_bwd_dq", "_splash_attention_bwd_dkv"
+_ARRAYS = "q k v segment_ids sinks logsumexp do di"
+_MASK = "is_mqa mask_info mask_value attn_logits_soft_cap"
+_REST = "q_layout k_layout v_layout mask_function interpret"
+BACKWARD = {
+    OF_QUERIES: f"{_ARRAYS} bq bkv {_MASK} {_REST}",
+    OF_KEYS: f"{_ARRAYS} bq bkv bkv_compute {_MASK} use_fused_bwd_kernel {_REST}",
+}
+"""The kernels of the backward pass, and their parameters in order."""
 
 
 def obstacle() -> str | None:
     """Why this JAX's kernel cannot run in a ring, if it cannot."""
-    found = getattr(pallas, BACKWARD, None)
-    if found is not None and tuple(inspect.signature(found).parameters) == TAKES:
-        return None
-    has = "has no" if found is None else "has another"
-    return f"JAX {jax.__version__} {has} {pallas.__name__}.{BACKWARD}, which splash in a ring calls"
+    for name, takes in BACKWARD.items():
+        found = getattr(pallas, name, None)
+        if found is None or set(inspect.signature(found).parameters) != set(takes.split()):
+            has = "has no" if found is None else "has another"
+            return f"JAX {jax.__version__} {has} {pallas.__name__}.{name}, which splash in a ring calls"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,28 +96,37 @@ class SplashPasses:
         segments: Arrays | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Pass`."""
-        (q, k, v), (out, total, of_out) = given, found
+        (q, k, v), (delta, total, of_out) = given, found
         settings = self._settings(q, sight)
         tables, rule, ids = _tables(sight, q.shape[-2], begins, segments, settings.blocks)
-        queries = {"q": q, "out": out, "total": total, "of_out": of_out}
-        backward = getattr(pallas, BACKWARD)
+        queries = {"q": q, "total": total, "of_out": of_out, "delta": delta}
+        sizes = settings.sizes
+        shared = dict(
+            is_mqa=False,
+            mask_value=pallas.DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=self.soft_cap,
+            q_layout=sizes.q_layout,
+            k_layout=sizes.k_layout,
+            v_layout=sizes.v_layout,
+            mask_function=rule,
+            interpret=self.interpret,
+        )
 
         def of_row(row: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-            heads = {name: row[name].reshape(-1, *row[name].shape[2:]) for name in queries}
-            infos = (None if settings.fused else tables[1], tables[2])
-            kept = (heads["q"], row["k"], row["v"], _ids(row), None, heads["out"], heads["total"], *infos)
-            _, _, _, dq, dk, dv, _, _ = backward(
-                False,
-                pallas.DEFAULT_MASK_VALUE,
-                False,
-                settings.sizes,
-                None,
-                rule,
-                self.soft_cap,
-                self.interpret,
-                kept,
-                heads["of_out"],
+            mine = {name: row[name].reshape(-1, *row[name].shape[2:]) for name in queries}
+            arrays = (mine["q"], row["k"], row["v"], _ids(row), None, mine["total"], mine["of_out"], mine["delta"])
+            dq, dk, dv = getattr(pallas, OF_KEYS)(
+                *arrays,
+                bq=sizes.block_q_dkv,
+                bkv=sizes.block_kv_dkv,
+                bkv_compute=sizes.block_kv_dkv_compute,
+                mask_info=tables[2],
+                use_fused_bwd_kernel=settings.fused,
+                **shared,
             )
+            if not settings.fused:
+                of_queries = getattr(pallas, OF_QUERIES)
+                dq = of_queries(*arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=tables[1], **shared)
             return dq.reshape(row["q"].shape), dk, dv
 
         dq, dk, dv = (x.astype(jnp.float32) for x in jax.vmap(of_row)({**queries, "k": k, "v": v, **ids}))

@@ -3,7 +3,8 @@
 With `n` chips along a sequence, and keys and values of one layer taking `V` bytes, all of them together:
 
     gather         an all-gather of V a pass, and a reduce-scatter of their gradients
-    ring           n hops of V / n; backward they bring their gradients along, in float32
+    ring           n hops of V / n; backward they bring their gradients along, in float32, or queries travel, with the
+                   gradients of the result and their own, if these are fewer bytes
     heads          an all-to-all of queries, keys, values and results; backward of their gradients
     ring × heads   both, each over its own mesh axes
 """
@@ -54,8 +55,10 @@ def exchange_seconds(
     if around:
         hops = mesh.ways(around)
         hop = network.seconds("collective-permute", keys // mesh.ways(along), spans_of(mesh, *around)) or 0.0
-        # Backward the keys go around once more, and gradients of as many elements in float32.
-        seconds += hops * hop * (forward + backward * (1 + 4 / itemsize))
+        # Backward keys and values go around with gradients in float32, or queries with two kinds of gradients.
+        with_keys = 1 + 4 / itemsize
+        with_queries = sizes.get("q_heads_per_group", 1) * (2 * itemsize + 4) / (2 * itemsize)
+        seconds += hops * hop * (forward + backward * min(with_keys, with_queries))
     if to_heads:
         everything = keys * (1 + sizes.get("q_heads_per_group", 1)) // mesh.ways(along)
         once = network.seconds("all-to-all", everything, spans_of(mesh, *to_heads)) or 0.0

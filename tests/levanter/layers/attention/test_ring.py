@@ -21,7 +21,7 @@ from levanter.layers.attention.merge import merged, nothing, with_sinks
 from levanter.layers.attention.order import natural, zigzag
 from levanter.layers.attention.plain_passes import PlainPasses
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.ring import Sight, ring_attention
+from levanter.layers.attention.ring import Sight, queries_are_fewer, ring_attention
 from levanter.layers.attention.splash_passes import SplashPasses, run_blocks
 from levanter.layers.attention.splash_tables import SplashBlocks, tables_at
 
@@ -31,7 +31,7 @@ RING = Mappings(
 KV, GROUP = Axis("kv_head", 1), Axis("q_heads_per_group", 2)
 
 
-def arrays(rows: int, length: int, size: int):
+def arrays(rows: int, length: int, size: int, *, group: Axis = GROUP):
     """Queries, keys, values, the gradient of the result, sinks; and documents of unequal lengths."""
     rng = np.random.default_rng(0)
     Batch, Pos, KeyPos, Size = (
@@ -42,14 +42,14 @@ def arrays(rows: int, length: int, size: int):
     def normal(*axes: Axis) -> hax.NamedArray:
         return hax.named(rng.standard_normal([axis.size for axis in axes]).astype(np.float32), axes)
 
-    queries, keys = (Batch, Pos, KV, GROUP, Size), (Batch, KeyPos, KV, Size)
+    queries, keys = (Batch, Pos, KV, group, Size), (Batch, KeyPos, KV, Size)
     ids = np.sort(rng.integers(0, 5, (rows, length)), axis=-1).astype(np.int32)
     return (
         normal(*queries),
         normal(*keys),
         normal(*keys),
         normal(*queries),
-        normal(KV, GROUP),
+        normal(KV, group),
         hax.named(ids, (Batch, Pos)),
     )
 
@@ -79,20 +79,28 @@ def compare(devices, passes, given, mask: AttentionMask, parts: int, *, sinks: b
     mesh = MeshSpec.of(data=1, context=n).build(devices[:n])
     with mappings_in_scope(RING), jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         got = jax.jit(both)(of_out, *args)
-    for mine, right in zip(got, (want, *pull(of_out)), strict=True):
+    for n, (mine, right) in enumerate(zip(got, (want, *pull(of_out)), strict=True)):
         if right is not None:
             wanted = right.rearrange(mine.axes).array
-            assert float(jnp.abs(mine.array - wanted).max()) <= 2e-6 * float(jnp.abs(wanted).max())
+            bound = 1e-5 if n == 4 else 2e-6  # A sink's gradient is a sum over all positions.
+            assert float(jnp.abs(mine.array - wanted).max()) <= bound * float(jnp.abs(wanted).max())
 
 
-EVERYTHING = AttentionMask.causal(sliding_window=300)
+@pytest.mark.parametrize("group", [1, 2])
+def test_queries_travel_backward_where_they_are_fewer(devices, group):
+    """One query head a key head: queries, the result's gradients and theirs are 12 bytes a feature, keys' four 16."""
+    given = arrays(2, 64, 8, group=GROUP.resize(group))
+    fewer = queries_are_fewer(*(jnp.asarray(x.array) for x in given[:2]))
+    assert fewer == (group == 1)
+    mask = AttentionMask.causal(sliding_window=20).with_segment_ids(given[-1])
+    compare(devices, PlainPasses(soft_cap=5.0), given, mask, 4, sinks=True, soft_cap=5.0, n=4)
 
 
 def test_splash_in_a_ring_is_the_formula(devices):
-    """Window, sinks, bound, packed segments at once, in zigzag order; runs of a block of 128, one backward kernel."""
-    given = arrays(1, 512, 128)
+    """Window, sinks, bound, packed segments at once, in zigzag order; runs of a block of 128; queries travel."""
+    given = arrays(1, 512, 128, group=GROUP.resize(1))
     mask = AttentionMask.causal(sliding_window=200).with_segment_ids(given[-1])
-    passes = SplashPasses(soft_cap=5.0, interpret=True, fused=True)
+    passes = SplashPasses(soft_cap=5.0, interpret=True)
     compare(devices, passes, given, mask, 2, sinks=True, soft_cap=5.0, n=2)
 
 
@@ -100,7 +108,8 @@ def test_splash_in_a_ring_is_the_formula(devices):
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("case", ["causal", "window", "long window", "sinks and cap", "packed", "everything"])
 def test_splash_in_a_ring_of_four(devices, parts, case):
-    given = arrays(1, 2048, 128)
+    # Keys travel backward in natural order, queries in zigzag order.
+    given = arrays(1, 2048, 128, group=GROUP.resize(1 if parts > 1 else 2))
     packed, capped = case in ("packed", "everything"), case in ("sinks and cap", "everything")
     window = {"window": 96, "long window": 1027, "everything": 700}.get(case)
     mask = AttentionMask.causal(sliding_window=window)
@@ -148,19 +157,20 @@ def test_a_window_over_more_keys_than_a_mark_can_tell_apart():
 
 
 def test_what_is_called_of_the_kernel_is_what_this_jax_has():
-    """A private name: its parameters, and what of the forward pass its residuals are."""
+    """Private names: their parameters, the arrays in order, and what JAX's own backward pass gives for `di`."""
     assert splash_passes.obstacle() is None
-    assert tuple(inspect.signature(pallas._splash_attention_bwd).parameters) == splash_passes.TAKES
-    made = inspect.getsource(pallas._splash_attention_fwd).rsplit("return out, (", 1)[1]
-    names = [name.strip() for name in made.split(")")[0].split(",") if name.strip()]
-    assert names == ["q", "k", "v", "segment_ids", "sinks", "out", "logsumexp", "dq_mask_info", "dkv_mask_info"]
+    for name, takes in splash_passes.BACKWARD.items():
+        first = list(inspect.signature(getattr(pallas, name)).parameters)[:8]
+        assert first == takes.split()[:8] == ["q", "k", "v", "segment_ids", "sinks", "logsumexp", "do", "di"]
+    own = inspect.getsource(pallas._splash_attention_bwd)
+    assert 'di = jnp.einsum("hsd,hsd->hs", o.astype(jnp.float32), do.astype(jnp.float32))' in own
 
 
 def test_a_jax_without_it_has_no_splash_in_a_ring(monkeypatch):
-    monkeypatch.delattr(pallas, splash_passes.BACKWARD)
-    with pytest.raises(ValueError, match=r"has no .*_splash_attention_bwd.*use attention_mapping: gather or heads"):
+    monkeypatch.delattr(pallas, splash_passes.OF_KEYS)
+    with pytest.raises(ValueError, match=r"has no .*_splash_attention_bwd_dkv.*use attention_mapping: gather or heads"):
         splash_passes.splash_passes(soft_cap=None, block_size=None)
-    monkeypatch.setattr(pallas, splash_passes.BACKWARD, lambda q, k: None, raising=False)
+    monkeypatch.setattr(pallas, splash_passes.OF_KEYS, lambda q, k: None, raising=False)
     assert "has another" in str(splash_passes.obstacle())
 
 
