@@ -86,7 +86,7 @@ def compare(devices, passes, given, mask: AttentionMask, parts: int, *, sinks: b
             assert float(jnp.abs(mine.array - wanted).max()) <= bound * float(jnp.abs(wanted).max())
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_queries_travel_backward_where_they_are_fewer(devices, group):
     """One query head a key head: queries, the result's gradients and theirs are 12 bytes a feature, keys' four 16."""
     given = arrays(2, 64, 8, group=GROUP.resize(group))

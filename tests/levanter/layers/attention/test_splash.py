@@ -131,7 +131,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", [*MESHES, "data 2 × context 4, zigzag"])
+SLOW = ("data 2 × model 4", "model 4 × group 2", "not mapped")
+"""A mesh with less than another one has, or nothing."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MESHES),
+        "data 2 × context 4, zigzag",
+    ],
+)
 def test_every_mesh_gives_the_same(name, devices):
     spec, mapping = MESHES[name.removesuffix(", zigzag")]
     mappings = Mappings(compute=AxisMapping(mapping))
