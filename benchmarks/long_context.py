@@ -78,7 +78,7 @@ class Run:
         began = time.process_time()
         self.state, metrics = self.step(self.state, None, self.batch)
         jax.block_until_ready((self.state, metrics.loss))
-        return time.process_time() - began, float(metrics.loss.array)
+        return time.process_time() - began, float(metrics.loss)
 
     def temporaries(self) -> int:
         """Bytes of a device, as compiled."""

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from levanter.layers.attention.cut import Cut
-from levanter.layers.attention.order import natural_array
 
 Attend = Callable[..., jax.Array]
 """Attention on one device: `attend(*kernel, arrays, rows=…)`; keys and values are `[…, key_position, head_size]`."""
@@ -33,13 +32,21 @@ def gathering(axes: tuple[str, ...], zigzag: int, length: int) -> Callable[[Atte
         length: what they are padded to.
     """
 
+    def gathered(x: jax.Array, groups: list[list[int]] | None = None) -> jax.Array:
+        # Along an axis of its own, the outermost: along another one a TPU's compiler sums before it cuts, after all.
+        each = jax.lax.all_gather(x, axes, axis_index_groups=groups)
+        along = x.ndim - 2
+        return jnp.moveaxis(each, 0, along).reshape(*x.shape[:along], -1, x.shape[-1])
+
     def all_of(x: jax.Array) -> jax.Array:
         along = x.ndim - 2
-        # Along an axis of its own, the outermost: along another one a TPU's compiler sums before it cuts, after all.
-        each = jax.lax.all_gather(x, axes)
-        whole = jnp.moveaxis(each, 0, along).reshape(*x.shape[:along], -1, x.shape[-1])
         if zigzag > 1:
-            whole = natural_array(whole, zigzag, along)
+            # Early runs lie in order, late ones in the opposite one.
+            early, late = jnp.split(x, 2, axis=along)
+            backwards = [list(reversed(range(zigzag)))]
+            whole = jnp.concatenate((gathered(early), gathered(late, backwards)), axis=along)
+        else:
+            whole = gathered(x)
         return jnp.pad(whole, [(0, length - whole.shape[along] if axis == along else 0) for axis in range(x.ndim)])
 
     def with_keys(attend: Attend) -> Attend:

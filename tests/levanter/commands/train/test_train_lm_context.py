@@ -1,10 +1,20 @@
 """Runs whose positions are cut, killed and resumed on another cut, have the losses of one that cuts the batch alone."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from helpers.train_processes import check_checkpoints, logged, resumed_from, start, train, wait_for_steps, write_run
+from helpers.train_processes import (
+    check_checkpoints,
+    logged,
+    newest,
+    resumed_from,
+    start,
+    train,
+    wait_for_steps,
+    write_run,
+)
 
 pytestmark = pytest.mark.optimized
 
@@ -32,8 +42,9 @@ def test_killed_on_one_cut_it_goes_on_with_another(tmp_path, cache):
     run = write_run(folder, steps=1_000_000)
     process = start(run, *SAVING, *MESHES["context"], devices=8, cache=cache)
     wait_for_steps(process, folder, 0)
-    while max(logged(folder), default=0) < STEPS or check_checkpoints(folder) == 0:
+    while max(logged(folder), default=0) < STEPS or newest(folder) == 0:
         assert process.poll() is None, process.communicate()[0][-5000:]
+        time.sleep(0.05)
     process.kill()
     said, _ = process.communicate(timeout=250)
     assert process.returncode == -signal.SIGKILL

@@ -163,7 +163,8 @@ def test_gradients_of_gathered_keys_are_scattered(parts, devices):
     given = [hax.named(x, axes) for x, axes in ((Q, Q_AXES), (K, K_AXES), (V, K_AXES))]
     with jax.set_mesh(spec.build(devices)), mappings_in_scope(mappings):
         text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*given).as_text()
-    assert text.count('"stablehlo.all_gather"') == text.count('"stablehlo.reduce_scatter"') == 2
+    # In zigzag order early and late runs are gathered apart.
+    assert text.count('"stablehlo.all_gather"') == text.count('"stablehlo.reduce_scatter"') == (4 if parts > 1 else 2)
     assert "all_reduce" not in text
 
 
