@@ -82,7 +82,9 @@ class Run:
 
     def temporaries(self) -> int:
         """Bytes of a device, as compiled."""
-        return self.program.lower(self.mesh).compile().memory_analysis().temp_size_in_bytes
+        analysis = self.program.lower(self.mesh).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
 
 def main() -> None:

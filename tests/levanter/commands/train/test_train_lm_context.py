@@ -41,11 +41,13 @@ def test_killed_on_one_cut_it_goes_on_with_another(tmp_path, cache):
     folder = tmp_path / "cut"
     run = write_run(folder, steps=1_000_000)
     process = start(run, *SAVING, *MESHES["context"], devices=8, cache=cache)
-    wait_for_steps(process, folder, 0)
-    while max(logged(folder), default=0) < STEPS or newest(folder) == 0:
-        assert process.poll() is None, process.communicate()[0][-5000:]
-        time.sleep(0.05)
-    process.kill()
+    try:
+        wait_for_steps(process, folder, 0)
+        while max(logged(folder), default=0) < STEPS or newest(folder) == 0:
+            assert process.poll() is None, process.communicate()[0][-5000:]
+            time.sleep(0.05)
+    finally:
+        process.kill()
     said, _ = process.communicate(timeout=250)
     assert process.returncode == -signal.SIGKILL
     assert "mesh data 2 × replica 1 × model 1 × context 4" in said
