@@ -6,7 +6,7 @@
 `--shapes` measures three shapes of tasks, each by itself: a letter behind five solved questions (as MMLU is asked),
 four long endings of a text (as HellaSwag), whole texts (as WikiText). A pair is a run of ours and one of HFLM's, in
 turns; what is compiled is compiled before the first pair, and nothing is timed but lm_eval's `evaluate`, from requests
-to metrics. Needs the extras `harness` and `judges`, and torch.
+to metrics, on the clock and in seconds of a processor. Needs the extras `harness` and `judges`, and torch.
 """
 
 import argparse
@@ -113,9 +113,11 @@ def theirs(asked: argparse.Namespace, tokenizer: Any) -> Any:
     os.chdir(before)
     for task in tasks["tasks"].values():
         task.set_config(key="num_fewshot", value=asked.fewshot)
-        task.set_fewshot_seed(seed=1234)
 
     def run() -> Any:
+        for task in tasks["tasks"].values():
+            # What solved questions are drawn from goes on from one evaluation to the next.
+            task.set_fewshot_seed(seed=1234)
         with quiet():
             return evaluate(judge, tasks, limit=asked.limit, bootstrap_iters=0)
 
@@ -133,15 +135,17 @@ def measured(asked: argparse.Namespace) -> float:
     print(f"{requests} requests; {tokens:,} tokens computed, padding included; {alone:,} asked one by one without any")
     ratios = []
     for n in range(asked.pairs):
-        seconds = []
+        seconds, busy = [], []
         for each in (run, other):
-            began = time.perf_counter()
+            began, before = time.perf_counter(), time.process_time()
             found = each()
             seconds.append(time.perf_counter() - began)
+            busy.append(time.process_time() - before)
         ratios.append(seconds[1] / seconds[0])
         print(
             f"pair {n + 1}: ours {seconds[0]:.2f} s = {requests / seconds[0]:.1f} requests/s, "
-            f"HFLM {seconds[1]:.2f} s = {requests / seconds[1]:.1f} requests/s, ratio {ratios[-1]:.2f}"
+            f"HFLM {seconds[1]:.2f} s = {requests / seconds[1]:.1f} requests/s, ratio {ratios[-1]:.2f}, "
+            f"of a processor {busy[0]:.1f} and {busy[1]:.1f} s, ratio {busy[1] / busy[0]:.2f}"
         )
         for task, metrics in found["results"].items():
             mine = warm["results"][task]
