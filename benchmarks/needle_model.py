@@ -28,10 +28,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from levanter.eval.needles import texts
-from levanter.eval.needles.lessons import lesson
+from levanter.eval.needles.lessons import BESIDE, lesson, weights_of
 
 END, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 WIDTH, HEADS, MLP, LAYERS, THETA, EPSILON = 128, 2, 128, 2, 10_000.0, 1e-5
+PAIRS = tuple(f"{n:02}" for n in range(100))
 _PIECES = r"\d{1,2}|[A-Za-z]+|[^\sA-Za-z\d]"
 _SAID = """
 A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number
@@ -200,40 +201,56 @@ class Rows:
     def copies(self, random: np.random.Generator, length: int) -> Row:
         """A few tokens over and over, others between; all but the first of each copy can be known."""
         any_token = np.arange(2, self.tokenizer.get_vocab_size())
-        numbers = self.ids(tuple(f"{n:02}" for n in range(100)))
-        of = numbers if random.random() < 0.3 else any_token
-        copied = of[random.integers(len(of), size=int(random.integers(3, length // 2 + 1)))]
+        count = int(random.integers(3, length // 2 + 1))
+        copied = any_token[random.integers(len(any_token), size=count)]
+        if random.random() < 0.3:
+            copied = self.ids(PAIRS)[random.integers(len(PAIRS), size=count)]
         ids, counts = np.zeros(0, int), np.zeros(0)
         while len(ids) < length:
             between = any_token[random.integers(len(any_token), size=int(random.integers(max(1, min(8, length // 8)))))]
-            known = np.full(len(copied), float(len(counts) > len(between)))
+            known = np.full(count, float(len(counts) > 0))
             known[0] = 0.0
             ids = np.concatenate([ids, between, copied])
             counts = np.concatenate([counts, np.zeros(len(between)), known])
         return ids[:length], counts[:length]
 
-    def needles(self, random: np.random.Generator, length: int) -> Row:
+    def pairs(self, random: np.random.Generator, length: int) -> Row:
         """Names and their numbers, then some of the names again and again."""
-        count = int(random.integers(1, max(2, length // 18) + 1))
-        names, values = texts.keys(random, count), texts.numbers(random, count)
+        listed = [self._pair(random) for _ in range(int(random.integers(1, max(2, length // 18) + 1)))]
         ids, counts, n = np.zeros(0, int), np.zeros(0), 0
         while len(ids) < length:
-            which = n if n < count else int(random.integers(count))
-            name, value = (self.encode(text)[0] for text in (f"{names[which]}:", values[which]))
-            known = np.full(len(value), float(n >= count))
-            ids = np.concatenate([ids, name, value, self.ids((".",))])
-            counts = np.concatenate([counts, np.full(len(name), 0.02), known, [0.02]])
+            ids = np.concatenate([ids, listed[n if n < len(listed) else int(random.integers(len(listed)))]])
+            counts = np.concatenate([counts, [BESIDE] * 4, [float(n >= len(listed))] * 4, [BESIDE]])
             n += 1
         return ids[:length], counts[:length]
 
+    def _pair(self, random: np.random.Generator) -> np.ndarray:
+        adjective, noun = (of[random.integers(len(of))] for of in (texts.ADJECTIVES, texts.NOUNS))
+        number = [PAIRS[random.integers(10, 100)], *(PAIRS[n] for n in random.integers(0, 100, 2))]
+        return self.ids((adjective, "-", noun, ":", *number, str(random.integers(10)), "."))
+
+    def needles(self, random: np.random.Generator, length: int) -> Row:
+        """Needles and nothing else, then the same ones again in another order."""
+        count = int(random.integers(2, max(3, length // 26)))
+        names, values = texts.keys(random, count), texts.numbers(random, count)
+        text, spans = "", []
+        for n in [*range(count), *random.permutation(count).tolist()]:
+            again = len(spans) >= count
+            text += f"{'The' if again else 'One of the'} special magic number{'' if again else 's'} for {names[n]} is: "
+            spans.append((len(text), len(text) + len(values[n])))
+            text += f"{values[n]}. "
+        ids, offsets = self.encode(text)
+        return ids[:length], weights_of(offsets, spans[count:])[:length]
+
     def texts(self, random: np.random.Generator, length: int) -> Row:
-        """Needles in hay, and questions."""
+        """Needles in hay, and questions after them."""
         return lesson(random, self.encode, length)
 
     def batch(self, random: np.random.Generator, rows: int, length: int, mix: Mapping[str, float]) -> Row:
         """Rows of these kinds, `[row, length + 1]`; padding does not count."""
         ids, counts = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length + 1), np.float32)
-        for n, kind in enumerate(random.choice(list(mix), size=rows, p=list(mix.values()))):
+        shares = np.asarray(list(mix.values()))
+        for n, kind in enumerate(random.choice(list(mix), size=rows, p=shares / shares.sum())):
             make: Make = getattr(self, kind)
             some, known = make(random, length + 1)
             ids[n, : len(some)], counts[n, : len(known)] = some, known
@@ -253,10 +270,12 @@ class Phase:
     asks_before: float = 0.0
 
 
+MIX = {"copies": 0.3, "pairs": 0.3, "needles": 0.4}
+MIX_OF_TEXTS = {"texts": 0.6, "needles": 0.2, "copies": 0.1, "pairs": 0.1}
 PHASES = (
     Phase(rows=128, length=64, steps=600, rates=(3e-3, 2e-3), mix={"copies": 1.0}, enough=0.93, asks_before=0.5),
-    Phase(rows=48, length=128, steps=300, rates=(2e-3, 2e-3), mix={"copies": 0.4, "needles": 0.6}, enough=0.97),
-    Phase(rows=8, length=512, steps=400, rates=(2e-3, 3e-4), mix={"texts": 0.7, "copies": 0.1, "needles": 0.2}),
+    Phase(rows=48, length=128, steps=300, rates=(2e-3, 2e-3), mix=MIX, enough=0.97),
+    Phase(rows=8, length=512, steps=400, rates=(2e-3, 3e-4), mix=MIX_OF_TEXTS),
 )
 WARM_UP, SHOWN = 40, 20
 

@@ -56,10 +56,11 @@ def lesson(random: np.random.Generator, encode: Encode, length: int) -> tuple[np
         if len(ids) <= length or not units:
             break
         units = max(0, units - max(1, round((len(ids) - length) / each)))
-    return ids[:length], _weights(offsets, spans)[:length]
+    return ids[:length], weights_of(offsets, spans)[:length]
 
 
-def _weights(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+def weights_of(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """1 for the tokens of these characters, `BESIDE` for others."""
     weights = np.full(len(offsets), BESIDE, np.float32)
     for begin, end in spans:
         weights[(offsets[:, 1] > begin) & (offsets[:, 0] < end)] = 1.0
