@@ -107,7 +107,7 @@ def test_the_order_is_laid_out_without_a_gather(devices):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("exchange", ["gather", "ring", "ring × heads"])
 def test_the_order_changes_nothing(devices, exchange, mask):
-    """Beyond 1e-6 of the largest entry of each."""
+    """Beyond 1e-6 of the largest entry; of gradients, which sum over positions in another order, 2e-6."""
     model = config(**MASKS[mask], attn_backend="reference")
     natural, zigzag = (
         run(model, mask, mesh_of(1, 4, 2, exchange), mappings_of(exchange, order), devices) for order in ORDERS
@@ -115,7 +115,7 @@ def test_the_order_changes_nothing(devices, exchange, mask):
     assert abs(zigzag[0] - natural[0]) <= 1e-6 * abs(natural[0])
     assert np.abs(zigzag[1] - natural[1]).max() <= 1e-6 * np.abs(natural[1]).max()
     for path, gradient in natural[2].items():
-        assert np.abs(zigzag[2][path] - gradient).max() <= 1e-6 * np.abs(gradient).max(), path
+        assert np.abs(zigzag[2][path] - gradient).max() <= 2e-6 * np.abs(gradient).max(), path
 
 
 def error_in_16_bits(devices, spec, mappings, mask, backend, exact):
