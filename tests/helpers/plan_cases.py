@@ -250,7 +250,7 @@ CASES: Mapping[str, Case] = {
         # Positions over all chips, keys gathered or in a ring; over four of them, and heads exchanged.
         _training("llama_0.78b_64k_context8", _LONG, "v6e-8", compiled=None),
         _training("llama_0.78b_64k_context8_ring", _LONG, "v6e-8", "--trainer.mesh.attention_mapping=ring"),
-        _training("llama_0.78b_64k_context4", _LONG, "v6e-8", "--trainer.mesh.axes.context=4", compiled=None),
+        _training("llama_0.78b_64k_context4", _LONG, "v6e-8", "--trainer.mesh.axes.context=4"),
         *(
             _training(f"llama3.1_8b_{n}_v5p-128", f"long/llama3.1_8b_long_{n}_v5p-128", "v5p-128", compiled=None)
             for n in ("64k", "256k", "1m")
