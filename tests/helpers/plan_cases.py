@@ -14,7 +14,8 @@ import pytest
 
 from haliax_ext.errors import gib
 from haliax_ext.plan_report import summarize
-from levanter.commands.evaluate import eval_lm
+from levanter.commands.evaluate import eval_lm, needles_plan
+from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
 from levanter.commands.harness import plan as harness_plan
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.memorize import eval_careless_lm
@@ -54,6 +55,7 @@ ENTRY_POINTS: Mapping[str, tuple[type, Any]] = {
     "eval_careless_lm": (eval_careless_lm.EvalCarelessLmConfig, eval_careless_lm.describe),
     "eval_harness": (EvalHarnessConfig, _without_documents),
     "eval_lm": (eval_lm.EvalLmConfig, eval_lm.describe),
+    "eval_needles": (EvalNeedlesConfig, needles_plan.describe),
     "lora_dpo": (lora_dpo_config.LoraDpoConfig, lora_dpo.describe),
     "lora_lm": (lora_config.LoraLmConfig, lora_lm.describe),
     "train_dpo": (dpo_config.TrainDpoConfig, train_dpo.describe),
@@ -269,6 +271,14 @@ CASES: Mapping[str, Case] = {
             entry_point="eval_harness",
             config="harness/llama3.1_8b",
             target="v4-64",
+            compiled=None,
+        ),
+        # Compiled by hand: docs/long-context.md.
+        Case(
+            name="needles_llama3.1_8b_v6e-8",
+            entry_point="eval_needles",
+            config="eval/llama3.1_8b_needles_v6e-8",
+            target="v6e-8",
             compiled=None,
         ),
         *_published(),
