@@ -1,0 +1,55 @@
+"""Needles in the whole context of SmolLM2-135M, 8,192 tokens: three tasks at two lengths; one device and eight."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.torch_smollm2 import MODEL
+
+from levanter.commands.evaluate.eval_needles import Needles, describe, execute
+from levanter.commands.evaluate.needles_config import EvalNeedlesConfig
+from levanter.commands.shell.devices import local_target
+from levanter.config import parse
+from levanter.eval.needles.results import summary_of
+from levanter.mesh import describe_devices
+from levanter.run import Session
+
+TASKS = ("niah_single_1", "niah_multikey_1", "vt")
+# Minutes on two idle cores: 78,000 tokens of 135 million weights, and attention over 8,192 of them.
+pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.timeout(3600)]
+ONE, RING = "{data: 1, context: 1}", "{data: 1, context: 8}"
+
+
+def asked(folder: Path, axes: str, devices: int, **keys: str) -> Needles:
+    overrides: dict[str, Any] = {"hf_checkpoint": MODEL, "trainer.mp": "f32", "output_path": str(folder), **keys}
+    overrides |= {"trainer.mesh.axes": axes, "trainer.mesh.compute_mapping": "{position: context}"}
+    overrides |= {"trainer.mesh.attention_mapping": "ring"}
+    config, some = parse(EvalNeedlesConfig, overrides=overrides), jax.devices()[:devices]
+    plan = describe(config, local_target(describe_devices(some, config.trainer.mesh))).check()
+    return execute(plan, plan.mesh.build(some), Session())
+
+
+def test_one_device_and_eight_find_the_same(tmp_path):
+    keys = {"tasks": "[niah_single_1]", "lengths": "[4096]", "samples": "1"}
+    ((question, one),) = asked(tmp_path / "one", ONE, 1, **keys).answered
+    ((_, eight),) = asked(tmp_path / "eight", RING, 8, **keys).answered
+    assert 4000 < len(question.tokens) < 4096 and one.ranks == eight.ranks
+    np.testing.assert_allclose(eight.logprobs, one.logprobs, atol=2e-4, rtol=0)
+    # Better than knowing that digits follow.
+    assert -sum(one.logprobs) / len(one.logprobs) < math.log(10)
+
+
+def test_three_tasks_at_4k_and_8k(tmp_path):
+    keys = {"tasks": f"[{', '.join(TASKS)}]", "lengths": "[4096, 8192]", "samples": "2"}
+    done = asked(tmp_path / "all", RING, 8, **keys)
+    summary = summary_of(done.answered, depths=5)
+    assert summary["questions"] == 12 and summary["tasks"].keys() == set(TASKS)
+    for name, lengths in summary["tasks"].items():
+        assert lengths.keys() == {"4096", "8192"}
+        for length, row in lengths.items():
+            assert 0.95 * int(length) < row["tokens"] <= int(length), name
+            assert math.isfinite(row["nats_per_token"]) and 0 <= row["score"] <= 1
+    assert summary["tasks"]["niah_single_1"]["4096"]["nats_per_token"] < math.log(10)
