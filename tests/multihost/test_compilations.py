@@ -152,7 +152,8 @@ REPLICATED = {"axes": {"data": 8}, "param_mapping": {"embed": None}}
 """Every device holds every parameter, and of two processes each holds them all."""
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_train_lm_whose_parameters_are_replicated_saves_parts_and_goes_on(tmp_path, inputs, count):
     model = {
         "type": "llama",
@@ -175,7 +176,8 @@ def test_train_lm_whose_parameters_are_replicated_saves_parts_and_goes_on(tmp_pa
     assert math.prod(source._stored(matrix).chunk_layout.read_chunk.shape) == 256 * 512 // 8
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_train_lm_from_weights_of_which_a_part_is_frozen(tmp_path, inputs, count):
     def train(steps: int, attempt: str) -> list[Heard]:
         command = inputs.train_lm(
