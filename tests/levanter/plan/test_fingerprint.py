@@ -148,6 +148,15 @@ def test_options_of_the_environment_count(monkeypatch):
     before = module.options()
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=1")
     assert set(module.options()) - set(before) == {"LIBTPU_INIT_ARGS=--xla_tpu_something=1"}
+    monkeypatch.undo()
+    # Flags of this machine's processors say nothing to a pod's compiler, others in the same variable do.
+    monkeypatch.delenv("XLA_FLAGS")
+    without = module.options()
+    for flags in ("", " --xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert module.options() == without
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true  --xla_tpu_a=1 --xla_b=2")
+    assert set(module.options()) - set(without) == {"XLA_FLAGS=--xla_tpu_a=1 --xla_b=2"}
 
 
 def test_sources_that_changed_since_the_process_began_leave_no_fingerprint(monkeypatch):
