@@ -24,6 +24,7 @@ def loaded_benchmark() -> Any:
     return module
 
 
+PAGE = (BENCHMARK.parents[1] / "docs" / "preflight.md").read_text(encoding="utf-8")
 published = loaded_benchmark()
 KEPT = published.read()
 CASES = {case.name: case for case in published.CASES}
@@ -134,3 +135,37 @@ def test_a_time_is_the_step_and_its_share_of_prompts():
     step, prompt = figures.decode, figures.prompt
     by_hand = step.cycles + step.kernels + step.exposed + 0.032 * (prompt.cycles + prompt.kernels + prompt.exposed)
     assert published.token_seconds(case, figures, 1.0) == pytest.approx(by_hand)
+
+
+def of_llama_2(heading: str) -> dict[str, str]:
+    """A table of Llama 2 on v5e as the page has it: its cells, by the name of the case."""
+    table = PAGE.partition(heading)[2].strip().partition("\n\n")[0]
+    kept, found = "", {}
+    for line in table[table.index("| 7B, bf16") :].splitlines():
+        which, positions, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        kept = which or kept
+        model, kind, pod = kept.replace(" weights", "").split(", ")
+        for rows, cell in zip((1, 8, 32, 64), cells, strict=True):
+            found[f"llama2_{model.lower()}_{pod}_{kind}_{positions.replace(',', '')}_{rows}"] = cell
+    return found
+
+
+@pytest.mark.parametrize(
+    "heading",
+    ["how many do. The cache is bfloat16.", "tokens/s/chip again; *no*: does not fit):"],
+    ids=("least", "compiled"),
+)
+def test_llama_2_on_v5e_is_as_the_page_says(heading):
+    """Every load is planned and, where it fits, compiled; milliseconds a token and tokens/s/chip."""
+    planned, shown = {case.name: case for case in published.PLANNED}, of_llama_2(heading)
+    assert shown.keys() == planned.keys() <= KEPT.keys()
+    for name, cell in shown.items():
+        case, figures = planned[name], KEPT[name]
+        if figures.decode is None:
+            assert cell == "no" or cell.endswith(" fit"), name
+            continue
+        seconds = figures.floor if heading.endswith("bfloat16.") else published.token_seconds(case, figures, 1.0)
+        assert seconds >= figures.floor
+        rate = case.rows / seconds / parse_accelerator(case.target).chips
+        milliseconds, tokens = (float(number.replace(",", "")) for number in cell.split(", "))
+        assert milliseconds == pytest.approx(1e3 * seconds, abs=0.06) and tokens == pytest.approx(rate, rel=0.04), name
