@@ -9,7 +9,6 @@ byte, what one run would have written.
 
 import json
 import logging
-import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from levanter.inference.jsonl import BrokenLine
 from levanter.inference.prompt_scores import PromptScores
 from levanter.inference.requests import ChoiceId, Request
-from levanter.io import Lease, atomic_write, exists, join, open_read
+from levanter.io import Lease, OtherRunError, PartFolder, atomic_write, exists, open_read
 from levanter.io.atomic import remove_left_behind
-from levanter.io.paths import base_name, filesystem
+from levanter.io.parts import remove
 from levanter.io.values import Json
 
 logger = logging.getLogger(__name__)
@@ -29,14 +28,8 @@ PART_LINES = 256
 """Answers in a part, at most."""
 PART_SECONDS = 15.0
 """How long an answer waits for others before it is stored, at most."""
-_IDENTITY = "run.json"
-_PART = re.compile(r"part-(\d{9})\.jsonl")
 LOGPROB_DIGITS = 5
 """Behind the point: the last bits of a float32 depend on which rows were computed together."""
-
-
-class OtherAnswersError(ValueError):
-    """The output's folder has answers of another run, or the output is there already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +128,15 @@ class Answers:
 
     def __init__(self, path: str, identity: Mapping[str, Json], *, lease: Lease | None = None):
         self.path = path
-        self._identity = dict(identity)
-        self._lease = lease
+        self._folder = PartFolder(
+            path=f"{path}.parts",
+            identity=identity,
+            digits=9,
+            ending=".jsonl",
+            writer="generate",
+            advice="name another output, or remove the folder",
+            lease=lease,
+        )
         self._waiting: dict[int, bytes] = {}
         self._ready: list[bytes] = []
         self._stored = self._taken = 0
@@ -145,7 +145,7 @@ class Answers:
     @property
     def folder(self) -> str:
         """Where the parts are."""
-        return f"{self.path}.parts"
+        return self._folder.path
 
     @property
     def done(self) -> int:
@@ -159,22 +159,17 @@ class Answers:
             How many requests, from the first one on, have their answers.
 
         Raises:
-            OtherAnswersError: they are another run's, or the output is there already.
+            OtherRunError: they are another run's, or the output is there already.
         """
-        self._check_lease()
-        known = join(self.folder, _IDENTITY)
-        if exists(known):
-            self._same(_read_json(known))
-        elif exists(self.path):
-            raise OtherAnswersError(f"{self.path} is there already; remove it, or name another output")
-        else:
-            with atomic_write(known) as file:
-                file.write(json.dumps(self._identity, indent=1, sort_keys=True).encode() + b"\n")
+        self._folder.check_lease()
+        if not self._folder.has_begun(f"{self.folder} has answers of"):
+            if exists(self.path):
+                raise OtherRunError(f"{self.path} is there already; remove it, or name another output")
+            self._folder.begin()
         self._stored = self._taken = sum(len(part) for part in self._parts())
-        fs, _ = filesystem(self.folder)
-        for first, name in self._stored_names().items():
+        for first, path in self._folder.numbered().items():
             if first >= self._stored:  # behind a damaged one
-                fs.rm_file(filesystem(join(self.folder, name))[1])
+                remove(path)
         return self._taken
 
     def add(self, index: int, line: bytes) -> None:
@@ -197,10 +192,10 @@ class Answers:
         """Stores what is ready: it survives whatever happens to this process."""
         if not self._ready:
             return
-        self._check_lease()
+        self._folder.check_lease()
         body = b"".join(self._ready)
         head = {"first": self._stored, "lines": len(self._ready), "crc32": zlib.crc32(body)}
-        with atomic_write(join(self.folder, f"part-{self._stored:09}.jsonl")) as file:
+        with atomic_write(self._folder.at(self._stored)) as file:
             file.write(json.dumps(head).encode() + b"\n" + body)
         self._stored += len(self._ready)
         self._ready = []
@@ -214,7 +209,7 @@ class Answers:
         """
         assert not self._waiting, f"request {self._taken} has no answer"
         self.store()
-        self._check_lease()
+        self._folder.check_lease()
         # A run that was killed while it wrote the output has left what it had.
         parent, slash, name = self.path.rpartition("/")
         remove_left_behind(parent or slash or ".", of=name)
@@ -224,43 +219,19 @@ class Answers:
                 file.write(b"".join(part))
                 count += len(part)
         assert count == self._taken, f"{count} answers are stored, {self._taken} came"
-        fs, folder = filesystem(self.folder)
-        fs.rm(folder, recursive=True)
+        self._folder.remove()
         return count
 
     def _parts(self) -> Iterable[list[bytes]]:
         """The stored parts, up to the first that is missing or damaged."""
-        starts, first = self._stored_names(), 0
-        while first in starts:
-            part = _read_part(join(self.folder, starts[first]), first)
+        paths, first = self._folder.numbered(), 0
+        while first in paths:
+            part = _read_part(paths[first], first)
             if part is None:
-                logger.warning("%s is damaged; its requests are answered again", join(self.folder, starts[first]))
+                logger.warning("%s is damaged; its requests are answered again", paths[first])
                 return
             yield part
             first += len(part)
-
-    def _stored_names(self) -> Mapping[int, str]:
-        """The names of the parts by their first request."""
-        fs, folder = filesystem(self.folder)
-        fs.invalidate_cache()
-        names = (base_name(name) for name in fs.ls(folder, detail=False))
-        return {int(match[1]): match[0] for name in names if (match := _PART.fullmatch(name))}
-
-    def _same(self, there: object) -> None:
-        ours = json.loads(json.dumps(self._identity))
-        found = there if isinstance(there, dict) else {}
-        keys = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
-        if keys:
-            lines = [f"  {key}: there {found.get(key)!r}, now {ours.get(key)!r}" for key in keys]
-            raise OtherAnswersError(
-                f"{self.folder} has answers of another run, which this one cannot continue:\n"
-                + "\n".join(lines)
-                + "\nname another output, or remove the folder"
-            )
-
-    def _check_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
 
 
 def _read_part(path: str, first: int) -> list[bytes] | None:
@@ -272,11 +243,3 @@ def _read_part(path: str, first: int) -> list[bytes] | None:
         return lines if lines and json.loads(head) == expected else None
     except ValueError:
         return None
-
-
-def _read_json(path: str) -> object:
-    with open_read(path) as file:
-        try:
-            return json.loads(file.read())
-        except ValueError:
-            return None

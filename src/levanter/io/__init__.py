@@ -12,6 +12,8 @@ from levanter.io.logs import setup_logging as setup_logging
 from levanter.io.output import output_is_lost as output_is_lost
 from levanter.io.output import prepare_streams as prepare_streams
 from levanter.io.output import printing_may_fail as printing_may_fail
+from levanter.io.parts import OtherRunError as OtherRunError
+from levanter.io.parts import PartFolder as PartFolder
 from levanter.io.paths import MissingFileError as MissingFileError
 from levanter.io.paths import UnreadableFileError as UnreadableFileError
 from levanter.io.paths import exists as exists

@@ -11,7 +11,6 @@ results are written, `.success` records the identity and the size and digest of 
 import hashlib
 import json
 import logging
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,20 +19,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from levanter.io import Lease, atomic_write, exists, file_size, join, open_read
+from levanter.io import Lease, PartFolder, atomic_write, exists, file_size, join, open_read
 from levanter.io.atomic import remove_left_behind
-from levanter.io.paths import base_name, filesystem
+from levanter.io.parts import remove
 from levanter.memorization.results import MANIFEST, WINDOWS, Scores, as_json_bytes, score_columns, scores_of
 
 logger = logging.getLogger(__name__)
 
-PARTS, IDENTITY, DONE, RESULTS = "parts", "run.json", ".success", "results"
-_PART = re.compile(r"part-(\d{9})\.parquet")
+PARTS, DONE, RESULTS = "parts", ".success", "results"
 PartsIdentity = Mapping[str, Any]
-
-
-class OtherRunError(ValueError):
-    """The folder holds results of a different run."""
 
 
 class UnwritableFolderError(OSError, ValueError):
@@ -58,19 +52,30 @@ class PartStore:
     suffix_tokens: int
     lease: Lease | None = field(default=None, repr=False)
 
+    @property
+    def parts(self) -> PartFolder:
+        """Where its parts are."""
+        return PartFolder(
+            path=join(self.folder, PARTS),
+            identity=self.identity,
+            digits=9,
+            ending=".parquet",
+            writer="a memorization run",
+            advice="set another output_base_path, or if_exists: replace",
+            lease=self.lease,
+        )
+
     def is_done(self) -> bool:
         """Whether this same run has finished here.
 
         Raises:
             OtherRunError: another run has finished or begun here; lists what differs.
         """
-        path = join(self.folder, DONE)
+        parts, path = self.parts, join(self.folder, DONE)
         if exists(path):
-            self._same(_without_results(_read_json(path)), "holds the results of")
+            parts.require_same(_without_results(parts.read_json(path)), f"{self.folder} holds the results of")
             return True
-        path = join(self.folder, PARTS, IDENTITY)
-        if exists(path):
-            self._same(_read_json(path), "holds a part of")
+        parts.has_begun(f"{self.folder} holds a part of")
         return False
 
     def begin(self) -> None:
@@ -82,9 +87,7 @@ class PartStore:
         self.check_lease()
         try:
             remove_left_behind(self.folder)
-            remove_left_behind(join(self.folder, PARTS))
-            with atomic_write(join(self.folder, PARTS, IDENTITY)) as file:
-                file.write(as_json_bytes(self.identity))
+            self.parts.begin()
         except OSError as error:
             raise UnwritableFolderError(
                 f"{self.folder}: the results cannot be written there ({error.strerror or error})"
@@ -95,21 +98,18 @@ class PartStore:
         self.check_lease()
         meta = {"identity": _digest(self.identity), "first": first, "rows": len(scores), "crc32": _checksum(scores)}
         table = pa.table(score_columns(scores)).replace_schema_metadata({b"part": json.dumps(meta).encode()})
-        with atomic_write(join(self.folder, PARTS, f"part-{first:09}.parquet")) as file:
+        with atomic_write(self.parts.at(first)) as file:
             pq.write_table(table, file, compression="zstd")
 
     def read(self) -> list[Scores]:
         """The existing parts, from window 0 on, up to the first that is missing or damaged."""
-        names = {}
-        for name in _names(join(self.folder, PARTS)):
-            if match := _PART.fullmatch(name):
-                names[int(match[1])] = name
+        paths = self.parts.numbered()
         found: list[Scores] = []
         done = 0
-        while done in names and done < self.windows:
-            part = self._read_part(names[done], done)
+        while done in paths and done < self.windows:
+            part = self._read_part(paths[done], done)
             if part is None:
-                logger.warning("%s is damaged; its windows are scored again", join(self.folder, PARTS, names[done]))
+                logger.warning("%s is damaged; its windows are scored again", paths[done])
                 break
             found.append(part)
             done += len(part)
@@ -129,7 +129,7 @@ class PartStore:
 
     def lost(self) -> dict[str, str]:
         """Results of a finished run that are missing or changed: name → what is wrong, in words."""
-        value = _read_json(join(self.folder, DONE))
+        value = self.parts.read_json(join(self.folder, DONE))
         record = value.get(RESULTS) if isinstance(value, Mapping) else None
         if not isinstance(record, Mapping):
             logger.warning("%s: finished by an earlier version, which recorded no digests; unverified", self.folder)
@@ -140,12 +140,12 @@ class PartStore:
     def clean(self) -> None:
         """Removes the parts, and what killed writers left behind."""
         remove_left_behind(self.folder)
-        _remove(join(self.folder, PARTS))
+        self.parts.remove()
 
     def start_over(self) -> None:
         """Discards what any run did here; existing results are overwritten at the end."""
         self.clean()
-        _remove(join(self.folder, DONE))
+        remove(join(self.folder, DONE))
 
     def check_lease(self) -> None:
         """Returns if this process still holds the folder's lease.
@@ -153,11 +153,10 @@ class PartStore:
         Raises:
             LeaseLostError: another process has taken it over.
         """
-        if self.lease is not None:
-            self.lease.check()
+        self.parts.check_lease()
 
-    def _read_part(self, name: str, first: int) -> Scores | None:
-        with open_read(join(self.folder, PARTS, name)) as file:
+    def _read_part(self, path: str, first: int) -> Scores | None:
+        with open_read(path) as file:
             content = file.read()
         try:
             table = pq.read_table(pa.BufferReader(content))
@@ -168,19 +167,6 @@ class PartStore:
         expected = {"identity": _digest(self.identity), "first": first, "rows": len(scores)}
         good = meta == {**expected, "crc32": _checksum(scores)}
         return scores if good and len(scores) and first + len(scores) <= self.windows else None
-
-    def _same(self, there: object, what: str) -> None:
-        if not isinstance(there, Mapping):
-            there = {}
-        ours = json.loads(as_json_bytes(self.identity))
-        keys = sorted(key for key in {*there, *ours} if there.get(key) != ours.get(key))
-        if keys:
-            lines = [f"  {key}: there {there.get(key)!r}, now {ours.get(key)!r}" for key in keys]
-            raise OtherRunError(
-                f"{self.folder} {what} a different run, which this one cannot continue:\n"
-                + "\n".join(lines)
-                + "\nset another output_base_path, or if_exists: replace"
-            )
 
 
 def _without_results(value: object) -> object:
@@ -218,27 +204,3 @@ def _checksum(scores: Scores) -> int:
     for name, array in sorted(scores.arrays.items()):
         value = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), value))
     return value
-
-
-def _read_json(path: str) -> object:
-    with open_read(path) as file:
-        content = file.read()
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise OtherRunError(f"{path}: not written by a memorization run ({error})") from error
-
-
-def _names(folder: str) -> list[str]:
-    fs, name = filesystem(folder)
-    if not fs.isdir(name):
-        return []
-    # Listings of object stores are cached; another process may have written since.
-    fs.invalidate_cache()
-    return sorted(base_name(entry) for entry in fs.ls(name, detail=False))
-
-
-def _remove(path: str) -> None:
-    fs, name = filesystem(path)
-    if fs.exists(name):
-        fs.rm(name, recursive=True)

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from helpers.small_tokenizer import BOS, SmallTokenizer
 
 from levanter.inference import answers as answers_module
 from levanter.inference import jsonl
-from levanter.inference.answers import Answers, Choice, OtherAnswersError, answer_line, error_line
+from levanter.inference.answers import Answers, Choice, answer_line, error_line
 from levanter.inference.jsonl import AskedLine, BrokenLine, request_lines, request_of, seed_of
 from levanter.inference.params import SamplingParams
 from levanter.inference.requests import ChoiceId, ConstraintSpec
+from levanter.io import OtherRunError
 
 TOKENIZER = SmallTokenizer()
 
@@ -247,7 +249,7 @@ def test_answers_come_in_any_order(tmp_path, monkeypatch):
         store.add(n, answer(n))
     assert store.finish() == 100 and Path(out).read_bytes() == EXPECTED
     assert os.listdir(tmp_path) == ["out.jsonl"]
-    with pytest.raises(OtherAnswersError, match="is there already"):
+    with pytest.raises(OtherRunError, match="is there already"):
         Answers(out, {"model": "m"}).begin()
 
 
@@ -260,12 +262,26 @@ def test_nothing_in_an_empty_file(tmp_path):
 def test_another_run_does_not_go_on(tmp_path):
     out = str(tmp_path / "out.jsonl")
     Answers(out, {"model": "m", "seed": 1, "input": "x"}).begin()
-    with pytest.raises(OtherAnswersError, match=r"(?s)model: there 'm', now 'n'.*seed: there 1, now 2") as caught:
+    with pytest.raises(OtherRunError, match=r"(?s)model: there 'm', now 'n'.*seed: there 1, now 2") as caught:
         Answers(out, {"model": "n", "seed": 2, "input": "x"}).begin()
     assert "input:" not in str(caught.value)
     (tmp_path / "out.jsonl.parts" / "run.json").write_text("{")
-    with pytest.raises(OtherAnswersError):
+    with pytest.raises(OtherRunError):
         Answers(out, {"model": "m", "seed": 1, "input": "x"}).begin()
+
+
+def test_parts_of_an_earlier_version_are_gone_on_with(tmp_path):
+    parts, identity = tmp_path / "out.jsonl.parts", {"model": "m", "seed": 1}
+    parts.mkdir()
+    (parts / "run.json").write_bytes(json.dumps(identity, indent=1, sort_keys=True).encode() + b"\n")
+    body = b"".join(answer(n) for n in range(40))
+    head = json.dumps({"first": 0, "lines": 40, "crc32": zlib.crc32(body)}).encode()
+    (parts / "part-000000000.jsonl").write_bytes(head + b"\n" + body)
+    store = Answers(str(tmp_path / "out.jsonl"), identity)
+    assert store.begin() == 40
+    for n in range(40, 100):
+        store.add(n, answer(n))
+    assert store.finish() == 100 and (tmp_path / "out.jsonl").read_bytes() == EXPECTED and not parts.exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "head"])

@@ -1,10 +1,17 @@
 """Parts: atomic, checked, bound to one run; whatever is damaged is scored again and nothing else."""
 
+import hashlib
+import json
+import zlib
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from levanter.memorization.parts import OtherRunError, PartStore
-from levanter.memorization.results import Scores
+from levanter.io import OtherRunError
+from levanter.memorization.parts import PartStore
+from levanter.memorization.results import Scores, score_columns
 
 RNG = np.random.default_rng(0)
 IDENTITY = {"text.sha256": "ab12", "model.num_layers": 2, "windows.bos": False, "schemes": ["k20"]}
@@ -101,7 +108,7 @@ def test_another_run_is_refused_and_what_differs_is_named(begun, finished):
     with pytest.raises(OtherRunError) as caught:
         other.is_done()
     message = str(caught.value)
-    assert f"holds {what} of a different run" in message and "if_exists: replace" in message
+    assert f"holds {what} of another run" in message and "if_exists: replace" in message
     assert "text.sha256: there 'ab12', now 'cd34'" in message and "windows.bos: there False, now True" in message
     assert "num_layers" not in message
 
@@ -133,3 +140,40 @@ def test_parts_may_be_remote():
     assert_same(made.read(), [part])
     made.finish()
     assert made.is_done() and made.read() == []
+
+
+def old_folder(folder, parts, identity=IDENTITY):
+    """What earlier versions wrote: `run.json`, and each part with its own account of itself."""
+    said = (json.dumps(identity, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "run.json").write_bytes(said)
+    first = 0
+    for part in parts:
+        crc = 0
+        for name, array in sorted(part.arrays.items()):
+            crc = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), crc))
+        meta = {"identity": hashlib.sha256(said).hexdigest(), "first": first, "rows": len(part), "crc32": crc}
+        table = pa.table(score_columns(part)).replace_schema_metadata({b"part": json.dumps(meta).encode()})
+        pq.write_table(table, folder / "parts" / f"part-{first:09}.parquet", compression="zstd")
+        first += len(part)
+    return said
+
+
+def test_a_folder_of_an_earlier_version_is_gone_on_with(tmp_path):
+    parts = [scores(4), scores(4)]
+    identity = {**IDENTITY, "title": "Über"}
+    old_folder(tmp_path, parts, identity)
+    made = store(tmp_path, title="Über")
+    assert not made.is_done()
+    made.begin()
+    assert_same(made.read(), parts)
+    with pytest.raises(OtherRunError, match="title: there 'Über', now None"):
+        store(tmp_path).is_done()
+
+
+def test_a_finished_folder_of_an_earlier_version_is_done(tmp_path):
+    said = old_folder(tmp_path, [])
+    (tmp_path / "windows.parquet").write_bytes(b"?")
+    record = {"windows.parquet": {"bytes": 1, "sha256": hashlib.sha256(b"?").hexdigest()}}
+    (tmp_path / ".success").write_bytes(json.dumps({**json.loads(said), "results": record}, indent=2).encode())
+    assert store(tmp_path).is_done() and store(tmp_path).lost() == {}

@@ -7,27 +7,21 @@ another identity neither goes on with parts nor replaces results, unless it is t
 
 import json
 import logging
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from levanter.eval.needles.results import NeedleAnswer
-from levanter.io import Lease, atomic_write, exists, join, open_read
+from levanter.io import Lease, PartFolder, atomic_write, exists, join
 from levanter.io.atomic import remove_left_behind
-from levanter.io.paths import base_name, filesystem
+from levanter.io.parts import remove
 
 logger = logging.getLogger(__name__)
 
-PARTS, IDENTITY, RESULTS = "parts", "run.json", "results.json"
+PARTS, RESULTS = "parts", "results.json"
 NeedleIdentity = Mapping[str, Any]
 """Every fact that answers depend on, as JSON values."""
-_PART = re.compile(r"part-(\d+)\.json")
-
-
-class OtherNeedlesError(ValueError):
-    """The folder holds results of another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,44 +38,54 @@ class NeedleStore:
     identity: NeedleIdentity = field(repr=False)
     lease: Lease | None = field(default=None, repr=False)
 
+    @property
+    def parts(self) -> PartFolder:
+        """Where its parts are."""
+        return PartFolder(
+            path=join(self.folder, PARTS),
+            identity=self.identity,
+            digits=6,
+            ending=".json",
+            writer="eval_needles",
+            advice="another output_path, or if_exists: replace",
+            lease=self.lease,
+        )
+
     def is_done(self) -> bool:
         """Whether this same run has finished here.
 
         Raises:
-            OtherNeedlesError: another run has finished or begun here; lists what differs.
+            OtherRunError: another run has finished or begun here; lists what differs.
         """
-        path = join(self.folder, RESULTS)
+        parts, path = self.parts, join(self.folder, RESULTS)
         if exists(path):
-            found = _read_json(path)
-            self._same(found.get("identity") if isinstance(found, Mapping) else None, "holds the results of")
+            found = parts.read_json(path)
+            identity = found.get("identity") if isinstance(found, Mapping) else None
+            parts.require_same(identity, f"output_path: {self.folder} holds the results of")
             return True
-        path = join(self.folder, PARTS, IDENTITY)
-        if exists(path):
-            self._same(_read_json(path), "holds a part of")
+        parts.has_begun(f"output_path: {self.folder} holds a part of")
         return False
 
     def begin(self) -> None:
         """Records the identity, and removes what killed writers left behind."""
-        self._check()
+        self.parts.check_lease()
         remove_left_behind(self.folder)
-        remove_left_behind(join(self.folder, PARTS))
-        _write_json(join(self.folder, PARTS, IDENTITY), dict(self.identity))
+        self.parts.begin()
 
     def write(self, number: int, answers: Sequence[NeedleAnswer]) -> None:
         """Adds the answers of a batch."""
-        self._check()
+        parts = self.parts
+        parts.check_lease()
         rows = [{"logprobs": list(each.logprobs), "ranks": list(each.ranks)} for each in answers]
-        _write_json(
-            join(self.folder, PARTS, f"part-{number:06}.json"), {"rows": rows, "crc32": self._sum(number, rows)}
-        )
+        with atomic_write(parts.at(number)) as file:
+            file.write(json.dumps({"rows": rows, "crc32": self._sum(number, rows)}).encode())
 
     def read(self) -> dict[int, tuple[NeedleAnswer, ...]]:
         """The answers that are there, by batch; damaged ones are left out."""
-        found = {}
-        for number, name in self._names():
-            path = join(self.folder, PARTS, name)
+        parts, found = self.parts, {}
+        for number, path in parts.numbered().items():
             try:
-                part = _read_json(path)
+                part = parts.read_json(path)
                 rows = part["rows"]  # pyright: ignore
                 if part["crc32"] != self._sum(number, rows):  # pyright: ignore
                     raise ValueError("its checksum differs")
@@ -94,66 +98,14 @@ class NeedleStore:
 
     def clean(self) -> None:
         """Removes the parts."""
-        self._check()
-        _remove(join(self.folder, PARTS))
+        self.parts.check_lease()
+        self.parts.remove()
 
     def start_over(self) -> None:
         """Discards what any run did here."""
         self.clean()
-        _remove(join(self.folder, RESULTS))
-
-    def _check(self) -> None:
-        if self.lease is not None:
-            self.lease.check()
-
-    def _names(self) -> Iterator[tuple[int, str]]:
-        fs, name = filesystem(join(self.folder, PARTS))
-        if not fs.isdir(name):
-            return
-        # Listings of object stores are cached; another process may have written since.
-        fs.invalidate_cache()
-        for each in sorted(base_name(entry) for entry in fs.ls(name, detail=False)):
-            if match := _PART.fullmatch(each):
-                yield int(match[1]), each
+        remove(join(self.folder, RESULTS))
 
     def _sum(self, number: int, rows: object) -> int:
-        said = json.dumps([_plain(self.identity), number, rows], sort_keys=True)
-        return zlib.crc32(said.encode())
-
-    def _same(self, there: object, what: str) -> None:
-        there = there if isinstance(there, Mapping) else {}
-        ours = _plain(self.identity)
-        keys = sorted(key for key in {*there, *ours} if there.get(key) != ours.get(key))
-        if keys:
-            lines = [f"  {key}: there {there.get(key)!r}, now {ours.get(key)!r}" for key in keys]
-            raise OtherNeedlesError(
-                f"output_path: {self.folder} {what} another run, which this one cannot continue:\n"
-                + "\n".join(lines)
-                + "\n  → another output_path, or if_exists: replace"
-            )
-
-
-def _plain(identity: NeedleIdentity) -> dict[str, Any]:
-    return json.loads(json.dumps(dict(identity)))
-
-
-def _write_json(path: str, value: object) -> None:
-    with atomic_write(path) as file:
-        file.write(json.dumps(value, ensure_ascii=False).encode())
-
-
-def _read_json(path: str) -> object:
-    with open_read(path) as file:
-        content = file.read()
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise OtherNeedlesError(
-            f"{path}: not written by eval_needles ({error})\n  → another output_path, or if_exists: replace"
-        ) from error
-
-
-def _remove(path: str) -> None:
-    fs, name = filesystem(path)
-    if fs.exists(name):
-        fs.rm(name, recursive=True)
+        identity = json.loads(json.dumps(dict(self.identity)))
+        return zlib.crc32(json.dumps([identity, number, rows], sort_keys=True).encode())

@@ -185,7 +185,7 @@ def test_another_run_does_not_continue_it(tmp_path, inputs, finished, capsys, ch
     before = files_of(tmp_path / "out")
     assert run(config_file(tmp_path, inputs, **change)) == 2
     shown = capsys.readouterr().err
-    assert "holds the results of a different run" in shown and all(words in shown for words in named), shown
+    assert "holds the results of another run" in shown and all(words in shown for words in named), shown
     assert "loading weights" not in shown and files_of(tmp_path / "out") == before
 
 
