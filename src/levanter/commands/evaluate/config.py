@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from levanter.commands.model.naming import named_files, naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
@@ -52,16 +53,7 @@ class EvalLmConfig(Ranged):
 
     def __post_init__(self):
         super().__post_init__()
-        problems = []
-        if self.hf_checkpoint and self.initialize_from_hf and self.hf_checkpoint != self.initialize_from_hf:
-            problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
-        if self.checkpoint_path and self.reference:
-            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
-        elif not self.checkpoint_path and not (self.hf_checkpoint or self.initialize_from_hf or self.model):
-            problems.append(
-                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
-                "checkpoint of train_lm)"
-            )
+        problems = naming_problems(self, alias=self.initialize_from_hf, purpose="to evaluate")
         if self.max_eval_length < 2:
             problems.append(f"max_eval_length must be at least 2 (a token and the next), got {self.max_eval_length}")
         if problems:
@@ -126,7 +118,7 @@ class VizLmConfig(Ranged):
     @property
     def evaluation(self) -> EvalLmConfig:
         """The evaluation whose results are shown."""
-        named = self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+        named = named_files(self)
         return EvalLmConfig(
             hf_checkpoint=named,
             checkpoint_path=None if named else self.checkpoint_path,

@@ -28,6 +28,7 @@ from levanter.commands.evaluate.config import EvalLmConfig
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained, load_pretrained
+from levanter.commands.model.scored import beyond_context, output_key, per_device, result_output, rows_asked
 from levanter.commands.model.workloads import COUNTED_CHARACTERS, is_short, scoring_workload
 from levanter.commands.shell.outputs import output_checks, write_or_show
 from levanter.commands.shell.perform import perform
@@ -46,7 +47,7 @@ from levanter.data import (
 from levanter.eval.accuracy import fetched
 from levanter.eval.perplexity import EvalResult, RowScores, summarize
 from levanter.eval.report import format_result, result_json
-from levanter.io import MissingFileError, Output, Progress, UnreadableFileError, join
+from levanter.io import MissingFileError, Output, Progress, UnreadableFileError
 from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_hits, token_logprobs
 from levanter.processes.together import jit_together
@@ -116,17 +117,12 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
     written = Written.in_python(config) if written is None else written
     data, checks = _find_data(config)
     pretrained = describe_pretrained(
-        ModelChoice(
-            reference=config.reference or None,
+        ModelChoice.of(
+            config,
+            files=config.reference or None,
+            saved=config.checkpoint_path,
             model=ModelBlock.of(config.model, written),
             tokenizer=config.data.tokenizer if "data.tokenizer" in written else None,
-            trainer=config.trainer,
-            allow_pickle=config.allow_pickle,
-            memory_gib=config.load_memory_gib,
-            saved=config.checkpoint_path,
-            quantize=config.quantize,
-            tied_head=config.tied_head,
-            adapter=config.adapter_path,
         ),
         target,
         batch=lambda ways: batch_rows(config, ways)[0],
@@ -140,8 +136,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
     checks += _length_checks(config.max_eval_length, pretrained.config)
     rows, why = batch_rows(config, pretrained.resolved.batch_ways)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
-    output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
-    checks += output_checks(*output)
+    checks += output_checks(*output_key(config))
     work = EvalWork(config=config, pretrained=pretrained, data=data, batch_rows=rows)
     try:
         batches, how, sequences = _count_batches(work)
@@ -166,8 +161,6 @@ def describe(config: EvalLmConfig, target: Target, *, written: Written | None = 
         work=replace(work, sequences=sequences),
         searchable=pretrained.searchable(
             positions=config.max_eval_length,
-            keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
-            overrides=config.trainer.mesh.overrides,
         ),
     )
 
@@ -176,11 +169,7 @@ def _length_checks(length: int, model: LmConfig) -> list[Check]:
     """Refuses or notes rows that are longer than anything the model was trained on."""
     if length <= model.max_seq_len:
         return []
-    message = f"max_eval_length: {length} tokens per row exceed the model's max_seq_len, {model.max_seq_len}"
-    if not model.learned_positions:
-        return [Check(name="rows", status="note", message=f"{message}; it was not trained on longer rows")]
-    error = ValueError(f"{message}; it has no positions beyond\n  → max_eval_length: {model.max_seq_len}")
-    return [Check(name="rows", status="error", message=str(error), error=error)]
+    return beyond_context(model, f"max_eval_length: {length:,} tokens per row", name="rows", advice="max_eval_length:")
 
 
 def _find_data(config: EvalLmConfig) -> tuple[EvaluationData | None, list[Check]]:
@@ -215,13 +204,8 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
 
 def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
     """Rows of a global batch, and why."""
-    trainer = config.trainer
-    per_device, why = trainer.per_device_eval_parallelism, "trainer.per_device_eval_parallelism"
-    if per_device == -1:
-        per_device, why = trainer.per_device_parallelism, "trainer.per_device_parallelism"
-    if per_device == -1:
-        per_device, why = DEFAULT_ROWS_PER_DEVICE, "the default"
-    return per_device * ways, f"{per_device} per device ({why}) × {ways} batch shards"
+    rows, why = rows_asked(config.trainer) or (DEFAULT_ROWS_PER_DEVICE, "the default")
+    return rows * ways, per_device(rows, why, ways)
 
 
 def score_program(pretrained: PretrainedModel, *, rows: int, positions: int, accuracy: bool = False) -> Program:
@@ -341,11 +325,7 @@ def conclude(plan: RunPlan[EvalWork], done: Evaluation, session: Session) -> int
 
 def outputs(plan: RunPlan[EvalWork], session: Session) -> tuple[Output, ...]:
     """The file of the results."""
-    config = plan.work.config
-    if config.output_path:
-        return (Output(key="output_path", path=config.output_path, kind="file"),)
-    path = join(str(config.trainer.log_dir), session.run_id, "eval_lm.json")
-    return (Output(key="trainer.log_dir", path=path, kind="file"),)
+    return (result_output(plan.work.config, session.run_id, "eval_lm.json", kind="file"),)
 
 
 def run_facts(plan: RunPlan[EvalWork], done: Evaluation) -> dict[str, str]:

@@ -236,8 +236,7 @@ def _facts(plan: RunPlan[NeedleWork], done: Needles) -> dict[str, str]:
 def outputs(plan: RunPlan[NeedleWork], session: Session) -> tuple[Output, ...]:
     """The folder of the files."""
     del session
-    key = "output_path" if plan.work.config.output_path else "trainer.log_dir"
-    return (Output(key=key, path=plan.work.folder, kind="folder"),)
+    return (plan.work.output,)
 
 
 ENTRY_POINT = EntryPoint(

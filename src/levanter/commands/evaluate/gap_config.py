@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from levanter.commands.model.naming import named_files
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged
@@ -51,7 +52,7 @@ class GapModelConfig(Ranged):
     @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
-        return self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+        return named_files(self)
 
     @property
     def saved(self) -> str | None:

@@ -1,10 +1,11 @@
 """The configuration of `eval_needles`."""
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Literal
 
+from levanter.commands.model.naming import named_files, named_saved, naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
+from levanter.config.errors import did_you_mean
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged, Seed
 from levanter.eval.needles.asked import Plan
@@ -66,18 +67,10 @@ class EvalNeedlesConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
-        if self.checkpoint_path and self.hf_checkpoint:
-            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
-        elif not (self.checkpoint_path or self.hf_checkpoint or self.model):
-            problems.append(
-                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
-                "checkpoint of train_lm)"
-            )
+        problems = naming_problems(self, purpose="to evaluate")
         for name in self.tasks:
             if name not in TASKS:
-                near = difflib.get_close_matches(name, TASKS, n=1)
-                problems.append(f"tasks: {name!r} is none of {', '.join(TASKS)}{f'; {near[0]}?' if near else ''}")
+                problems.append(f"tasks: {name!r} is none of {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
         for key, values in (("tasks", self.tasks), ("lengths", self.lengths)):
             again = [each for n, each in enumerate(values) if each in values[:n]]
             if again:
@@ -110,9 +103,9 @@ class EvalNeedlesConfig(Ranged):
     @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
-        return self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+        return named_files(self)
 
     @property
     def saved(self) -> str | None:
         """The checkpoint of our own training that is named."""
-        return None if self.checkpoint_is_hf else self.checkpoint_path
+        return named_saved(self)

@@ -11,12 +11,13 @@ from levanter.commands.model.layout import planned_activations
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.scored import beyond_context, output_key, per_device, result_output, rows_asked
 from levanter.commands.model.workloads import scoring_workload
 from levanter.commands.shell.outputs import output_checks
 from levanter.config import Written
 from levanter.data import Tokenizer
 from levanter.eval.needles.program import needle_program, program_name
-from levanter.io import join
+from levanter.io import Output
 from levanter.models.registry import LmConfig
 from levanter.run import Check, RunPlan, Target
 
@@ -40,17 +41,17 @@ class NeedleWork:
     @property
     def folder(self) -> str:
         """The folder of the files."""
-        return folder_of(self.config)
+        return self.output.path
+
+    @property
+    def output(self) -> Output:
+        """The folder of the files, with the key that says so."""
+        return result_output(self.config, "needles", kind="folder")
 
     @property
     def bos(self) -> int | None:
         """What stands before a text: BOS, if the tokenizer puts it there."""
         return bos_of(self.pretrained.tokenizer)
-
-
-def folder_of(config: EvalNeedlesConfig) -> str:
-    """The folder of the files."""
-    return config.output_path or join(str(config.trainer.log_dir), "needles")
 
 
 def bos_of(tokenizer: Tokenizer) -> int | None:
@@ -70,17 +71,12 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: Written | No
     asked = config.asked
     longest = max(asked.lengths)
     pretrained = describe_pretrained(
-        ModelChoice(
-            reference=config.files,
+        ModelChoice.of(
+            config,
+            files=config.files,
+            saved=config.saved,
             model=ModelBlock.of(config.model, written),
             tokenizer=config.tokenizer,
-            trainer=config.trainer,
-            allow_pickle=config.allow_pickle,
-            memory_gib=config.load_memory_gib,
-            saved=config.saved,
-            quantize=config.quantize,
-            tied_head=config.tied_head,
-            adapter=config.adapter_path,
         ),
         target,
         batch=lambda ways: _rows(config, ways)[0],
@@ -95,8 +91,7 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: Written | No
     if config.trainer.max_eval_batches is not None:
         said = "trainer.max_eval_batches: no effect; samples says how much is asked"
         checks.append(Check(name="config", status="note", message=said))
-    output = ("output_path", config.output_path) if config.output_path else ("trainer.log_dir", config.trainer.log_dir)
-    checks += output_checks(*output)
+    checks += output_checks(*output_key(config))
     batches = -(-asked.count // rows)
     workloads = [
         scoring_workload(
@@ -123,8 +118,6 @@ def describe(config: EvalNeedlesConfig, target: Target, *, written: Written | No
         work=NeedleWork(config=config, pretrained=pretrained, rows=rows),
         searchable=pretrained.searchable(
             positions=longest,
-            keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
-            overrides=config.trainer.mesh.overrides,
         ),
     )
 
@@ -144,11 +137,9 @@ def _program(pretrained: PretrainedModel, rows: int, length: int) -> Program:
 
 def _rows(config: EvalNeedlesConfig, ways: int) -> tuple[int, str]:
     """Rows of a batch, and why."""
-    trainer = config.trainer
-    for key in ("per_device_eval_parallelism", "per_device_parallelism"):
-        if (given := getattr(trainer, key)) != -1:
-            return given * ways, f"{given} per device (trainer.{key}) × {ways} batch shards"
-    return ways, f"one per batch shard, of which there are {ways}"
+    if (asked := rows_asked(config.trainer)) is None:
+        return ways, f"one per batch shard, of which there are {ways}"
+    return asked[0] * ways, per_device(*asked, ways)
 
 
 def _axis_checks(pretrained: PretrainedModel, lengths: tuple[int, ...], rows: int) -> list[Check]:
@@ -175,8 +166,4 @@ def _length_checks(lengths: tuple[int, ...], model: LmConfig) -> list[Check]:
     if not longer:
         return []
     said = ", ".join(f"{each:,}" for each in longer)
-    message = f"lengths: {said} tokens exceed the model's max_seq_len, {model.max_seq_len:,}"
-    if not model.learned_positions:
-        return [Check(name="lengths", status="note", message=f"{message}; it was not trained on longer texts")]
-    error = ValueError(f"{message}; it has no positions beyond\n  → lengths: at most {model.max_seq_len}")
-    return [Check(name="lengths", status="error", message=str(error), error=error)]
+    return beyond_context(model, f"lengths: {said} tokens", name="lengths", advice="lengths: at most")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from levanter.commands.model.naming import naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, Ranged
@@ -61,14 +62,7 @@ class GenerateConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
-        if self.checkpoint_path and self.hf_checkpoint:
-            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
-        elif not (self.checkpoint_path or self.hf_checkpoint or self.model):
-            problems.append(
-                "no model: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a checkpoint "
-                "of train_lm)"
-            )
+        problems = naming_problems(self)
         if self.interactive and (self.input_path or self.output_path):
             problems.append("interactive: asks at the terminal, so there is no input_path and no output_path")
         if problems:

@@ -13,6 +13,7 @@ from levanter.commands.generate.templates import template_checks
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import ModelBlock
 from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, describe_pretrained
+from levanter.commands.model.scored import beyond_context
 from levanter.commands.shell.outputs import output_checks
 from levanter.config import Written
 from levanter.inference.cache import CachePlan, plan_cache
@@ -70,17 +71,12 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
     inference = config.inference
     trainer, notes = _whole_parameters(config.trainer, written)
     pretrained = describe_pretrained(
-        ModelChoice(
-            reference=config.hf_checkpoint,
+        ModelChoice.of(
+            replace(config, trainer=trainer),
+            files=config.hf_checkpoint,
+            saved=config.checkpoint_path,
             model=ModelBlock.of(config.model, written),
             tokenizer=config.tokenizer,
-            trainer=trainer,
-            allow_pickle=config.allow_pickle,
-            memory_gib=config.load_memory_gib,
-            saved=config.checkpoint_path,
-            quantize=config.quantize,
-            tied_head=config.tied_head,
-            adapter=config.adapter_path,
         ),
         target,
         # A part of one prompt on each shard is the largest that a call computes.
@@ -218,11 +214,8 @@ def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
     """Refuses or notes rows that are longer than anything the model was trained on."""
     if length <= model.max_seq_len:
         return []
-    message = f"inference.max_seq_len: {length} positions exceed the model's max_seq_len, {model.max_seq_len}"
-    if not model.learned_positions:
-        return [Check(name="rows", status="note", message=f"{message}; it was not trained on longer texts")]
-    error = ValueError(f"{message}; it has no positions beyond\n  → inference.max_seq_len: {model.max_seq_len}")
-    return [Check(name="rows", status="error", message=str(error), error=error)]
+    said = f"inference.max_seq_len: {length:,} positions"
+    return beyond_context(model, said, name="rows", advice="inference.max_seq_len:")
 
 
 def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:

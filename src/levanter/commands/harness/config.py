@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from levanter.commands.model.naming import named_files, named_saved, naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Ranged
@@ -65,14 +66,7 @@ class EvalHarnessConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
-        if self.checkpoint_path and self.hf_checkpoint:
-            problems.append("checkpoint_path and hf_checkpoint name two models; give one")
-        elif not (self.checkpoint_path or self.hf_checkpoint or self.model):
-            problems.append(
-                "no model to evaluate: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
-                "checkpoint of train_lm)"
-            )
+        problems = naming_problems(self, purpose="to evaluate")
         if self.tasks is not None and self.eval_harness.task_spec:
             problems.append("tasks and eval_harness.task_spec both name tasks; give one")
         elif not self.harness.task_spec:
@@ -103,9 +97,9 @@ class EvalHarnessConfig(Ranged):
     @property
     def files(self) -> str | None:
         """The Hugging Face files that are named, under either key."""
-        return self.hf_checkpoint or (self.checkpoint_path if self.checkpoint_is_hf else None)
+        return named_files(self)
 
     @property
     def saved(self) -> str | None:
         """The checkpoint of our own training that is named."""
-        return None if self.checkpoint_is_hf else self.checkpoint_path
+        return named_saved(self)

@@ -21,6 +21,7 @@ from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.plan import NAME, HarnessWork, describe
 from levanter.commands.harness.texts import Texts
 from levanter.commands.model.pretrained import load_pretrained
+from levanter.commands.model.scored import result_output
 from levanter.commands.shell.outputs import write_all
 from levanter.commands.shell.perform import perform
 from levanter.config import Written
@@ -167,11 +168,7 @@ def _facts(plan: RunPlan[HarnessWork], done: Harnessed) -> dict[str, str]:
 
 def outputs(plan: RunPlan[HarnessWork], session: Session) -> tuple[Output, ...]:
     """The folder of the results."""
-    config = plan.work.config
-    if config.output_path:
-        return (Output(key="output_path", path=config.output_path, kind="folder"),)
-    path = join(str(config.trainer.log_dir), session.run_id, "harness")
-    return (Output(key="trainer.log_dir", path=path, kind="folder"),)
+    return (result_output(plan.work.config, session.run_id, "harness", kind="folder"),)
 
 
 ENTRY_POINT = EntryPoint(

@@ -23,6 +23,7 @@ from levanter.commands.model.questions import (
     rows_room,
     sampling_checks,
 )
+from levanter.commands.model.scored import output_key, rows_asked
 from levanter.commands.shell.outputs import output_checks
 from levanter.config import Written
 from levanter.data.chat import ChatTemplate
@@ -99,7 +100,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
     template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
     checks += [tasks.check, *checking, *found, *_against_checks(config, tasks)]
     checks += sampling_checks(logged=config.harness.sample_logging.logs)
-    checks += output_checks(*_output(config))
+    checks += output_checks(*output_key(config))
     encoder, found = question_encoder(tokenizer, length)
     checks += found
 
@@ -107,7 +108,7 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         return rows_flops(pretrained.config, pretrained.Vocab.size, shape, "full")
 
     # Who says how many rows there are has them, in any case.
-    room = rows_room(pretrained.resolved, target.platform) if _rows(config.trainer) is None else None
+    room = rows_room(pretrained.resolved, target.platform) if rows_asked(config.trainer) is None else None
     counted, problem = count_requests(tasks, config.harness, encoder, template, shapes, cost, room)
     checks += [] if problem is None else [problem]
     shapes = shapes if counted is None else counted.shapes
@@ -152,8 +153,6 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
         beside=beside,
         searchable=pretrained.searchable(
             positions=length,
-            keys=lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
-            overrides=config.trainer.mesh.overrides,
         )
         if texts is None
         else "layouts of generation are not searched yet",
@@ -182,17 +181,12 @@ def _generation(config: EvalHarnessConfig, length: int) -> GenerateConfig:
 def _pretrained(config: EvalHarnessConfig, target: Target, written: Written) -> PretrainedModel:
     def described(length: int) -> PretrainedModel:
         return describe_pretrained(
-            ModelChoice(
-                reference=config.files,
+            ModelChoice.of(
+                config,
+                files=config.files,
+                saved=config.saved,
                 model=ModelBlock.of(config.model, written),
                 tokenizer=config.tokenizer,
-                trainer=config.trainer,
-                allow_pickle=config.allow_pickle,
-                memory_gib=config.load_memory_gib,
-                saved=config.saved,
-                quantize=config.quantize,
-                tied_head=config.tied_head,
-                adapter=config.adapter_path,
             ),
             target,
             batch=lambda ways: ways * max(1, _tokens(config.trainer, target, length) // length),
@@ -207,15 +201,9 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: Written) -> 
 
 def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
     """Tokens of a batch on each of its shards."""
-    if (rows := _rows(trainer)) is not None:
-        return rows * length
+    if (asked := rows_asked(trainer)) is not None:
+        return asked[0] * length
     return TOKENS_ON_CPU if target.platform == "cpu" else TOKENS
-
-
-def _rows(trainer: TrainerConfig) -> int | None:
-    """Rows of a batch on each of its shards, where somebody says."""
-    given = (trainer.per_device_eval_parallelism, trainer.per_device_parallelism)
-    return next((rows for rows in given if rows != -1), None)
 
 
 def _against_checks(config: EvalHarnessConfig, tasks: FoundTasks) -> list[Check]:
@@ -233,12 +221,6 @@ def _against_checks(config: EvalHarnessConfig, tasks: FoundTasks) -> list[Check]
         )
         return [Check(name="against", status="unchecked", message=str(error), error=error)]
     return [Check(name="against", status="ok", message=f"{config.against}: {', '.join(samples)}")]
-
-
-def _output(config: EvalHarnessConfig) -> tuple[str, str]:
-    if config.output_path:
-        return "output_path", config.output_path
-    return "trainer.log_dir", str(config.trainer.log_dir)
 
 
 def _workload(work: HarnessWork, shape: RowShape, counted: Counted | None) -> Workload:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from levanter.commands.model.naming import naming_problems
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import NonNegativeFloat, PathText, PositiveFloat, PositiveFraction, PositiveInt, Ranged
@@ -261,17 +262,7 @@ def _book(config: EvalCarelessLmConfig, key: str, title: str, path: str, folder:
 
 def model_problems(config: Any) -> list[str]:
     """What is wrong with a config's model and devices."""
-    problems = []
-    if config.hf_checkpoint and config.initialize_from_hf and config.hf_checkpoint != config.initialize_from_hf:
-        problems.append("hf_checkpoint and initialize_from_hf name two models; give one")
-    if config.checkpoint_path and config.reference:
-        problems.append("checkpoint_path and hf_checkpoint name two models; give one")
-    elif not config.checkpoint_path and not config.reference and config.model is None:
-        problems.append(
-            "no model: give hf_checkpoint (a folder, a hub id, or a .gguf file) or checkpoint_path (a "
-            "checkpoint of train_lm)"
-        )
-    return problems
+    return naming_problems(config, alias=config.initialize_from_hf)
 
 
 def scheme_problems(names: Sequence[str]) -> list[str]:

@@ -125,17 +125,12 @@ def describe_jobs(
     assert jobs, "a run without jobs has nothing to describe"
     _own_folders(jobs)
     pretrained = describe_pretrained(
-        ModelChoice(
-            reference=config.reference,
+        ModelChoice.of(
+            config,
+            files=config.reference,
+            saved=config.checkpoint_path,
             model=model,
             tokenizer=tokenizer,
-            trainer=config.trainer,
-            allow_pickle=config.allow_pickle,
-            memory_gib=config.load_memory_gib,
-            saved=config.checkpoint_path,
-            quantize=config.quantize,
-            tied_head=config.tied_head,
-            adapter=config.adapter_path,
         ),
         target,
         batch=lambda ways: max(_rounded(job.batch_size or DEFAULT_BATCH, ways) for job in jobs),
@@ -180,7 +175,6 @@ def describe_jobs(
         searchable=pretrained.searchable(
             positions=max(job.positions for job in jobs),
             keys=lambda rows, ways: {"eval_batch_size": rows * ways},
-            overrides=config.trainer.mesh.overrides,
         ),
     )
 

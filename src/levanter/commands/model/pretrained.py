@@ -23,6 +23,7 @@ from levanter.commands.model.adapted import AdaptedModel, Adapter, WithAdapter, 
 from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
 from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
+from levanter.commands.model.naming import ReadsModel
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
 from levanter.commands.model.representation import Quantize, TiedHead
@@ -68,6 +69,38 @@ class ModelChoice:
     quantize: Quantize | None = None
     tied_head: TiedHead = "copy"
     adapter: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: ReadsModel,
+        *,
+        files: str | None,
+        saved: str | None,
+        model: ModelBlock | None,
+        tokenizer: str | None,
+    ) -> "ModelChoice":
+        """The choice of a configuration.
+
+        Args:
+            config: the configuration.
+            files: the Hugging Face files that it names.
+            saved: the checkpoint of ours that it names.
+            model: its architecture.
+            tokenizer: its tokenizer.
+        """
+        return cls(
+            reference=files,
+            model=model,
+            tokenizer=tokenizer,
+            trainer=config.trainer,
+            allow_pickle=config.allow_pickle,
+            memory_gib=config.load_memory_gib,
+            saved=saved,
+            quantize=config.quantize,
+            tied_head=config.tied_head,
+            adapter=config.adapter_path,
+        )
 
     @property
     def memory_bytes(self) -> int | None:
@@ -132,14 +165,13 @@ class PretrainedModel:
         self,
         *,
         positions: int,
-        keys: Callable[[int, int], Mapping[str, int]],
-        overrides: Mapping[str, Mapping[str, str | list[str] | None]],
+        keys: Callable[[int, int], Mapping[str, int]] = lambda rows, _: {"trainer.per_device_eval_parallelism": rows},
     ) -> Searchable:
         """What the layout search needs to know about a run with this model.
 
         Args:
             positions: tokens in a sequence.
-            keys, overrides: see `Searchable`.
+            keys: see `Searchable`.
         """
         sizes = {axis.name: axis.size for axis in self.config.axes.values()}
         return Searchable(
@@ -153,7 +185,7 @@ class PretrainedModel:
             batch_axis=self.resolved.batch_axis,
             compute_bytes=self.precision.compute.itemsize,
             keys=keys,
-            overrides=overrides,
+            overrides=self.choice.trainer.mesh.overrides,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from levanter.commands.model.scored import beyond_context
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
@@ -59,11 +60,8 @@ def question_length(asked: int | None, model: LmConfig, most: int) -> tuple[int,
         return length, [Check(name="length", status="note", message=said)]
     if length <= model.max_seq_len:
         return length, []
-    message = f"eval_harness.max_length: {length} tokens exceed the model's max_seq_len, {model.max_seq_len}"
-    if not model.learned_positions:
-        return length, [Check(name="length", status="note", message=f"{message}; it was not trained on longer texts")]
-    error = ValueError(f"{message}; it has no positions beyond\n  → eval_harness.max_length: {model.max_seq_len}")
-    return length, [Check(name="length", status="error", message=str(error), error=error)]
+    said = f"eval_harness.max_length: {length:,} tokens"
+    return length, beyond_context(model, said, name="length", advice="eval_harness.max_length:")
 
 
 def sampling_checks(*, logged: bool) -> list[Check]:

@@ -198,7 +198,8 @@ def test_a_killed_run_goes_on_and_a_finished_one_is_left_alone(folder, tmp_path,
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"tasks": ["niah_singl_1"]}, "'niah_singl_1' is none of niah_single_1"),
+        ({"tasks": ["niah_singl_1"]}, "'niah_singl_1' is none of niah_single_1, "),
+        ({"tasks": ["niah_singl_1", "vtt"]}, "; did you mean `niah_single_1`"),
         ({"tasks": ["vt", "vt"]}, "tasks: vt is named more than once"),
         ({"lengths": []}, "lengths: none is given"),
         ({"lengths": [8]}, "lengths: 8 is below 16 tokens"),
