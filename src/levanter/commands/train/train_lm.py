@@ -10,37 +10,29 @@ same Programs for a pod that you do not have.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import haliax as hax
 import jax
 import numpy as np
-import optax
 
 from haliax_ext.abstract import abstract, cast
 from haliax_ext.parts import parts_program
 from haliax_ext.program import Program
 from haliax_ext.saving import saving_programs
-from levanter.commands.model.compiler import CompilerChoice, choose_compiler
-from levanter.commands.model.defaults import default_notes
-from levanter.commands.model.layers import body_checks, exchange_checks
 from levanter.commands.model.layout import planned_loading, vocabulary_axis
-from levanter.commands.model.not_carried import not_carried
-from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.shell.perform import perform
 from levanter.commands.train.adapters import begun_with, found_adapters, frozen_base, planned_peft
 from levanter.commands.train.beside import bytes_beside
-from levanter.commands.train.checks import attempted, data_checks, place_checks, refuse_all, refuse_kernels
+from levanter.commands.train.checks import place_checks
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.evaluation import find_validation
 from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
 from levanter.commands.train.harness import find_harness
 from levanter.commands.train.instruments import run_facts
-from levanter.commands.train.origin import beginning, completed
 from levanter.commands.train.outcome import Trained
 from levanter.commands.train.places import places_written, what_is_left
-from levanter.commands.train.preferences import find_preferences, formats_of
+from levanter.commands.train.preferences import find_preferences
 from levanter.commands.train.programs import (
     TrainedRun,
     evaluation_program,
@@ -50,16 +42,13 @@ from levanter.commands.train.programs import (
 )
 from levanter.commands.train.renewed import renewed_rows
 from levanter.commands.train.run import execute
+from levanter.commands.train.settled import Settled, settle
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
 from levanter.compat.hf.peft import PeftPlan
 from levanter.config import Written
-from levanter.data import EvaluationData, Tokenizer, has_chats
-from levanter.hardware.compiler import Work
-from levanter.mesh import ResolvedMesh, resolve
-from levanter.models.axes import model_axes
+from levanter.data import has_chats
 from levanter.models.base import LmHeadModel
-from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import (
     OK,
@@ -73,8 +62,7 @@ from levanter.run import (
     Target,
     Workload,
 )
-from levanter.trainer.averaging import check_averaging
-from levanter.trainer.batch_plan import BatchPlan, BatchStage, plan_batches
+from levanter.trainer.batch_plan import BatchPlan
 from levanter.trainer.loss import LmObjective
 from levanter.trainer.state import AVERAGE, OPTIMIZER, StatePlan, abstract_frozen, abstract_state, plan_state
 from levanter.trainer.trainable import Partition
@@ -98,7 +86,7 @@ def describe(
         ValueError: mesh, batch, schedule or precision cannot be resolved. What is wrong with the sharding is in the
             plan.
     """
-    settled = _settled(config, target, Written.in_python(config) if written is None else written)
+    settled = settle(config, target, Written.in_python(config) if written is None else written)
     config, origin, model, vocab = settled.config, settled.origin, settled.model, settled.vocab
     batches, resolved, checks = settled.batches, settled.resolved, list(settled.checks)
     trainer = config.trainer
@@ -178,9 +166,7 @@ def describe_in_full(config: TrainLmConfig, target: Target, *, written: Written 
     return describe(config.without_adapter, target, written=written)
 
 
-def _trained(
-    settled: "_Settled", model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective
-) -> TrainedRun:
+def _trained(settled: Settled, model: LmConfig, Vocab: hax.Axis, target: Target, objective: LmObjective) -> TrainedRun:
     """What is trained and what is frozen, abstract, and its placement."""
 
     def build(key: jax.Array) -> LmHeadModel:
@@ -233,7 +219,7 @@ def _trained(
     )
 
 
-def _with_pairs(settled: "_Settled", run: TrainedRun, target: Target) -> TrainedRun:
+def _with_pairs(settled: Settled, run: TrainedRun, target: Target) -> TrainedRun:
     """The run with what it learns from pairs with, where it does that."""
     pairs = find_preferences(
         settled.config,
@@ -249,7 +235,7 @@ def _with_pairs(settled: "_Settled", run: TrainedRun, target: Target) -> Trained
     return replace(run, pairs=pairs)
 
 
-def _scoring(settled: "_Settled", run: TrainedRun, largest: BatchPlan) -> list[Program]:
+def _scoring(settled: Settled, run: TrainedRun, largest: BatchPlan) -> list[Program]:
     """The Programs that score between steps."""
     if run.pairs is not None:
         return pair_programs(run, largest)
@@ -258,7 +244,7 @@ def _scoring(settled: "_Settled", run: TrainedRun, largest: BatchPlan) -> list[P
     return [evaluation_program(run, largest, accuracy=has_chats(settled.config.data))]
 
 
-def _workloads(settled: "_Settled", run: TrainedRun) -> Iterator[Workload]:
+def _workloads(settled: Settled, run: TrainedRun) -> Iterator[Workload]:
     """The work of each step."""
     config = settled.config
     return training_workloads(
@@ -288,111 +274,6 @@ def _saving(
         return programs
     files = plan_export([each.leaf for each in parameters.leaves], model, Vocab, dtype=config.hf_save_dtype)
     return (*programs, *saving_programs(files.tensors, parameters, hosts=target.hosts))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Settled:
-    """A run's resolved config, before any array is placed."""
-
-    config: TrainLmConfig
-    written: Written
-    origin: Origin | None
-    model: LmConfig
-    vocab: int
-    precision: Precision
-    tokenizer: Tokenizer | None
-    validation: EvaluationData | None
-    resolved: ResolvedMesh
-    batches: tuple[BatchStage, ...]
-    transformation: optax.GradientTransformation
-    compiler: CompilerChoice
-    checks: tuple[Check, ...]
-
-
-def _settled(config: TrainLmConfig, target: Target, written: Written) -> _Settled:
-    """Resolves model, vocabulary, data, mesh, batch and optimizer; raises all their problems together."""
-    origin = beginning(config, written)
-    config = completed(config, origin, written)
-    trainer = config.trainer
-    precision = Precision.parse(trainer.mp)
-    checks = [*(() if origin is None else origin.checks), *not_carried(config, written)]
-    checks += [] if config.takes_architecture else default_notes(config.model, written.below("model"))
-    architecture = config.model if origin is None else origin.architecture
-    kernels_at = len(checks)
-    checks += body_checks(architecture)
-    checks.append(Check(name="precision", status="ok", message=str(precision)))
-    vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
-    formats = formats_of(config)
-    checks += data_checks(config.data, tokenizer, vocab_size=vocab, formats=formats)
-    validation, validation_checks = find_validation(config.data, formats)
-    known = {check.message for check in checks}
-    checks += [check for check in validation_checks if check.message not in known]
-    problems: list[ValueError] = []
-    resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
-    batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
-    transformation = attempted(problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform))
-    attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
-    refuse_all(checks, problems)
-    assert resolved is not None and batches is not None and transformation is not None
-    model, reasons = architecture.for_platform(
-        target.platform, compute_dtype=precision.compute, length=config.positions, parts=resolved.query_ways
-    )
-    refuse_kernels(config.optimizer, model)
-    checks += exchange_checks(model, resolved, positions=config.positions)
-    scores = validation is not None or config.eval_harness is not None
-    works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
-    compiler = choose_compiler(trainer, target, resolved, works=works)
-    checks += compiler.checks
-    checks[kernels_at:kernels_at] = [Check(name="kernels", status="ok", message=reason) for reason in reasons]
-    checks += [
-        Check(name="schedule", status="note", message=line)
-        for line in config.optimizer.adjusted(trainer.num_train_steps)
-    ]
-    return _Settled(
-        config=config,
-        written=written,
-        origin=origin,
-        model=model,
-        vocab=vocab,
-        precision=precision,
-        tokenizer=tokenizer,
-        validation=validation,
-        resolved=resolved,
-        batches=batches,
-        transformation=transformation,
-        compiler=compiler,
-        checks=(*checks, *vocab_checks),
-    )
-
-
-def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target) -> ResolvedMesh:
-    """The mesh and the mappings."""
-    axes = model_axes(model.axes, vocab=vocab, positions=config.positions)
-    return resolve(
-        config.trainer.mesh, axes, devices=target.devices, granules=target.granules, hbm_bytes=target.hbm_bytes
-    )
-
-
-def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:
-    """How each batch is divided."""
-    return plan_batches(
-        config.trainer.train_batch_size,
-        per_device=config.trainer.per_device_parallelism,
-        ways=resolved.batch_ways,
-        positions=config.positions,
-        allow_padding=config.trainer.allow_nondivisible_batch_size,
-        mesh=str(resolved.spec),
-    )
-
-
-def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:
-    """How many ids there are, the tokenizer if it is available, and the check that tells how this is known."""
-    name = config.data.tokenizer
-    if model.vocab_size is None and config.data.vocab_size is not None:
-        model = replace(model, vocab_size=config.data.vocab_size)
-    found, tokenizer = find_tokenizer(name, origin=None, size=model.vocab_size)
-    size, how = vocabulary(model, tokenizer=found, names=(name, model.tokenizer))
-    return size, found, (tokenizer, Check(name="vocabulary", status="ok", message=f"{size} ids, {how}"))
 
 
 def _searchable(run: TrainedRun, plan: StatePlan, Vocab: hax.Axis) -> Searchable | str:
