@@ -1,0 +1,259 @@
+"""Plans a run for every target and prints the verdicts: what `levanter.main.plan` does.
+
+The run is described from its own command line, `levanter.plan.preflight` answers for each target, and the compile
+worker describes the run again from the same command line, in the same folder (`describe`).
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from levanter.commands.catalog import ENTRY_POINTS
+from levanter.commands.plan_options import FULL, LOCAL, PlanRequest, PlanUsageError, asked_for, with_own_options
+from levanter.commands.shell.entry import shell
+from levanter.commands.shell.ticker import ticking
+from levanter.config import ConfigError, Loaded, load_written
+from levanter.io import Output, atomic_write, probe, setup_logging
+from levanter.io.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK
+
+if TYPE_CHECKING:
+    from levanter.plan.compare import Comparison
+    from levanter.plan.inquiry import Question
+    from levanter.plan.search.run_layouts import Searched
+    from levanter.plan.verdict import ProgramVerdict, Verdict
+    from levanter.run import EntryPoint, RunPlan, Target
+
+
+def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
+    """Called by the compile worker: describes the run of the same command line again.
+
+    Args:
+        payload: `entry_point`, `argv`, for a searched layout `candidate`, and `compare` for the run without adapters.
+        target: as the worker sees it.
+    """
+    from levanter.commands.shell.devices import set_jax_options
+    from levanter.plan.search.run_layouts import with_candidate
+
+    entry_point = ENTRY_POINTS[payload["entry_point"]].load()
+    loaded = load_written(entry_point.config, payload["argv"])
+    set_jax_options(loaded.config.trainer)
+    if payload.get("compare"):
+        assert entry_point.in_full is not None
+        return entry_point.in_full(loaded.config, target, written=loaded.written)
+    return entry_point.describe(with_candidate(loaded.config, payload), target, written=loaded.written)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plans for every target and prints the verdicts."""
+    return shell(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(argv: Sequence[str]) -> int:
+    setup_logging("WARNING")
+    asked = asked_for(argv)
+    # Planning does not use the network; what would need it is listed as not checked.
+    with nullcontext() if asked.require_inputs else _environment(HF_HUB_OFFLINE="1", LEVANTER_OFFLINE="1"):
+        return _planned(asked)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Temporarily sets environment variables of this process and its children."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _planned(asked: PlanRequest) -> int:
+    show = sys.stderr
+    with ticking(show) as say:
+        say(f"reading the configuration of {asked.entry_point.name}")
+        # A misspelt target is reported before anything is done for the others.
+        targets = _checked(asked.targets)
+        _try_outputs(asked)
+        name = asked.entry_point.name
+        program = f"python -m levanter.main.plan {name}"
+        try:
+            loaded = load_written(asked.entry_point.config_class(), list(asked.argv), program=program)
+        except ConfigError as error:
+            raise ConfigError(map(with_own_options, error.problems)) from error
+        entry_point = asked.entry_point.load()
+        import jax
+
+        from levanter.plan.aot import devices_here
+        from levanter.plan.inquiry import Question
+        from levanter.plan.kept import KeptAnswers
+        from levanter.plan.preflight import preflight
+
+        # This process computes nothing: an available accelerator is left to the worker.
+        jax.config.update("jax_platforms", "cpu")
+        question = Question(
+            target=LOCAL,
+            describe=lambda target: entry_point.describe(loaded.config, target, written=loaded.written),
+            provider="levanter.commands.planning:describe",
+            payload={"entry_point": asked.entry_point.name, "argv": list(asked.argv)},
+            local=devices_here,
+            compile=asked.compile,
+            scope=asked.scope,
+            require_inputs=asked.require_inputs,
+            kept=KeptAnswers.here() if asked.cache else None,
+        )
+        if asked.compare and entry_point.in_full is None:
+            raise PlanUsageError(f"--compare {FULL}: {name} trains no adapters, so there is nothing to compare")
+        verdicts: list[Verdict] = []
+        comparisons: list[Comparison] = []
+        searches: dict[str, Searched] = {}
+        for target in targets:
+            folder = None if asked.keep_hlo is None else Path(asked.keep_hlo) / target.replace(":", "_")
+            say(f"planning {asked.entry_point.name} for {target}")
+            one = replace(question, target=target, keep_text=folder)
+            verdicts.append(preflight(one, progress=say))
+            if asked.compare:
+                comparisons += _compared(one, entry_point, loaded, verdicts[-1], say)
+            if asked.search:
+                searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
+    _report(asked, verdicts, searches, comparisons)
+    codes = {verdict.exit_code for verdict in verdicts}
+    return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
+
+
+def _compared(
+    question: "Question",
+    entry_point: "EntryPoint[Any, Any, Any]",
+    loaded: Loaded[Any],
+    verdict: "Verdict",
+    say: Callable[[str], None],
+) -> list["Comparison"]:
+    """The same run without adapters beside it; nothing where the run itself cannot be described."""
+    from levanter.plan.compare import compare
+    from levanter.plan.preflight import preflight
+
+    assert entry_point.in_full is not None
+    in_full = entry_point.in_full
+    say(f"planning full fine-tuning for {question.target}")
+    full = replace(
+        question,
+        describe=lambda target: in_full(loaded.config, target, written=loaded.written),
+        payload={**question.payload, "compare": FULL},
+        scope="timed",
+        keep_text=None if question.keep_text is None else question.keep_text / FULL,
+        require_inputs=False,
+    )
+    found = compare(verdict, preflight(full, progress=say))
+    return [] if found is None else [found]
+
+
+def _searched(
+    question: "Question",
+    entry_point: "EntryPoint[Any, Any, Any]",
+    loaded: Loaded[Any],
+    verdict: "Verdict",
+    say: Callable[[str], None],
+) -> dict[str, "Searched"]:
+    """Other layouts of the same run on the same pod; nothing if there is no pod or no run to lay out."""
+    from levanter.plan.rows import serving_of
+    from levanter.plan.search import NothingToSearch
+    from levanter.plan.search.run_layouts import LayoutCompiler, found_layouts, found_rows
+
+    pod = verdict.accelerator
+    if verdict.plan is None or pod is None or not pod.can_compile:
+        say(f"{verdict.target}: no layout search: there is nothing to compile")
+        return {}
+    try:
+        run = LayoutCompiler(
+            question=replace(question, keep_text=None),
+            config=loaded.config,
+            describe=lambda config, target: entry_point.describe(config, target, written=loaded.written),
+            plan=verdict.plan,
+            say=say,
+        )
+        is_text = serving_of(verdict.plan) is not None
+        found = found_rows(run, pod) if is_text else found_layouts(run, pod, own=_own(verdict))
+    except NothingToSearch as error:
+        say(f"{verdict.target}: no layout search: {error}")
+        return {}
+    return {verdict.target: found}
+
+
+def _own(verdict: "Verdict") -> "ProgramVerdict | None":
+    """What came of the Program that a search lays out anew, as the run has it; None where it was not compiled."""
+    assert verdict.plan is not None
+    name = next((work.program for work in verdict.plan.workloads), None)
+    return next((p for p in verdict.programs if p.name == name and p.outcome is not None), None)
+
+
+def _checked(targets: Sequence[str]) -> tuple[str, ...]:
+    """The targets under their canonical names.
+
+    Raises:
+        PlanUsageError: lists every unknown name.
+    """
+    from levanter.hardware import AcceleratorError, parse_accelerator
+
+    names, problems = [], []
+    for target in targets:
+        try:
+            names.append(LOCAL if target.lower() == LOCAL else parse_accelerator(target).name)
+        except AcceleratorError as error:
+            problems.append(f"--target {target}: {error} (or `local` for the devices here)")
+    if problems:
+        raise PlanUsageError("\n".join(problems))
+    return tuple(dict.fromkeys(names))
+
+
+def _report(
+    asked: PlanRequest,
+    verdicts: Sequence["Verdict"],
+    searches: Mapping[str, "Searched"],
+    comparisons: Sequence["Comparison"],
+) -> None:
+    """Prints the verdicts, and writes them to the requested files."""
+    from levanter.plan.report import compared_text, compared_values, render, to_html, to_json
+
+    document, texts, pages = to_json(verdicts), [render(verdicts)], []
+    for compared in comparisons:
+        texts.append(compared_text(compared))
+        pages.append((f"beside full fine-tuning on {compared.target}", texts[-1]))
+        document.setdefault("comparisons", []).append(compared_values(compared))
+    for target, found in searches.items():
+        texts.append(found.text)
+        pages.append((f"search on {target}", found.text))
+        document.setdefault("searches", []).append(found.values)
+    # With the JSON on standard output, text for people goes to standard error.
+    print("\n".join(texts), file=sys.stderr if asked.json == "-" else sys.stdout)
+    if asked.json is not None:
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        if asked.json == "-":
+            print(text)
+        else:
+            _write("--json", asked.json, text + "\n")
+    if asked.html is not None:
+        _write("--html", asked.html, to_html(verdicts, more=pages))
+
+
+def _try_outputs(asked: PlanRequest) -> None:
+    """Tries every output path before compilers run for minutes."""
+    files = {"--json": None if asked.json == "-" else asked.json, "--html": asked.html}
+    found = [Output(key=key, path=path, kind="file") for key, path in files.items() if path is not None]
+    if asked.keep_hlo is not None:
+        found.append(Output(key="--keep_hlo", path=asked.keep_hlo, kind="folder"))
+    probe(found)
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise PlanUsageError(f"{flag}: {error}") from error
