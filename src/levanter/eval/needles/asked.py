@@ -175,7 +175,8 @@ class _Maker:
 
     def _sized(self, number: int, units: int) -> tuple[int, NeedleText, np.ndarray, np.ndarray]:
         seed = [self.plan.seed, zlib.crc32(self.task.name.encode()), self.length, number]
-        question = self.task.make(np.random.default_rng(seed), units, self.plan.depth(number))
+        make = self.task.made_for(self.length)
+        question = make(np.random.default_rng(seed), units, self.plan.depth(number))
         ids, offsets = self.encode(question.prompt + question.answer)
         return len(ids) + (self.bos is not None), question, ids, offsets
 

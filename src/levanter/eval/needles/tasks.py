@@ -47,6 +47,8 @@ class NeedleText:
 
 
 Make = Callable[[np.random.Generator, int, float], NeedleText]
+SHORT = 4096
+"""Tokens below which RULER asks `cwe` with fewer words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Task:
         name: RULER's.
         summary: what is hidden, and what is asked.
         make: a question, of a random generator, units of hay, and a depth.
+        short: the same for texts of less than `SHORT` tokens, where that is another one.
         least: units of hay at least.
         has_depth: whether what is asked for lies at one depth.
     """
@@ -64,8 +67,13 @@ class Task:
     name: str
     summary: str
     make: Make
+    short: Make | None = None
     least: int = 1
     has_depth: bool = True
+
+    def made_for(self, length: int) -> Make:
+        """What makes questions of so many tokens."""
+        return self.short if self.short is not None and length < SHORT else self.make
 
 
 def _answer(values: Sequence[str], depths: Sequence[float | None], before: Sequence[str]) -> tuple[str, list[Hidden]]:
@@ -171,15 +179,34 @@ def _chain(random: np.random.Generator, units: int, hops: int) -> tuple[str, lis
     return prompt, names
 
 
-def _common_words(random: np.random.Generator, units: int, depth: float, *, common: int = 10) -> NeedleText:
-    """RULER's `cwe`: ten words that are often in a list, among others that are seldom; an example stands before it."""
+def _common_words(
+    random: np.random.Generator,
+    units: int,
+    depth: float,
+    *,
+    example: tuple[int, int, int],
+    often: int,
+    seldom: int,
+    common: int = 10,
+) -> NeedleText:
+    """RULER's `cwe`: ten words that are often in a list, among others that are seldom; an example stands before it.
+
+    Args:
+        random: of the generator.
+        units: other words.
+        depth: nothing; the words are everywhere.
+        example: of its list: other words, how often the common ones are there, and how often these.
+        often, seldom: the same of the list that is asked about.
+        common: how many words are asked for.
+    """
     del depth
-    example, shown = _word_list(random, 20, common, often=10, seldom=1)
-    asked, answer = _word_list(random, units, common, often=30, seldom=3)
+    others, shown_often, shown_seldom = example
+    first, shown = _word_list(random, others, common, often=shown_often, seldom=shown_seldom)
+    asked, answer = _word_list(random, units, common, often=often, seldom=seldom)
     before = [f" {n + 1}. " for n in range(common)]
     text, hidden = _answer(answer, [None] * common, before)
     written, _ = _answer(shown, [None] * common, before)
-    return NeedleText(prompt=f"{example}{written}\n\n{asked}", answer=text, hidden=tuple(hidden))
+    return NeedleText(prompt=f"{first}{written}\n\n{asked}", answer=text, hidden=tuple(hidden))
 
 
 def _word_list(
@@ -188,7 +215,8 @@ def _word_list(
     words = texts.made_words(random, common + units)
     every = [*(words[:common] * often), *(words[common:] * seldom)]
     random.shuffle(every)
-    # As often as each other: which comes first is a question of where they were first seen.
+    # RULER counts these ten in any order. In one pass they are judged in one, which a model must be able to know: that
+    # in which they were first seen, in the example before it, too.
     answer = sorted(words[:common], key=every.index)
     listed = " ".join(f"{n + 1}. {word}" for n, word in enumerate(every))
     prompt = (
@@ -243,7 +271,13 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             _niah("niah_multivalue", "four numbers of one name, in prose", hay="prose", values=4),
             _niah("niah_multiquery", "four numbers by their names, in prose", hay="prose", queries=4),
             Task(name="vt", summary="variables that have a value by assignments", make=_variables, has_depth=False),
-            Task(name="cwe", summary="the ten most common words of a list", make=_common_words, has_depth=False),
+            Task(
+                name="cwe",
+                summary="the ten most common words of a list",
+                make=partial(_common_words, example=(30, 10, 3), often=30, seldom=3),
+                short=partial(_common_words, example=(10, 3, 1), often=6, seldom=1),
+                has_depth=False,
+            ),
             Task(
                 name="fwe",
                 summary="the three most frequent words",

@@ -70,12 +70,22 @@ def test_variables_follow_from_each_other():
     assert question.prompt.count("Memorize and track") == 2
 
 
-def test_common_words_are_the_most_common_ones():
-    question = made("cwe", 30)
-    text = question.prompt.split("\n\n")[-1]
-    counts = collections.Counter(re.findall(r"\d+\. ([a-z]+)", text))
-    assert {word for word, count in counts.items() if count == 30} == set(values(question))
-    assert set(counts.values()) == {3, 30} and len(counts) == 40
+@pytest.mark.parametrize(
+    ("length", "often", "seldom", "example"), [(4095, 6, 1, (20, 3, 1)), (4096, 30, 3, (40, 10, 3))]
+)
+def test_common_words_are_the_most_common_ones(length, often, seldom, example):
+    """RULER's numbers; the words in the order in which they are first seen, of the example, too."""
+    question = TASKS["cwe"].made_for(length)(np.random.default_rng(0), 30, 0.5)
+    shown, asked = question.prompt.split("\n\n")
+    listed, answer = shown.split("\nQuestion")
+    words = re.findall(r"\d+\. ([a-z]+)", asked)
+    for found, wanted, (size, many, few) in (
+        (words, values(question), (40, often, seldom)),
+        (re.findall(r"\d+\. ([a-z]+)", listed), re.findall(r"\d+\. ([a-z]+)", answer), example),
+    ):
+        counts = collections.Counter(found)
+        assert set(counts.values()) == {few, many} and len(counts) == size
+        assert [word for word in dict.fromkeys(found) if counts[word] == many] == wanted and len(wanted) == 10
 
 
 @pytest.mark.parametrize("units", [16, 60, 1000])
