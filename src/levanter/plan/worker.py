@@ -19,7 +19,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -120,6 +121,24 @@ def _coordinates(mesh: "Mesh") -> list[list[int]] | None:
     return rows
 
 
+@contextmanager
+def without_places() -> Iterator[None]:
+    """Lowers without saying from which files and lines.
+
+    A TPU kernel is in a lowered Program as bytes, its own places among them with every caller's; so a line that moved
+    anywhere on the way to it, or another folder, would make it another Program.
+    """
+    import jax
+
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shop:
     """Where Programs are compiled.
@@ -144,7 +163,8 @@ class Shop:
 
         mesh, started = described.mesh, time.monotonic()
         jax_mesh = mesh.build(self.devices)
-        lowered = program.lower(jax_mesh)
+        with without_places():
+            lowered = program.lower(jax_mesh)
         lower_seconds, started = time.monotonic() - started, time.monotonic()
         own = {"name": program.name, "mesh": spec_of_mesh(mesh)}
         key = way = None
