@@ -255,7 +255,7 @@ def call(x):
 
 
 def test_a_kernel_has_no_places_in_what_is_kept(tmp_path):
-    """It lies in the lowered text as bytes: another folder and other lines are the same kernel, another product is not."""
+    """It lies in the lowered text as bytes: other folders and lines are the same kernel, another product is not."""
 
     def digest(folder: str, before: str, factor: str) -> str:
         path = tmp_path / folder / "kernel.py"
