@@ -199,6 +199,9 @@ class GroupedQueryAttention(eqx.Module):
         if spec.rope is not None:
             with jax.named_scope("rope"):
                 q, k = (apply_rotary(y, *context.tables[spec.rope], spec.HeadSize) for y in (q, k))
+                if not in_one_mapping():
+                    # Here, or a compiler exchanges what is rotated and both of its halves in place of their sum.
+                    q, k = hax.auto_sharded(q), hax.auto_sharded(k)
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
         dtype = jnp.dtype(jnp.float32) if spec.upcast else q.dtype
         scale = 1 / math.sqrt(spec.HeadSize.size) if spec.softmax_scale is None else spec.softmax_scale
@@ -223,6 +226,8 @@ class GroupedQueryAttention(eqx.Module):
             with inside_attention():
                 q = q if in_one_mapping() else shard_attention(q)
                 mixed, named = attend(q, k, v, mask, choice=choice, **how), names_its_output(choice)
+                # Its gradient too comes in as it lies here, before anything is multiplied with it.
+                mixed = mixed if in_one_mapping() else shard_attention(mixed)
             mixed = hax.auto_sharded(mixed.astype(x.dtype))
             # Kernels and rings name their own output, together with what their backward pass needs beside it.
             mixed = mixed if named else saved(mixed, "attention")
