@@ -34,9 +34,9 @@ from levanter.hardware import parse_accelerator
 from levanter.hardware.compiler import CompilerMode
 from levanter.models.registry import LmConfig
 from levanter.plan.aot import Compiled, compile_programs
-from levanter.plan.calibration import calibration
+from levanter.plan.calibration import KERNEL_EFFICIENCY, calibration
 from levanter.plan.comms import Network
-from levanter.plan.cost import CYCLE_SCALE, KERNEL_EFFICIENCY, LinkUse, StepTime, mfu, step_time
+from levanter.plan.cost import CYCLE_SCALE, LinkUse, StepTime, mfu, step_time
 from levanter.plan.kept import KeptAnswers
 from levanter.plan.targets import target_of_pod
 

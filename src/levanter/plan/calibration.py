@@ -19,10 +19,23 @@ BEYOND = (0.7, 1.3)
 """Between which shares of the expected time all published runs lie: 0.87 for a model of 16 B parameters on v5e-256,
 1.27 to 1.29 for one of 0.78 B on v6e-8; 0.71 for that one if its step is compiled with rings of small matmuls."""
 
+KERNEL_EFFICIENCY = 0.5
+"""The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured."""
+WIDE_HEAD, WIDE_EFFICIENCY = 256, 0.80
+"""The same for heads of 256 features or more, which make twice the products for each score's exponential. Of published
+runs of Llama 3.1 8B with such heads (v5p-128, 2,097,152 tokens a step), one of 262,144 positions takes 16.06 s more a
+step than one of 65,536; these are the seven products of a fused backward kernel and the forward one at this share of
+peak. Nine products, as two kernels make them, would have needed more than all of it."""
+
 GENERATING_SCALE: Mapping[str, float] = {"v6e": 0.85}
 """Seconds that a second of estimated cycles takes in Programs that generate text, by generation: what fits the
 published loads that calibrate decoding best (`benchmarks/published_decode.py`). Train steps have a scale of their own,
 which stands for vector memory that they lack and that these Programs have; where nothing is here, theirs is taken."""
+
+
+def kernel_efficiency(head_size: int) -> float:
+    """The share of a chip's peak that attention kernels reach, by the features of a head."""
+    return WIDE_EFFICIENCY if head_size >= WIDE_HEAD else KERNEL_EFFICIENCY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ end is the schedule as compiled: all compute, and of every collective what the s
 same with the cycles calibrated: `CYCLE_SCALE` times the compiler's.
 
 *Compute* is the compiler's estimated cycles over the clock, plus kernels written by hand, which the compiler does not
-look into: their FLOPs follow from their shapes, and they run at peak in the low end and at `KERNEL_EFFICIENCY` of it
+look into: their FLOPs follow from their shapes, and they run at peak in the low end and at `kernel_efficiency` of it
 in the high one. *Model FLOPs* are those of the mathematics, whatever is recomputed: 2 for a multiply-add of each
 matmul parameter and token, three times that for training; attention on top, all of it or its causal half. *MFU* is
 model FLOPs over peak, and with the low end bounded by peak it cannot exceed one.
@@ -22,12 +22,10 @@ from dataclasses import dataclass
 
 from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Shape
 from levanter.hardware import Accelerator
-from levanter.plan.calibration import TimeCalibration, calibration
+from levanter.plan.calibration import TimeCalibration, calibration, kernel_efficiency
 from levanter.plan.comms import Network
 from levanter.plan.shaped import shaped_cost
 
-# The share of a chip's peak that attention kernels reach over the blocks they visit. Not measured here.
-KERNEL_EFFICIENCY = 0.5
 # Seconds that a second of estimated cycles takes, by generation: what brings the modelled step time of one
 # published run of each to the published one (`benchmarks/published_step_times.py`, docs/preflight.md). Generations that
 # are not here are taken as the compiler states them.
@@ -97,7 +95,7 @@ class StepTime:
         cycles: the compiler's estimate over the clock.
         cycle_scale: of the generation, see `CYCLE_SCALE`.
         kernels_at_peak: hand-written kernels, grouped products and sorts at peak.
-        kernels_expected: the same at `KERNEL_EFFICIENCY`, or at that of their shapes (`shaped`).
+        kernels_expected: the same at `kernel_efficiency`, or at that of their shapes (`shaped`).
         memory: HBM traffic over HBM bandwidth.
         copies: what moves many bytes and has no estimate, over HBM bandwidth.
         transfers: activations sent to host memory, over the bandwidth of one direction of the link to the host.
@@ -213,14 +211,15 @@ def step_time(
 
     def attention_seconds(kernel: Kernel) -> float:
         """Of one execution; 0 for what is no attention."""
-        return (kernel_flops(kernel, causal=causal, attended=attended) or 0.0) / pod.peak_flops() / KERNEL_EFFICIENCY
+        flops = kernel_flops(kernel, causal=causal, attended=attended)
+        return 0.0 if flops is None else flops / pod.peak_flops() / kernel_efficiency(_head_size(kernel))
 
     for kernel in figures.kernels:
         flops = kernel_flops(kernel, causal=causal, attended=attended)
         shaped = shaped_cost(kernel, pod, experts=experts)
         if flops is not None:
             at_peak += flops / pod.peak_flops() * kernel.times
-            expected += flops / pod.peak_flops() / KERNEL_EFFICIENCY * kernel.times
+            expected += attention_seconds(kernel) * kernel.times
         elif shaped is not None:
             at_peak += shaped.at_peak * kernel.times
             expected += shaped.expected * kernel.times
@@ -298,8 +297,18 @@ def kernel_flops(kernel: Kernel, *, causal: bool, attended: float | None = None)
     return None
 
 
+def _attended(kernel: Kernel) -> list[Shape]:
+    """Queries, keys and what else of their kind a kernel is handed."""
+    return [s for s in kernel.operands if s.dtype in ("bf16", "f32", "f16") and len(s.sizes) >= 3]
+
+
+def _head_size(kernel: Kernel) -> int:
+    """Features of a head, of a kernel whose FLOPs are known."""
+    return _attended(kernel)[0].sizes[-1]
+
+
 def _splash(kernel: Kernel, causal: bool, attended: float | None) -> float | None:
-    arrays = [s for s in kernel.operands if s.dtype in ("bf16", "f32", "f16") and len(s.sizes) >= 3]
+    arrays = _attended(kernel)
     which = next((k for k in ("fwd", "dkv", "dq") if f"_{k}" in kernel.name), None)
     if which is None or len(arrays) < 2 or arrays[0].sizes[-1] != arrays[1].sizes[-1]:
         return None
