@@ -250,13 +250,16 @@ CASES: Mapping[str, Case] = {
             "--model.gradient_checkpointing=false", exit_code=3, compiled=3, ci=True,
         ),
         # Positions over all chips, keys gathered or in a ring; over four of them, and heads exchanged.
-        _training("llama_0.78b_64k_context8", _LONG, "v6e-8", compiled=None),
-        _training("llama_0.78b_64k_context8_ring", _LONG, "v6e-8", "--trainer.mesh.attention_mapping=ring"),
+        _training(
+            "llama_0.78b_64k_context8_gather", _LONG, "v6e-8", "--trainer.mesh.attention_mapping=gather", compiled=None
+        ),
+        _training("llama_0.78b_64k_context8_ring", _LONG, "v6e-8"),
         _training("llama_0.78b_64k_context4", _LONG, "v6e-8", "--trainer.mesh.axes.context=4"),
         *(
             _training(f"llama3.1_8b_{n}_v5p-128", f"long/llama3.1_8b_long_{n}_v5p-128", "v5p-128", compiled=None)
             for n in ("64k", "256k", "1m")
         ),
+        _training("llama3.1_8b_128k_v6e-64", "long/llama3.1_8b_long_128k_v6e-64", "v6e-64", compiled=None),
         _adapted("llama3_8b_v5p-8", "v5p-8"),
         _adapted("llama3_8b_v6e-8", "v6e-8"),
         _adapted("llama3_8b_2xv6e-16", "2xv6e-16", compiled=None),

@@ -163,6 +163,40 @@ def parse_accelerator(name: str) -> Accelerator:
     )
 
 
+def generation_of(kind: str) -> Generation | None:
+    """The generation of a device, by the vendor's name of it; None where it is not known.
+
+    GPUs of one generation are sold under several names, which begin alike.
+    """
+
+    def is_it(each: Generation) -> bool:
+        brand = " ".join(each.device_kind.split()[:2])
+        return kind == each.device_kind or (each.platform == "gpu" and kind.startswith(brand))
+
+    return next((each for each in GENERATIONS if is_it(each)), None)
+
+
+def accelerator_of(kind: str, devices: int, *, slices: int = 1) -> Accelerator | None:
+    """What so many TPU devices of a kind are, in slices of the topology that their number stands for.
+
+    Args:
+        kind: the vendor's name of one.
+        devices: how many there are, over all slices.
+        slices: how many.
+
+    Returns:
+        None where the kind is not known, or does not come in slices of that size.
+    """
+    generation = generation_of(kind)
+    if generation is None or generation.platform != "tpu" or devices % (slices * generation.devices_per_chip):
+        return None
+    cores = devices // slices // generation.devices_per_chip * generation.cores_per_chip
+    try:
+        return parse_accelerator(f"{slices}x{generation.name}-{cores}" if slices > 1 else f"{generation.name}-{cores}")
+    except AcceleratorError:
+        return None
+
+
 def _generation(family: str) -> Generation | None:
     return next((g for g in GENERATIONS if family in (g.name, *g.aliases)), None)
 

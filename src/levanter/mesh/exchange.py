@@ -14,11 +14,11 @@ The words `gather`, `heads` and `ring` stand for these spellings, and `auto` for
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from haliax_ext.divisibility import divisors
 from haliax_ext.errors import IndivisibleError, ShardingError
-from haliax_ext.mapping import AxisMapping
+from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
 
@@ -29,6 +29,9 @@ POSITION, KEY_POSITION, KV_HEAD = "position", "key_position", "kv_head"
 
 GATHERED_SHARE = 0.05
 """The share of a device's memory that keys and values of one sequence and layer may take before they travel."""
+
+ALIKE = 0.05
+"""By how much less a layer must wait for one exchange than for another to be told from it by arithmetic."""
 
 _WHERE = "trainer.mesh: attention_mapping"
 
@@ -49,14 +52,36 @@ class ExchangeChoice:
         return f"{self.exchange}: {self.reason}"
 
 
+class Prices(Protocol):
+    """What exchanges take on some devices."""
+
+    def __call__(self, sizes: Mapping[str, int], mappings: Mappings, mesh: MeshSpec) -> float | None:
+        """Seconds that one layer waits for what is exchanged for one sequence; None where it cannot be or is not known.
+
+        Args:
+            sizes: of the model's axes.
+            mappings: at least those of the computation and of the inside of attention.
+            mesh: mesh axis sizes.
+        """
+        ...
+
+
 def choose(
-    *, kv_heads: int, head_size: int, positions: int, heads_ways: int, position_ways: int, hbm_bytes: int | None
+    *,
+    kv_heads: int,
+    head_size: int,
+    positions: int,
+    heads_ways: int,
+    position_ways: int,
+    hbm_bytes: int | None,
+    seconds: Mapping[Exchange, float] | None = None,
+    between_slices: bool = False,
 ) -> ExchangeChoice:
     """Which exchange `auto` means. Arithmetic only.
 
-    Heads where they divide: each device then computes as much as the others, and has an n-th of the keys. Else all keys
-    are gathered while that is a small share of a device's memory; below some 16,384 positions a device a ring is slower
-    (published: 28.5 against 52.9 % of peak at 2,048 positions a v5p).
+    Of heads, if they divide, gathered keys, while they are a small share of a device's memory, and a ring, what a layer
+    waits for least; of what is alike (`ALIKE`), or not known, the first of these. Heads are balanced without an order,
+    and a device has an n-th of the keys.
 
     Args:
         kv_heads: heads with keys and values of their own.
@@ -65,22 +90,31 @@ def choose(
         heads_ways: pieces that these heads are cut in already.
         position_ways: pieces that positions are cut in.
         hbm_bytes: memory of a device; None where it is not known.
+        seconds: that a layer waits for a sequence; without those that cannot be or are not known.
+        between_slices: whether positions are cut between slices.
     """
+    if between_slices:
+        return ExchangeChoice(exchange="ring", reason="positions are cut between slices")
     ways = heads_ways * position_ways
-    if kv_heads % ways == 0:
-        return ExchangeChoice(
-            exchange="heads", reason=f"{kv_heads} {KV_HEAD} divide by {ways}, so the work is balanced"
-        )
-    why_not = f"{kv_heads} {KV_HEAD} do not divide by {ways}"
+    divides = kv_heads % ways == 0
+    of_heads = f"{kv_heads} {KV_HEAD} divide by {ways}" if divides else f"{kv_heads} {KV_HEAD} do not divide by {ways}"
     gathered = gathered_bytes(kv_heads=kv_heads, head_size=head_size, positions=positions, heads_ways=heads_ways)
+    limit = None if hbm_bytes is None else GATHERED_SHARE * hbm_bytes
+    few = limit is None or gathered <= limit
     size = f"gathered keys and values of a sequence and layer are {gathered / 2**30:.3g} GiB"
-    if hbm_bytes is None:
-        return ExchangeChoice(exchange="gather", reason=f"{why_not}, and {size}")
-    limit = GATHERED_SHARE * hbm_bytes
-    share = f"{GATHERED_SHARE:.0%} of {hbm_bytes / 2**30:.4g} GiB"
-    if gathered <= limit:
-        return ExchangeChoice(exchange="gather", reason=f"{why_not}, and {size}, at most {share}")
-    return ExchangeChoice(exchange="ring", reason=f"{why_not}, and {size}, more than {share}")
+    if hbm_bytes is not None:
+        size += f", {'at most' if few else 'more than'} {GATHERED_SHARE:.0%} of {hbm_bytes / 2**30:.4g} GiB"
+    can_be: Mapping[Exchange, bool] = {"heads": divides, "gather": few, "ring": True}
+    legal = [each for each, can in can_be.items() if can]
+    known = {each: seconds[each] for each in legal if seconds and each in seconds}
+    if not known:
+        reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
+        return ExchangeChoice(exchange=legal[0], reason=reason)
+    best = next(each for each in known if known[each] <= (1 + ALIKE) * min(known.values()))
+    beside = [f"{1e3 * known[each]:.3g} ms for {each}" for each in known if each != best]
+    waits = ", ".join((f"a layer waits {1e3 * known[best]:.3g} ms for a sequence by arithmetic", *beside))
+    why_not = [*([] if divides else [of_heads]), *([] if few else [size])]
+    return ExchangeChoice(exchange=best, reason="; ".join((waits, *why_not)))
 
 
 def gathered_bytes(*, kv_heads: int, head_size: int, positions: int, heads_ways: int) -> int:

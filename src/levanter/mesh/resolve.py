@@ -93,7 +93,13 @@ class ModelAxes:
 
 
 def resolve(
-    config: MeshConfig, model: ModelAxes, *, devices: int, granules: int = 1, hbm_bytes: int | None = None
+    config: MeshConfig,
+    model: ModelAxes,
+    *,
+    devices: int,
+    granules: int = 1,
+    hbm_bytes: int | None = None,
+    prices: exchanges.Prices | None = None,
 ) -> ResolvedMesh:
     """Resolves sizes, defaults, `heads`, spellings, overrides, and how positions look at each other.
 
@@ -103,6 +109,7 @@ def resolve(
         devices: how many there are.
         granules: what DCN axes count.
         hbm_bytes: memory of a device, by which `attention_mapping: auto` chooses; None where it is not known.
+        prices: of exchanges on these devices, by which it chooses, too.
 
     Raises:
         ShardingError: everything that is wrong with sizes and names, together.
@@ -160,12 +167,8 @@ def resolve(
     inside = finish(attention, "attention_mapping", *(["key_position"] if "position" in model.sizes else []))
     said = word is not None or bool(config.attention_mapping)
     if word is not None and spec.ways(of_compute.mesh_axes("position")) > 1:
-        inside = _in_a_word(word, of_compute, spec, model, notes, config.hbm_bytes(hbm_bytes))
-    exchange = exchanges.exchange_of(inside, of_compute, spec)
-    order = exchanges.default_order(exchange, asked=config.position_order, said=said)
-    if said or config.position_order is not None:
-        problems += exchanges.problems_of(inside, of_compute, spec, sizes=model.sizes, order=order)
-        notes += _exchange_notes(exchange, order, inside, of_compute, spec)
+        inside = _in_a_word(word, of_compute, spec, model, notes, config.hbm_bytes(hbm_bytes), prices)
+    exchange, order = _exchanged(config, inside, of_compute, spec, model, notes, problems, said=said)
     mappings = Mappings(
         params=AxisMapping(dict(of_params)),
         compute=of_compute,
@@ -185,21 +188,58 @@ def resolve(
 
 
 def _in_a_word(
-    word: Word, compute: AxisMapping, spec: MeshSpec, model: ModelAxes, notes: list[str], hbm_bytes: int | None
+    word: Word,
+    compute: AxisMapping,
+    spec: MeshSpec,
+    model: ModelAxes,
+    notes: list[str],
+    hbm_bytes: int | None,
+    prices: exchanges.Prices | None,
 ) -> AxisMapping:
     """The attention mapping that a word stands for; `auto` says why."""
     if word != "auto":
         return exchanges.spelled(word, compute)
+    kv_heads, position = model.sizes.get(KV_HEAD, 1), compute.mesh_axes("position")
+    heads_ways, position_ways = spec.ways(compute.mesh_axes(KV_HEAD)), spec.ways(position)
+    seconds: dict[exchanges.Exchange, float] = {}
+    for each in ("gather", "heads", "ring"):
+        if prices is None or (each == "heads" and kv_heads % (heads_ways * position_ways)):
+            continue
+        mappings = Mappings(compute=compute, attention=exchanges.spelled(each, compute))
+        if (found := prices(model.sizes, mappings, spec)) is not None:
+            seconds[each] = found
     choice = exchanges.choose(
-        kv_heads=model.sizes.get(KV_HEAD, 1),
+        kv_heads=kv_heads,
         head_size=model.sizes.get("head_size", 1),
         positions=model.sizes.get("position", 1),
-        heads_ways=spec.ways(compute.mesh_axes(KV_HEAD)),
-        position_ways=spec.ways(compute.mesh_axes("position")),
+        heads_ways=heads_ways,
+        position_ways=position_ways,
         hbm_bytes=hbm_bytes,
+        seconds=seconds,
+        between_slices=any(axis in spec.dcn and spec.shape[axis] > 1 for axis in position),
     )
     notes.append(f"attention_mapping auto is {choice}")
     return exchanges.spelled(choice.exchange, compute)
+
+
+def _exchanged(
+    config: MeshConfig,
+    inside: AxisMapping,
+    compute: AxisMapping,
+    spec: MeshSpec,
+    model: ModelAxes,
+    notes: list[str],
+    problems: list[ShardingError],
+    *,
+    said: bool,
+) -> tuple[exchanges.Exchange | None, exchanges.Order]:
+    """What positions exchange and in which order they lie; with what is wrong with it, if either was said."""
+    exchange = exchanges.exchange_of(inside, compute, spec)
+    order = exchanges.default_order(exchange, asked=config.position_order, said=said)
+    if said or config.position_order is not None:
+        problems += exchanges.problems_of(inside, compute, spec, sizes=model.sizes, order=order)
+        notes += _exchange_notes(exchange, order, inside, compute, spec)
+    return exchange, order
 
 
 def _exchange_notes(

@@ -1,5 +1,7 @@
 """Which exchange `auto` chooses and why, what a mapping spells, and each thing that can be wrong with one."""
 
+from dataclasses import replace
+
 import pytest
 
 from haliax_ext.errors import ShardingError
@@ -69,6 +71,68 @@ def test_the_reason_of_a_ring_has_its_numbers():
         "ring: 8 kv_head do not divide by 64, and gathered keys and values of a sequence and layer are 4 GiB, more "
         "than 5% of 31.25 GiB"
     )
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "hbm", "seconds", "text"),
+    [
+        (
+            12, 31.25, dict(gather=0.0096, heads=0.0034, ring=0.0046),
+            "heads: a layer waits 3.4 ms for a sequence by arithmetic, 9.6 ms for gather, 4.6 ms for ring",
+        ),
+        # What is within a twentieth of the least is alike, and the first of it is taken.
+        (
+            12, 31.25, dict(gather=0.0096, heads=0.0035, ring=0.0034),
+            "heads: a layer waits 3.5 ms for a sequence by arithmetic, 9.6 ms for gather, 3.4 ms for ring",
+        ),
+        (
+            6, 31.25, dict(gather=0.0096, ring=0.0046),
+            "ring: a layer waits 4.6 ms for a sequence by arithmetic, 9.6 ms for gather; 6 kv_head do not divide by 4",
+        ),
+        # Keys that are too many are not gathered, however soon; a ring that cannot be is none.
+        (
+            6, 0.5, dict(gather=0.001, ring=0.0046),
+            "ring: a layer waits 4.6 ms for a sequence by arithmetic; 6 kv_head do not divide by 4; gathered keys and "
+            "values of a sequence and layer are 0.188 GiB, more than 5% of 0.5 GiB",
+        ),
+        (
+            6, 31.25, dict(gather=0.0096),
+            "gather: a layer waits 9.6 ms for a sequence by arithmetic; 6 kv_head do not divide by 4",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_waited_for_least_is_chosen(kv_heads, hbm, seconds, text):
+    given = dict(kv_heads=kv_heads, head_size=128, positions=65_536, heads_ways=1, position_ways=4)
+    assert str(choose(**given, hbm_bytes=int(hbm * GIB), seconds=seconds)) == text
+
+
+def test_prices_are_asked_for_what_can_be():
+    """By the mapping that each word stands for, on the mesh that there is."""
+    asked = []
+
+    def prices(sizes, mappings, mesh):
+        asked.append((sizes["kv_head"], mappings.attention, mesh.shape["context"]))
+        return {0: 2.0, 1: 3.0, 2: 1.0}[len(asked) - 1]
+
+    config = MeshConfig(axes={"context": 4}, compute_mapping=CUT, attention_mapping="auto")
+    found = resolve(config, MODEL, devices=8, prices=prices)
+    heads = AxisMapping({"position": None, "kv_head": ["model", "context"]})
+    assert asked == [(4, AxisMapping(), 4), (4, heads, 4), (4, AxisMapping({"key_position": "context"}), 4)]
+    assert found.exchange == "ring"
+    asked.clear()
+    assert resolve(replace(config, axes={"context": 8}), MODEL, devices=8, prices=prices).exchange == "gather"
+    assert len(asked) == 2
+    # Which is chosen is not asked where somebody said it.
+    asked.clear()
+    assert resolve(replace(config, attention_mapping="gather"), MODEL, devices=8, prices=prices).exchange == "gather"
+    assert not asked
+
+
+def test_between_slices_auto_is_a_ring():
+    config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping="auto")
+    found = resolve(config, MODEL, devices=8, granules=2)
+    assert found.exchange == "ring"
+    assert "attention_mapping auto is ring: positions are cut between slices" in found.notes
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import haliax as hax
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.activations import plan_activations
@@ -26,14 +27,51 @@ from levanter.commands.model.adapted import Adapter, WithAdapter
 from levanter.commands.model.origin import Origin
 from levanter.commands.shell.sameness import require_same_weights
 from levanter.io import Progress
-from levanter.mesh import ResolvedMesh
+from levanter.mesh import MeshConfig, ResolvedMesh, resolve
 from levanter.models.activations import transformer_activations
+from levanter.models.axes import model_axes
 from levanter.models.head_plan import planned_chunk
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
+from levanter.plan.exchanged import exchange_prices
 from levanter.processes.barrier import barrier
 from levanter.processes.together import jit_together
 from levanter.run import Check, Target
+
+
+def resolved_on(
+    target: Target,
+    mesh: MeshConfig,
+    model: LmConfig,
+    *,
+    vocab: int,
+    positions: int,
+    precision: Precision,
+    backward: bool,
+) -> ResolvedMesh:
+    """The mesh and the mappings of a model on the devices of a run.
+
+    Args:
+        target: the devices.
+        mesh: what the user wrote.
+        model: the architecture.
+        vocab: ids that it tells apart.
+        positions: tokens in a sequence.
+        precision: of the run.
+        backward: whether gradients are made.
+
+    Raises:
+        ShardingError: everything that is wrong with sizes and names, together.
+    """
+    itemsize = np.dtype(precision.compute).itemsize
+    return resolve(
+        mesh,
+        model_axes(model.axes, vocab=vocab, positions=positions),
+        devices=target.devices,
+        granules=target.granules,
+        hbm_bytes=target.hbm_bytes,
+        prices=exchange_prices(model, target, positions=positions, itemsize=itemsize, backward=backward),
+    )
 
 
 def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:

@@ -22,7 +22,13 @@ from haliax_ext.sources import TensorSource
 from levanter.commands.model.adapted import AdaptedModel, Adapter, WithAdapter, find_adapted
 from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.layers import layer_checks
-from levanter.commands.model.layout import load_weights, planned_activations, planned_loading, vocabulary_axis
+from levanter.commands.model.layout import (
+    load_weights,
+    planned_activations,
+    planned_loading,
+    resolved_on,
+    vocabulary_axis,
+)
 from levanter.commands.model.naming import ReadsModel
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
@@ -32,8 +38,7 @@ from levanter.commands.model.saved_model import find_saved
 from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
 from levanter.layers.quantized import contracted_first
-from levanter.mesh import ResolvedMesh, resolve
-from levanter.models.axes import model_axes
+from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import Check, Searchable, Target
@@ -233,13 +238,8 @@ def describe_pretrained(
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
     names = (choice.tokenizer, config.tokenizer, origin.reference)
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
-    resolved = resolve(
-        trainer.mesh,
-        model_axes(config.axes, vocab=vocab, positions=positions),
-        devices=target.devices,
-        granules=target.granules,
-        hbm_bytes=target.hbm_bytes,
-    )
+    sizes = {"vocab": vocab, "positions": positions}
+    resolved = resolved_on(target, trainer.mesh, config, **sizes, precision=precision, backward=False)
     config, reasons = replace(config, vocab_size=vocab).for_platform(
         target.platform, compute_dtype=precision.compute, length=positions, parts=resolved.query_ways
     )

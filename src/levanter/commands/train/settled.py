@@ -11,6 +11,7 @@ import optax
 from levanter.commands.model.compiler import CompilerChoice, choose_compiler
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import body_checks, exchange_checks
+from levanter.commands.model.layout import resolved_on
 from levanter.commands.model.not_carried import not_carried
 from levanter.commands.model.origin import Origin, find_tokenizer, vocabulary
 from levanter.commands.train.checks import attempted, data_checks, refuse_all, refuse_kernels
@@ -21,8 +22,7 @@ from levanter.commands.train.preferences import formats_of
 from levanter.config import Written
 from levanter.data import EvaluationData, Tokenizer
 from levanter.hardware.compiler import Work
-from levanter.mesh import ResolvedMesh, resolve
-from levanter.models.axes import model_axes
+from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.run import Check, Target
@@ -123,10 +123,9 @@ def settle(config: TrainLmConfig, target: Target, written: Written) -> Settled:
 
 def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target) -> ResolvedMesh:
     """The mesh and the mappings."""
-    axes = model_axes(model.axes, vocab=vocab, positions=config.positions)
-    return resolve(
-        config.trainer.mesh, axes, devices=target.devices, granules=target.granules, hbm_bytes=target.hbm_bytes
-    )
+    precision = Precision.parse(config.trainer.mp)
+    sizes = {"vocab": vocab, "positions": config.positions}
+    return resolved_on(target, config.trainer.mesh, model, **sizes, precision=precision, backward=True)
 
 
 def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:

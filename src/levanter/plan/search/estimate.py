@@ -31,8 +31,8 @@ from levanter.mesh import MeshConfig, ModelAxes, resolve
 from levanter.models.activations import EMBEDDED, RESIDUAL, constrained_by
 from levanter.models.axes import ALIASES, KNOWN_AXES
 from levanter.plan.comms import Network, spans_of
+from levanter.plan.exchanged import ExchangePrices, exchange_seconds, shown_share
 from levanter.plan.search.candidates import Candidate, Overrides
-from levanter.plan.search.exchanged import exchange_seconds
 from levanter.run import RunPlan
 
 MATMUL_EFFICIENCY = 0.65
@@ -75,6 +75,7 @@ class SearchSubject:
         flops_per_token: model FLOPs, attention over the causal half.
         compute_bytes: bytes of an element in the compute dtype.
         overrides: the run's own rules for some parameters.
+        attended: the share of all pairs of positions that the masks of attention show.
     """
 
     training: bool
@@ -92,6 +93,7 @@ class SearchSubject:
     flops_per_token: float
     compute_bytes: int
     overrides: Overrides = field(default_factory=dict)
+    attended: float = 0.5
 
     @property
     def trained(self) -> tuple[Leaf, ...]:
@@ -134,6 +136,7 @@ def subject_of(plan: RunPlan) -> SearchSubject:
         flops_per_token=load.flops_causal / load.tokens,
         compute_bytes=found.compute_bytes,
         overrides=found.overrides,
+        attended=shown_share(found.windows, found.sizes["position"]),
     )
 
 
@@ -211,6 +214,7 @@ def estimate(candidate: Candidate, subject: SearchSubject, pod: Accelerator) -> 
             devices=pod.devices,
             granules=pod.slices,
             hbm_bytes=pod.hbm_bytes,
+            prices=_exchange_prices(subject, pod),
         )
     except ShardingError as error:
         return Estimate(problem=_first_line(error))
@@ -283,7 +287,17 @@ def price(
             forward=max(1, passes.tensor - 1),
             backward=subject.training,
             itemsize=subject.compute_bytes,
+            attended=subject.attended,
         ),
+    )
+
+
+def _exchange_prices(subject: SearchSubject, pod: Accelerator) -> ExchangePrices | None:
+    """By which `attention_mapping: auto` chooses on a pod, as in a run."""
+    if not pod.can_compile:
+        return None
+    return ExchangePrices(
+        accelerator=pod, backward=subject.training, itemsize=subject.compute_bytes, attended=subject.attended
     )
 
 
