@@ -5,7 +5,7 @@ device, and a compiled text does not say what is in it. Here it is counted, from
 of its queries may see one of its keys. Documents of packed rows are not known to a plan, and hide more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,34 @@ class Lying:
         busiest = visited.max(axis=1).sum() if self.travels else visited.sum(axis=0).max()
         return float(busiest) * self.parts / (self.positions // self.block) ** 2
 
+    def imbalance(self, window: int | None, segments: Numbers | None = None) -> float:
+        """What the busiest device visits over the mean, for rows that are gone through one after the other.
+
+        Documents hide something in rings only: elsewhere kernels visit blocks whatever is in the rows.
+
+        Args:
+            window: see `share`.
+            segments: of the rows' documents, `[rows, position]` in their own order; None for one document a row.
+        """
+        count, each = self.positions // self.block, 2 * self.parts if self.zigzag else self.parts
+        block = np.arange(count)
+        run = block * each // count
+        rank = np.minimum(run, each - 1 - run) if self.zigzag else run
+        ahead = block[:, None] - block[None]
+        seen = (ahead >= 0) & (True if window is None else ahead < (max(window, 1) - 2) // self.block + 2)
+        hop = (rank[:, None] - rank[None]) % self.parts if self.travels else np.zeros_like(ahead)
+        where = hop * self.parts + rank[:, None]
+        busiest = total = 0
+        for ids in [None] if segments is None or not self.travels else segments:
+            shown = seen
+            if ids is not None:
+                of_blocks = ids.reshape(count, -1)
+                lowest, highest = of_blocks.min(-1), of_blocks.max(-1)
+                shown = seen & (lowest[:, None] <= highest[None]) & (highest[:, None] >= lowest[None])
+            visited = np.bincount(where[shown], minlength=self.parts**2).reshape(self.parts, self.parts)
+            busiest, total = busiest + int(visited.max(axis=1).sum()), total + int(visited.sum())
+        return busiest * self.parts / total
+
 
 def _visited(ahead: Numbers, length: int, reach: int | None) -> Numbers:
     """How many blocks a run of `length` blocks of queries visits of a run of keys that begins `ahead` blocks before it.
@@ -82,10 +110,7 @@ def _visited(ahead: Numbers, length: int, reach: int | None) -> Numbers:
 def attended_share(plan: RunPlan) -> float | None:
     """What the busiest device visits of the pairs that its kernels are handed, over all layers; None where the kernels'
     own tables say it: positions are whole, or lie in their own order with all keys on each device."""
-    mappings, mesh = plan.sharding.mappings, plan.sharding.mesh
-    inside = mappings.inside_attention
-    parts, zigzag = mesh.ways(inside.mesh_axes("position")), "position" in mappings.zigzag
-    travels = mesh.ways(inside.mesh_axes("key_position")) > 1
+    parts, zigzag, travels = _cut_in(plan)
     if parts == 1 or not (zigzag or travels):
         return None
     found = plan.searchable
@@ -93,6 +118,33 @@ def attended_share(plan: RunPlan) -> float | None:
     if lying is None or isinstance(found, str):
         return busiest_share(parts, "zigzag" if zigzag else "natural") / 2
     return mean_share(lying, found.windows)
+
+
+def attended_rows(plan: RunPlan) -> Callable[[Numbers | None], float] | None:
+    """What of a batch's rows the busiest device visits over the mean of all, over all layers: segments → the figure.
+
+    None where positions are whole, or where kernels are not what computes attention.
+    """
+    parts, zigzag, travels = _cut_in(plan)
+    found = plan.searchable
+    lying = None if isinstance(found, str) else lying_of(found, parts=parts, zigzag=zigzag, travels=travels)
+    if parts == 1 or lying is None or isinstance(found, str):
+        return None
+    windows = found.windows or ((None, 1),)
+
+    def of_rows(segments: Numbers | None) -> float:
+        each = [(lying.imbalance(window, segments), features) for window, features in windows]
+        return sum(value * features for value, features in each) / sum(features for _, features in each)
+
+    return of_rows
+
+
+def _cut_in(plan: RunPlan) -> tuple[int, bool, bool]:
+    """Over how many devices positions are cut inside of attention, whether in zigzag order, and whether keys travel."""
+    mappings, mesh = plan.sharding.mappings, plan.sharding.mesh
+    inside = mappings.inside_attention
+    travels = mesh.ways(inside.mesh_axes("key_position")) > 1
+    return mesh.ways(inside.mesh_axes("position")), "position" in mappings.zigzag, travels
 
 
 def lying_of(found: Searchable, *, parts: int, zigzag: bool, travels: bool) -> Lying | None:

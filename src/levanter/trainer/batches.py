@@ -74,6 +74,7 @@ def placed_batches(
     stop: int,
     ahead: int = 2,
     reference: Callable[[int, int, int], np.ndarray] | None = None,
+    seen: Callable[[int, TrainRows], None] = lambda *_: None,
 ) -> Generator[tuple[int, Any], None, None]:
     """The batches of steps `first` to `stop` on the devices; the rows of the next `ahead` are made in the background.
 
@@ -87,6 +88,7 @@ def placed_batches(
         stop: the step behind the last.
         ahead: batches kept ready on the host.
         reference: (step, first row, row behind the last) → what the reference says of these pairs; None for nothing.
+        seen: is told of each step's rows that are made here.
     """
 
     def mine(step: int) -> tuple[int, int]:
@@ -96,5 +98,6 @@ def placed_batches(
 
     with closing(batches(data, first=first, stop=stop, rows=mine, ahead=ahead)) as made:
         for step, rows in made:
+            seen(step, rows)
             said = None if reference is None else reference(step, *mine(step))
             yield step, place_rows(rows, input_of(step), mesh, said)

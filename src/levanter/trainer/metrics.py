@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from levanter.hardware import GENERATIONS, Precision
+from levanter.hardware import Precision, generation_of
 from levanter.hardware.generations import BF16_PASSES
 from levanter.run import Recorder
 from levanter.trainer.report import StepReport
@@ -92,14 +92,12 @@ class Peak:
 
 def peak_flops(kind: str, precision: Precision) -> float | None:
     """Peak matmul FLOP/s of one device of a kind, as `levanter.hardware` knows it; None where it does not."""
-    for each in GENERATIONS:
-        # GPUs of one generation are sold under several names, which begin alike.
-        brand = " ".join(each.device_kind.split()[:2])
-        if kind == each.device_kind or (each.platform == "gpu" and kind.startswith(brand)):
-            if precision == "f32" and each.peak_f32_native is not None:
-                return each.peak_f32_native
-            return each.peak_bf16 / BF16_PASSES[precision] / each.devices_per_chip
-    return None
+    found = generation_of(kind)
+    if found is None:
+        return None
+    if precision == "f32" and found.peak_f32_native is not None:
+        return found.peak_f32_native
+    return found.peak_bf16 / BF16_PASSES[precision] / found.devices_per_chip
 
 
 @dataclass(kw_only=True)
@@ -152,6 +150,7 @@ class Track:
         names: what the numbers that were watched are of; see `Watch.names`.
         throughput: average so far.
         skipped: steps left out so far; None where none ever is.
+        more: further numbers of a step, by its number.
     """
 
     tracker: Recorder
@@ -163,6 +162,7 @@ class Track:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     throughput: Throughput = field(default_factory=Throughput)
     skipped: int | None = None
+    more: Callable[[int], Mapping[str, float]] = lambda _: {}
     mfu: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _flops: float = 0.0
     _first: bool = True
@@ -172,7 +172,7 @@ class Track:
         size = self.size_of(report.step)
         self.tokens += size.tokens
         self._flops += size.flops
-        found = {**self._numbers(report), **self._rates(report, size), **memory(self.devices)}
+        found = {**self._numbers(report), **self._rates(report, size), **memory(self.devices), **self.more(report.step)}
         if report.watched is not None:
             found |= metrics_of(report.watched, self.names)
         self.tracker.log(found, step=report.step)

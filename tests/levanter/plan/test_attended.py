@@ -50,3 +50,42 @@ def test_a_window_is_as_much_for_all_in_either_order_and_layers_are_averaged():
     mixed = mean_share(zigzag, [(4096, 5), (None, 1)])
     assert mixed == pytest.approx((5 * zigzag.share(4096) + zigzag.share(None)) / 6)
     assert mean_share(zigzag, []) == zigzag.share(None)
+
+
+def counted_rows(lying: Lying, window: int | None, segments: np.ndarray) -> float:
+    """Busiest over mean by the mask written out, block by block; documents hide something in rings."""
+    count, runs = lying.positions // lying.block, 2 * lying.parts if lying.zigzag else lying.parts
+    blocks_of_run = count // runs
+    ranks = [r if r < lying.parts else runs - 1 - r for r in range(runs)]
+    busiest = total = 0
+    for ids in segments:
+        visited = np.zeros((lying.parts, lying.parts))
+        for q, k in itertools.product(range(count), repeat=2):
+            mine, theirs = (np.arange(b * lying.block, (b + 1) * lying.block) for b in (q, k))
+            distance = mine[:, None] - theirs[None]
+            seen = (distance >= 0) & (True if window is None else distance < window)
+            meets = ids[mine].min() <= ids[theirs].max() and ids[mine].max() >= ids[theirs].min()
+            rank, other = ranks[q // blocks_of_run], ranks[k // blocks_of_run]
+            hop = (rank - other) % lying.parts if lying.travels else 0
+            visited[hop, rank] += seen.any() and (meets or not lying.travels)
+        busiest, total = busiest + visited.max(1).sum(), total + visited.sum()
+    return busiest * lying.parts / total
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 9, 40])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("travels", [False, True])
+def test_real_rows_are_counted_by_their_documents(travels, zigzag, window):
+    """The documents of two rows, one of them a long one and padding (−1) behind it."""
+    lying = Lying(positions=96, parts=4, zigzag=zigzag, travels=travels, block=4)
+    rows = np.stack([np.repeat([0, 1, 2], [10, 51, 35]), np.repeat([0, -1], [70, 26])])
+    assert lying.imbalance(window, rows) == pytest.approx(counted_rows(lying, window, rows), rel=1e-12)
+    # Rows without documents are a row of one.
+    one = lying.imbalance(window, np.zeros((1, 96), np.int32))
+    assert lying.imbalance(window) == one == pytest.approx(lying.share(window) / mean_of(lying, window), rel=1e-12)
+
+
+def mean_of(lying: Lying, window: int | None) -> float:
+    """The share of all blocks that devices visit in the mean."""
+    whole = Lying(positions=lying.positions, parts=1, zigzag=False, travels=False, block=lying.block)
+    return whole.share(window)

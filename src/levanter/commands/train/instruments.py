@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from levanter.commands.train.balance import Balance
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.config import plain
 from levanter.models.precision import Precision
@@ -42,6 +43,7 @@ class Instruments:
         watchdog: reports where a run hangs.
         profile: of some steps; None for none.
         tracker: where metrics go.
+        balance: is told of the rows of each step.
     """
 
     track: Track
@@ -49,6 +51,7 @@ class Instruments:
     watchdog: Watchdog
     profile: Profile | None
     tracker: Recorder
+    balance: Balance
 
     @contextmanager
     def running(self, first: int) -> Iterator[None]:
@@ -94,7 +97,7 @@ def instruments(
     work: TrainWork = plan.work
     trainer = work.config.trainer
     folder = Path(trainer.log_dir) / session.run_id
-    watch = Watch.of(trainer.watch)
+    watch, balance = Watch.of(trainer.watch), Balance.of(plan)
     return Instruments(
         track=Track(
             tracker=session.tracker,
@@ -105,11 +108,13 @@ def instruments(
             devices=[each for each in mesh.devices.flat if each.process_index == jax.process_index()],
             names={} if watch is None else watched_names(watch, work.state),
             skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
+            more=balance.numbers,
         ),
         watch=watch,
         watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt"),
         profile=None if not trainer.profiler.enabled else _profile(plan, folder, session.tracker),
         tracker=session.tracker,
+        balance=balance,
     )
 
 

@@ -137,6 +137,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, places: Places, leases
                 first=first,
                 stop=stop,
                 reference=said_of_steps(plan, prepared.data, said),
+                seen=observed.balance,
             )
             with closing(batches), observed.running(first):
                 ended = loop.run(state, batches, first=first)

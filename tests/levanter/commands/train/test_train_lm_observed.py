@@ -4,12 +4,14 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from levanter.checkpoint import find_checkpoints
 from levanter.commands.train import instruments as train_instruments
 from levanter.commands.train.train_lm import TrainLmConfig, describe, main, train
 from levanter.config import load
+from levanter.plan.attended import Lying
 from levanter.run import OK, Target
 from levanter.trainer.metrics import Peak
 
@@ -166,3 +168,32 @@ def test_a_batch_schedule_runs_and_resumes_in_its_second_stage(tmp_path):
     for step in range(5):
         for name in ("throughput/total_tokens", "train/loss", "grad/norm/total", "optim/learning_rate"):
             assert both[step][name] == straight[step][name], (name, step)
+
+
+@pytest.mark.slow
+def test_what_the_busiest_device_has_of_real_rows_is_logged(tmp_path, monkeypatch):
+    """Positions over four devices in a ring: of each step the figure for its own rows, by their documents."""
+    asked = []
+
+    def counted(self, window, segments=None):
+        asked.append(segments)
+        return 1.0 + len(asked) / 100
+
+    monkeypatch.setattr(Lying, "imbalance", counted)
+    options = {
+        "model.max_seq_len": "1024",
+        "trainer.num_train_steps": "2",
+        "trainer.train_batch_size": "2",
+        "trainer.profiler.enabled": "false",
+        "trainer.mesh.axes": "{data: 2, context: 4, model: 1}",
+        "trainer.mesh.compute_mapping": "{position: context}",
+        "trainer.mesh.attention_mapping": "ring",
+    }
+    overrides = [word for key, value in options.items() for word in (f"--{key}", value)]
+    assert main(config_of(tmp_path, *overrides)) == OK
+    lines = [json.loads(line) for line in (tmp_path / "numbers/metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line["metrics"] for line in lines if "metrics" in line}
+    assert [steps[step]["throughput/attention_imbalance"] for step in (0, 1)] == [1.01, 1.02]
+    # Documents of 1,200 tokens (and what is put between them), numbered from 0 in every row.
+    assert [segments.shape for segments in asked] == [(2, 1024)] * 2
+    assert all(set(np.unique(segments)) <= {0, 1} for segments in asked)
