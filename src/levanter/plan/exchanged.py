@@ -11,8 +11,9 @@ With `n` chips along a sequence, and keys and values of one layer taking `V` byt
     ring × heads   both, each over its own mesh axes
 
 A search prices layouts with it, and `attention_mapping: auto` is the exchange that is waited for least
-(`exchange_prices`). Beside compiled steps (Llama of 0.78 B, 65,536 positions over 8 chips of v6e): a layer and row take
-7.6 ms longer by gathers than by a ring there, and 4.9 ms by this arithmetic.
+(`exchange_prices`). Beside compiled steps: a Llama of 0.78 B with 65,536 positions over 8 chips of v6e takes 7.6 ms
+longer for a layer and row by gathers than in a ring, by this arithmetic 1.0 ms; Llama 3.1 8B with 131,072 takes 3.9 ms
+longer in a ring than by heads, by this arithmetic 1.3 ms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,11 @@ from levanter.run import Target
 LAID_OUT = 5.0
 """How often gathered keys and values cross HBM for each time that they are gathered: parted, turned and joined for the
 kernels in zigzag order, and its inverse (compiled: 3.9 ms for three times 0.375 GiB on v6e)."""
+
+ADDED_BYTES = 28
+"""Bytes that cross HBM for an element of a ring's sums, each hop: float32 read twice and written once, and what lays
+kernels' results out for it. Compiled: 28 with 256 MiB a sum (Llama 3.1 8B, 131,072 positions over 8 chips of v6e), 12
+with 48 MiB, which stay in vector memory."""
 
 HOP_SECONDS = 50e-6
 """What a hop takes beside products, links and sums: of what published rings of 64 chips (v5p, 1,024 and 4,096 positions
@@ -89,7 +95,7 @@ def exchange_seconds(
         def hop(nbytes: int, hidden: float, added: int) -> float:
             """Of the bytes that travel, the products meanwhile, and the elements of float32 sums."""
             travel = network.seconds("collective-permute", nbytes, spans_of(mesh, *around)) or 0.0
-            return max(0.0, travel - hidden) + 12 * added / pod.hbm_bandwidth + HOP_SECONDS
+            return max(0.0, travel - hidden) + ADDED_BYTES * added / pod.hbm_bandwidth + HOP_SECONDS
 
         seconds += hops * forward * hop(2 * key_part * itemsize, products, query_part)
         if backward:

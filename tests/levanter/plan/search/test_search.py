@@ -358,9 +358,9 @@ def test_positions_of_long_sequences_are_cut_too():
 @pytest.mark.parametrize(
     ("layout", "exchange"),
     [
-        (dict(data=8, context=8, model=1), "ring"),
+        (dict(data=8, context=8, model=1), "gather"),
         (dict(data=2, context=32, model=1), "gather"),
-        (dict(data=1, context=8, model=8), "ring"),
+        (dict(data=1, context=8, model=8), "gather"),
     ],
 )
 def test_what_is_exchanged_is_that_of_the_mesh_it_writes(layout, exchange):
