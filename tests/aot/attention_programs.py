@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from aot.llama_programs import Described
 
-from haliax_ext.mapping import AxisMapping, Mappings, inside_attention
+from haliax_ext.mapping import AxisMapping, Mappings, inside_attention, shard_attention
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask
 from levanter.layers.attention.ring import ring_attention
 from levanter.layers.attention.splash import splash_attention
 from levanter.layers.attention.splash_passes import SplashPasses
+from levanter.mesh.exchange import spelled
 from levanter.run import Target
 
 
@@ -65,7 +66,7 @@ def over_eight(payload: dict[str, Any], target: Target) -> Described:
     """The sum of squares of attention, its positions over eight devices, zigzag, packed, with its gradients.
 
     Args:
-        payload: `positions` of a sequence, `window`, `heads` with keys of their own, and whether keys travel: `ring`.
+        payload: `positions` of a sequence, `window`, `heads` with keys of their own, and the `exchange`.
         target: eight devices.
     """
     del target
@@ -75,26 +76,26 @@ def over_eight(payload: dict[str, Any], target: Target) -> Described:
         hax.Axis("q_heads_per_group", 1),
         hax.Axis("head_size", 128),
     )
-    mappings = Mappings(
-        compute=AxisMapping({"position": "context"}),
-        attention=AxisMapping({"key_position": "context"} if payload["ring"] else {}),
-        zigzag=("position",),
-    )
+    exchange, compute = payload["exchange"], AxisMapping({"position": "context"})
+    zigzag = () if exchange == "heads" else ("position",)
+    mappings = Mappings(compute=compute, attention=spelled(exchange, compute), zigzag=zigzag)
 
     def given(name: str, dtype: Any, *axes: hax.Axis) -> Input:
         array: Any = jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.dtype(dtype))
         return Input(name=name, value=hax.NamedArray(array, axes), placement=mappings.compute)
 
     def attended(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        mask = AttentionMask.causal(sliding_window=payload["window"]).with_segment_ids(segments).in_zigzag(8)
+        mask = AttentionMask.causal(sliding_window=payload["window"]).with_segment_ids(segments)
+        mask = mask.in_zigzag(8) if zigzag else mask
 
         def loss(q: Any, k: Any, v: Any) -> jax.Array:
-            k, v = (x.rename({"position": "key_position"}) for x in (k, v))
+            q, k, v = shard_attention(q), *(shard_attention(x.rename({"position": "key_position"})) for x in (k, v))
             with inside_attention():
-                if payload["ring"]:
+                if exchange == "ring":
                     out = ring_attention(q, k, v, mask, softmax_scale=0.1, passes=SplashPasses())
                 else:
                     out = splash_attention(q, k, v, mask, softmax_scale=0.1)
+            out = hax.auto_sharded(out)
             return hax.sum(hax.square(out.astype(jnp.float32))).scalar()
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)

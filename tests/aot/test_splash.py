@@ -110,7 +110,7 @@ def test_blocks_fit_in_every_core(target, mp, head_size, length, tmp_path):
 @pytest.mark.parametrize("window", [None, 5000])
 def test_in_a_ring_kernels_run_while_keys_travel(window, tmp_path):
     """64K positions over eight chips: keys are never whole, and each permutation of them is around a kernel."""
-    payload = {"positions": 65_536, "window": window, "heads": 12, "ring": True}
+    payload = {"positions": 65_536, "window": window, "heads": 12, "exchange": "ring"}
     (outcome,) = compile_programs(f"{ATTENTION}:over_eight", payload, target="v6e-8", keep_text=tmp_path)
     assert isinstance(outcome, Compiled) and outcome.figures is not None
     figures = outcome.figures
@@ -125,13 +125,13 @@ def test_in_a_ring_kernels_run_while_keys_travel(window, tmp_path):
     assert all(c.hidden_by for c in in_loops)
     assert all(c.bytes < part for c in figures.collectives if c.kind == "all-reduce")
     assert outcome.peak_bytes < 640 << 20
-    assert not looks_up(tmp_path / "cut.hlo.txt")
+    assert not looks_up(tmp_path / "cut.hlo.txt") and not has_scores(tmp_path / "cut.hlo.txt", 8_192)
 
 
 @pytest.mark.slow
 def test_gradients_of_gathered_keys_are_scattered(tmp_path):
     """Keys and values are gathered, their gradients summed and cut at once; the order takes no look-up."""
-    payload = {"positions": 65_536, "window": None, "heads": 12, "ring": False}
+    payload = {"positions": 65_536, "window": None, "heads": 12, "exchange": "gather"}
     (outcome,) = compile_programs(f"{ATTENTION}:over_eight", payload, target="v6e-8", keep_text=tmp_path)
     assert isinstance(outcome, Compiled) and outcome.figures is not None
     whole = 12 * 65_536 * 128 * 2
@@ -140,7 +140,30 @@ def test_gradients_of_gathered_keys_are_scattered(tmp_path):
     # Keys and values together or one by one: as many bytes are gathered as are scattered.
     of_kind = {kind: sum(c.total_bytes for c in large if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
     assert of_kind["all-gather"] == of_kind["reduce-scatter"] == 2 * whole, large
-    assert not looks_up(tmp_path / "cut.hlo.txt")
+    assert not looks_up(tmp_path / "cut.hlo.txt") and not has_scores(tmp_path / "cut.hlo.txt", 8_192)
+
+
+@pytest.mark.slow
+def test_heads_cross_once_and_keys_are_never_whole(tmp_path):
+    """Queries, keys, values and results, and their gradients: eight all-to-alls of a device's part, and no gather."""
+    payload = {"positions": 65_536, "window": None, "heads": 16, "exchange": "heads"}
+    (outcome,) = compile_programs(f"{ATTENTION}:over_eight", payload, target="v6e-8", keep_text=tmp_path)
+    assert isinstance(outcome, Compiled) and outcome.figures is not None
+    part = 16 * 65_536 // 8 * 128 * 2
+    large = [c for c in outcome.figures.collectives if c.bytes >= part // 8]
+    assert {c.kind for c in large} == {"all-to-all"}, large
+    assert sum(c.total_bytes for c in large) <= 8 * part
+    assert not has_scores(tmp_path / "cut.hlo.txt", 8_192)
+
+
+def has_scores(text: Path, least: int) -> list[str]:
+    """Instructions of a compiled text whose result has two axes of so many positions."""
+    found = []
+    for line in text.read_text().splitlines():
+        shape = re.search(r" = \w+\[([\d,]+)\]", line)
+        if shape and sum(int(size) >= least for size in shape[1].split(",")) > 1:
+            found.append(line)
+    return found
 
 
 def looks_up(text: Path) -> list[str]:
