@@ -56,7 +56,7 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
 
         Args:
             head_size: features of one head.
-            length: positions in the sequence; only `dynamic` depends on it.
+            length: positions in the sequence; `dynamic` and `longrope` depend on it.
         """
 
     @property

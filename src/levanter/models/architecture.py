@@ -120,6 +120,10 @@ class Architecture(Ranged, ABC):
         """Bound of the head's logits, `bound · tanh(logit / bound)`; None for none."""
         return None
 
+    def reads_alike(self, length: int, other: int) -> bool:
+        """Whether a token means the same in rows of so many positions and of as many others, seeing the same tokens."""
+        return length == other
+
     @abstractmethod
     def for_platform(
         self: A, platform: str, *, compute_dtype: "DTypeLike", length: int | None = None, parts: int = 1

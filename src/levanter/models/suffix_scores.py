@@ -18,6 +18,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
 from haliax_ext.mapping import compute_mapping_in_scope, ways_in_scope
+from levanter.layers.attention import AttentionMask
 from levanter.layers.linear import Linear
 from levanter.models.base import LmHeadModel
 from levanter.models.head_chunks import chunking, gathered_once, head_logits
@@ -94,6 +95,7 @@ def place_scores(
     *,
     segment_ids: NamedArray | None = None,
     positions: NamedArray | None = None,
+    trunks: NamedArray | None = None,
     chunk: int | None = None,
 ) -> SuffixScores:
     """Scores tokens that are predicted at any places of a sequence; several may be predicted at one.
@@ -104,11 +106,20 @@ def place_scores(
         places: where each target is predicted, `[batch, suffix]`; the token before it stands there.
         targets: the ids that are scored, `[batch, suffix]`.
         segment_ids, positions: as in `suffix_scores`.
+        trunks: a further segment that tokens see, see `AttentionMask.with_trunks`; both others are needed then.
         chunk: targets scored at a time; by default as many as `head_plan.default_chunk` says.
     """
     Suffix = targets.resolve_axis("suffix")
     (Batch,) = (axis for axis in targets.axes if axis != Suffix)
-    activations = model(tokens, segment_ids=segment_ids, positions=positions).activations
+    mask = None
+    if trunks is not None:
+        assert segment_ids is not None and positions is not None, "trunks are segments that end at positions"
+        # Windows are measured from positions: a segment does not lie where its trunk ends.
+        keys = positions.rename({"position": "key_position"})
+        mask = AttentionMask.causal().with_segment_ids(segment_ids).with_trunks(trunks).with_positions(positions, keys)
+        segment_ids = None
+    outputs = model(tokens, segment_ids=segment_ids, attn_mask=mask, positions=positions)
+    activations = outputs.activations
     Embed = activations.resolve_axis("embed")
     whole = activations.rearrange((Batch, "position", Embed)).array
     chosen = jnp.take_along_axis(whole, places.rearrange((Batch, Suffix)).array[..., None], axis=1)

@@ -19,7 +19,9 @@ from levanter.commands.model.questions import (
     conversation_template,
     question_encoder,
     question_length,
+    reading_checks,
     rows_flops,
+    rows_reach,
     rows_room,
     sampling_checks,
 )
@@ -95,7 +97,12 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
     else:
         checks = [*pretrained.checks, *not_carried(config, written)]
         notes, beside, resident, more, more_work = pretrained.notes, {}, None, (), ()
-    shapes = row_shapes(length, tokens=_tokens(config.trainer, target, length), ways=pretrained.resolved.batch_ways)
+    tokens = _tokens(config.trainer, target, length)
+    longest, branches = rows_reach(
+        pretrained.config, pretrained.resolved, target.platform, length=length, tokens=tokens
+    )
+    checks += reading_checks(pretrained.config, longest)
+    shapes = row_shapes(longest, tokens=tokens, ways=pretrained.resolved.batch_ways, branches=branches)
     tokenizer = pretrained.found_tokenizer
     template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
     checks += [tasks.check, *checking, *found, *_against_checks(config, tasks)]

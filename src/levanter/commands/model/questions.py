@@ -70,6 +70,43 @@ def sampling_checks(*, logged: bool) -> list[Check]:
     return [Check(name="samples", status="note", message=said)] if logged else []
 
 
+def rows_reach(model: LmConfig, resolved: ResolvedMesh, platform: str, *, length: int, tokens: int) -> tuple[int, bool]:
+    """Positions of the longest rows, and whether segments may go on from others there.
+
+    Sequences that begin alike share what they begin with where attention is a formula: the kernel for TPUs, and what
+    attends where positions are cut, know one segment for a query. A row may then be longer than what the model sees at
+    once, for its segments are not: twice that, if a batch has the tokens and the model reads short segments alike.
+
+    Args:
+        model: the architecture.
+        resolved: the mesh.
+        platform: of the devices.
+        length: tokens that the model sees at once.
+        tokens: of a batch on each of its shards.
+    """
+    if platform == "tpu" or resolved.position_ways > 1:
+        return length, False
+    longest = max(length, min(tokens, 2 * length))
+    return (longest if model.reads_alike(length, longest) else length), True
+
+
+def reading_checks(model: LmConfig, longest: int) -> list[Check]:
+    """Says so where it matters how long a row is.
+
+    Args:
+        model: the architecture.
+        longest: positions of the longest rows.
+    """
+    if model.reads_alike(1, longest):
+        return []
+    said = (
+        "rotary embeddings of this kind depend on how long the whole sequence is; in rows of up to "
+        f"{longest:,} positions short requests are read as parts of a long one, as in a padded batch\n"
+        "  → eval_harness.max_length: what the model was first trained on, where requests are no longer than that"
+    )
+    return [Check(name="rotary", status="note", message=said)]
+
+
 def rows_room(resolved: ResolvedMesh, platform: str) -> Room:
     """What rows may be on a platform: of any length on CPUs, in pieces of 128 elsewhere, as hardware multiplies them.
 
@@ -78,7 +115,8 @@ def rows_room(resolved: ResolvedMesh, platform: str) -> Room:
     on_cpu = platform == "cpu"
     cut = 2 * resolved.position_ways if resolved.position_ways > 1 else 1
     # Beyond CPUs a batch has costs that its rows do not: the weights are gathered for each.
-    return Room(ways=resolved.batch_ways, unit=(1 if on_cpu else 128) * cut, spread=2.0 if on_cpu else 1.0)
+    unit, (fewer, larger) = (1 if on_cpu else 128) * cut, (2.0, 4.0) if on_cpu else (1.0, 1.0)
+    return Room(ways=resolved.batch_ways, unit=unit, fewer=fewer, larger=larger)
 
 
 def rows_flops(model: LmConfig, vocab: int, shape: RowShape, attention: Literal["causal", "full"]) -> float:

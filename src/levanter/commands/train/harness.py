@@ -17,7 +17,9 @@ from levanter.commands.model.questions import (
     conversation_template,
     question_encoder,
     question_length,
+    reading_checks,
     rows_flops,
+    rows_reach,
     rows_room,
     sampling_checks,
 )
@@ -122,7 +124,9 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
     checks += found
     per_device = run.config.trainer.per_device_eval_parallelism
     rows = largest.per_device if per_device == -1 else per_device
-    shapes = row_shapes(length, tokens=rows * length, ways=run.resolved.batch_ways)
+    longest, branches = rows_reach(run.model, run.resolved, run.platform, length=length, tokens=rows * length)
+    checks += reading_checks(run.model, longest)
+    shapes = row_shapes(longest, tokens=rows * length, ways=run.resolved.batch_ways, branches=branches)
 
     encoder, found = question_encoder(tokenizer, length)
     template, more = conversation_template(tokenizer, asked=config.apply_chat_template)

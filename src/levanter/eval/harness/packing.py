@@ -1,15 +1,18 @@
 """Which questions share a row, and how long rows are.
 
 A question whose inputs another one begins with needs no inputs of its own: its targets are predicted on the way (the
-answers of one token of one context are one item). What is left, the *items*, goes into rows as segments that do not see
-each other. Rows have one of a few lengths, each with a Program; which lengths are used is decided by what they would
-cost, and rows are filled with the longest item that still fits.
+answers of one token of one context are one item). Where rows take *branches*, questions whose inputs begin alike (the
+endings of one context) are one item too: a trunk, computed once, and what each goes on with (a tree of one level, as
+tree attention of speculative decoding has them: Miao et al., arXiv:2305.09781). Items go into rows as segments that do
+not see each other, but for the trunk. Rows have one of a few lengths, each with a Program; which lengths are used is
+decided by what they would cost, and rows are filled with the longest item that still fits.
 
 An item has a *weight*: its tokens, or its targets where it has more of these. In *sparse* rows a quarter of the
 positions is scored, so there are items with few targets for their tokens; in *dense* rows as many as there are.
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +30,9 @@ Piece = tuple[int, int, int, int]
 """A part of an item that lies in one row: its weight, the item, the first of its targets, how many."""
 _SAMPLE = 2048
 """Items by which the lengths are chosen."""
+_MOST_BRANCHES = 64
+_LEAST_SHARED = 4
+"""A trunk is at least one part in so many of each question that it begins: less is not worth a longer row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +43,14 @@ class RowShape:
         length: positions of a row.
         slots: targets of a row.
         rows: of a batch.
+        branches: tokens, and targets, that an item with branches may have, whatever rows of this shape may; 0 where
+            segments do not go on from others.
     """
 
     length: int
     slots: int
     rows: int
+    branches: int = 0
 
     @property
     def is_dense(self) -> bool:
@@ -54,17 +63,19 @@ class RowShape:
         return f"{SCORES}{self.length}" + ("_all" if self.is_dense else "")
 
 
-def row_shapes(max_length: int, *, tokens: int, ways: int) -> tuple[RowShape, ...]:
+def row_shapes(max_length: int, *, tokens: int, ways: int, branches: bool = False) -> tuple[RowShape, ...]:
     """The shapes of a run, six at most: four sparse ones, two dense ones.
 
     Args:
-        max_length: tokens that the model sees at once.
+        max_length: positions of the longest rows.
         tokens: of a batch on each of its shards.
         ways: how many shards the batch has.
+        branches: whether segments may go on from others.
     """
+    room = max_length if branches else 0
 
     def of(length: int, slots: int) -> RowShape:
-        return RowShape(length=length, slots=slots, rows=ways * max(1, tokens // length))
+        return RowShape(length=length, slots=slots, rows=ways * max(1, tokens // length), branches=room)
 
     sparse = [n for n in (max_length, max_length // 2, max_length // 4, max_length // 8) if n >= SHORTEST]
     dense = [n for n in (max_length, max_length // 4) if n >= SHORTEST]
@@ -78,16 +89,23 @@ class Items:
     """Questions without those that others answer on the way.
 
     Attributes:
-        inputs: the tokens of each.
+        inputs: the tokens of each: of its trunk, then of its branches.
         targets: of each, its targets as (place, token, question, which of the question's).
+        parts: of each, the tokens of its trunk and of every branch; of the trunk alone where it has none.
     """
 
     inputs: tuple[np.ndarray, ...]
     targets: tuple[np.ndarray, ...]
+    parts: tuple[tuple[int, ...], ...]
 
 
-def items_of(questions: Sequence[Query]) -> Items:
-    """The sequences that have to be computed to answer all questions."""
+def items_of(questions: Sequence[Query], *, room: int | None = None) -> Items:
+    """The sequences that have to be computed to answer all questions.
+
+    Args:
+        questions: the questions.
+        room: tokens, and targets, that an item with branches may have; None for no branches.
+    """
     keys = [each.inputs.astype(">i4").tobytes() for each in questions]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     # Sorted, a sequence that begins others stands right before one of them.
@@ -99,16 +117,78 @@ def items_of(questions: Sequence[Query]) -> Items:
     asked: dict[int, list[int]] = {}
     for n in range(len(questions)):
         asked.setdefault(owner[n], []).append(n)
-    inputs, targets = [], []
-    for item in sorted(asked):
-        inputs.append(questions[item].inputs)
-        rows = [
-            np.stack([q.places, q.targets, np.full(len(q.targets), n), np.arange(len(q.targets))], axis=1)
-            for n in asked[item]
-            for q in (questions[n],)
-        ]
-        targets.append(np.concatenate(rows).astype(np.int64))
-    return Items(inputs=tuple(inputs), targets=tuple(targets))
+    whole = [n for n in order if owner[n] == n]
+    groups = [[n] for n in whole] if room is None else _branching(questions, whole, asked, room)
+    inputs, targets, parts = [], [], []
+    for group in sorted(sorted(group) for group in groups):
+        trunk = len(questions[group[0]].inputs) if len(group) == 1 else _alike(questions, group)
+        ids, found, sizes = [questions[group[0]].inputs[:trunk]], [], [trunk]
+        for owning in group:
+            # What is predicted within the trunk is predicted there.
+            moved = sum(sizes) - trunk
+            for n in asked[owning]:
+                q = questions[n]
+                places = q.places + np.where(q.places < trunk, 0, moved)
+                found.append(
+                    np.stack([places, q.targets, np.full(len(q.targets), n), np.arange(len(q.targets))], axis=1)
+                )
+            if len(group) > 1:
+                ids.append(questions[owning].inputs[trunk:])
+                sizes.append(len(ids[-1]))
+        inputs.append(np.concatenate(ids))
+        targets.append(np.concatenate(found).astype(np.int64))
+        parts.append(tuple(sizes))
+    return Items(inputs=tuple(inputs), targets=tuple(targets), parts=tuple(parts))
+
+
+def _branching(
+    questions: Sequence[Query], whole: Sequence[int], asked: Mapping[int, Sequence[int]], room: int
+) -> list[list[int]]:
+    """Which sequences have a trunk together, so that the most tokens are saved.
+
+    Args:
+        questions: all of them.
+        whole: those that no other one begins with, in the order of their tokens: what begins alike stands together.
+        asked: the questions that each of these answers.
+        room: see `items_of`.
+    """
+    sizes = [len(questions[n].inputs) for n in whole]
+    counts = [sum(len(questions[each].targets) for each in asked[n]) for n in whole]
+    alike = [_alike(questions, pair) for pair in itertools.pairwise(whole)]
+    # Of the first sequences: the tokens that are saved at best, and where the last of their groups begins.
+    saved, begins = [0], [0]
+    for last in range(len(whole)):
+        best, begin = saved[last], last
+        trunk, size, count, longest = sizes[last], sizes[last], counts[last], sizes[last]
+        for first in range(last - 1, max(-1, last - _MOST_BRANCHES), -1):
+            trunk, size, count = min(trunk, alike[first]), size + sizes[first], count + counts[first]
+            longest, less = max(longest, sizes[first]), (last - first) * trunk
+            if trunk * _LEAST_SHARED < longest or count > room:
+                break
+            if size - less <= room and saved[first] + less > best:
+                best, begin = saved[first] + less, first
+        saved.append(best)
+        begins.append(begin)
+    groups, end = [], len(whole)
+    while end:
+        groups.append(list(whole[begins[end] : end]))
+        end = begins[end]
+    return groups
+
+
+def _alike(questions: Sequence[Query], some: Sequence[int]) -> int:
+    """With how many same tokens the inputs of some questions begin."""
+    shortest = min(len(questions[n].inputs) for n in some)
+    first = questions[some[0]].inputs[:shortest]
+    other = np.zeros(shortest, bool)
+    for n in some[1:]:
+        other |= questions[n].inputs[:shortest] != first
+    return int(np.argmax(other)) if other.any() else shortest
+
+
+def branching_room(shapes: Sequence[RowShape]) -> int | None:
+    """Tokens that an item with branches may have in rows of some shapes; None where they take none."""
+    return max(shape.branches for shape in shapes) or None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ def score_programs(
 ) -> Mapping[RowShape, Program]:
     """A Program for each shape: model, tokens, segments, positions, places, targets → log-probabilities and ranks.
 
+    Where segments may go on from others, it takes the trunks as well.
+
     Args:
         model: abstract, its weights in the compute dtype, unless `usable` brings them there.
         shapes: of batches.
@@ -64,8 +66,10 @@ def _score_program(
         positions: hax.NamedArray,
         places: hax.NamedArray,
         targets: hax.NamedArray,
+        trunks: hax.NamedArray | None = None,
     ) -> tuple[hax.NamedArray, hax.NamedArray]:
-        found = place_scores(usable(model), tokens, places, targets, segment_ids=segment_ids, positions=positions)
+        where = {"segment_ids": segment_ids, "positions": positions, "trunks": trunks}
+        found = place_scores(usable(model), tokens, places, targets, **where)
         return found.logprobs, found.ranks
 
     def declared(name: str, *axes: hax.Axis) -> Input:
@@ -79,6 +83,7 @@ def _score_program(
             Input(name="model", value=model, placement=placement),
             *(declared(name, Batch, Pos) for name in ("tokens", "segment_ids", "positions")),
             *(declared(name, Batch, Suffix) for name in ("places", "targets")),
+            *([declared("trunks", Batch, Pos)] if shape.branches else []),
         ),
         mappings=mappings,
         # A few hundred kilobytes that the host reads: replicated.

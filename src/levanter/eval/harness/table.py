@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from levanter.eval.harness.asked import Query
-from levanter.eval.harness.packing import Items, Packed, RowShape, items_of, pack
+from levanter.eval.harness.packing import Items, Packed, RowShape, branching_room, items_of, pack
 
 PADDING = -1
 """The segment of positions without a token, and the question of slots without a target."""
@@ -27,10 +27,13 @@ class Batch:
     """One execution of a Program.
 
     Attributes:
-        tokens, segment_ids, positions: int32 `[rows, length]`; positions count from the beginning of a segment.
+        tokens, segment_ids, positions: int32 `[rows, length]`; positions count from the beginning of a segment, or go
+            on from its trunk's.
         places, targets: int32 `[rows, slots]`: where a target is predicted, and its id.
         questions, numbers: int64 `[rows, slots]`: whose target it is, and which of its; `PADDING` for none. None on
             processes that do not know.
+        trunks: int32 `[rows, length]`: the segment that each segment goes on from, itself where it begins there; None
+            where rows have no branches.
     """
 
     tokens: np.ndarray
@@ -40,11 +43,13 @@ class Batch:
     targets: np.ndarray
     questions: np.ndarray | None = None
     numbers: np.ndarray | None = None
+    trunks: np.ndarray | None = None
 
     @property
     def inputs(self) -> tuple[np.ndarray, ...]:
         """What the Program takes besides the model."""
-        return self.tokens, self.segment_ids, self.positions, self.places, self.targets
+        trunks = () if self.trunks is None else (self.trunks,)
+        return self.tokens, self.segment_ids, self.positions, self.places, self.targets, *trunks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +75,7 @@ class Table:
             shapes: of the rows that there are Programs for.
             cost: of a batch, in any unit.
         """
-        items = items_of(questions)
+        items = items_of(questions, room=branching_room(shapes))
         tokens = sum(len(each.inputs) for each in questions)
         return Table(items=items, packed=pack(items, shapes, cost), tokens=tokens)
 
@@ -99,6 +104,9 @@ class Table:
         yield np.asarray([len(each) for each in self.items.targets], np.int64)
         for each in self.items.targets:
             yield each[:, :2]
+        if any(len(parts) > 1 for parts in self.items.parts):
+            yield np.asarray([len(each) for each in self.items.parts], np.int64)
+            yield np.concatenate(self.items.parts)
         for each in self.packed:
             shape = each.shape
             yield np.asarray([shape.length, shape.slots, shape.rows, len(each.rows)], np.int64)
@@ -113,19 +121,21 @@ class Table:
     def _batch(self, shape: RowShape, rows: Sequence[Sequence[tuple[int, int, int]]]) -> Batch:
         size, slots = (shape.rows, shape.length), (shape.rows, shape.slots)
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        segments = np.full(size, PADDING, np.int32)
+        segments, trunks = np.full(size, PADDING, np.int32), np.full(size, PADDING, np.int32)
         places, targets = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         asked = np.full((*slots, 2), PADDING, np.int64)
         for n, row in enumerate(rows):
-            at = slot = 0
-            for segment, (item, first, count) in enumerate(row):
-                ids = self.items.inputs[item]
+            at = slot = segment = 0
+            for item, first, count in row:
+                ids, parts = self.items.inputs[item], self.items.parts[item]
                 mine = self.items.targets[item][first : first + count]
                 end = at + len(ids)
-                tokens[n, at:end], segments[n, at:end], positions[n, at:end] = ids, segment, np.arange(len(ids))
+                within = np.concatenate([np.arange(parts[0]), *(parts[0] + np.arange(size) for size in parts[1:])])
+                tokens[n, at:end], positions[n, at:end], trunks[n, at:end] = ids, within, segment
+                segments[n, at:end] = segment + np.repeat(np.arange(len(parts)), parts)
                 places[n, slot : slot + count], targets[n, slot : slot + count] = at + mine[:, 0], mine[:, 1]
                 asked[n, slot : slot + count] = mine[:, 2:]
-                at, slot = end, slot + count
+                at, slot, segment = end, slot + count, segment + len(parts)
         return Batch(
             tokens=tokens,
             segment_ids=segments,
@@ -134,6 +144,7 @@ class Table:
             targets=targets,
             questions=asked[..., 0],
             numbers=asked[..., 1],
+            trunks=trunks if shape.branches else None,
         )
 
     def message(self) -> dict[str, Any]:
@@ -141,7 +152,7 @@ class Table:
         inputs, targets = self.items.inputs, self.items.targets
         rows = [
             {
-                "shape": [each.shape.length, each.shape.slots, each.shape.rows],
+                "shape": [each.shape.length, each.shape.slots, each.shape.rows, each.shape.branches],
                 "sizes": _packed_array([len(row) for row in each.rows]),
                 "pieces": _packed_array([piece for row in each.rows for piece in row]),
             }
@@ -151,6 +162,8 @@ class Table:
             "digest": self.digest,
             "lengths": _packed_array([len(each) for each in inputs]),
             "ids": _packed_array(np.concatenate(inputs)),
+            "branches": _packed_array([len(each) for each in self.items.parts]),
+            "parts": _packed_array(np.concatenate(self.items.parts)),
             "counts": _packed_array([len(each) for each in targets]),
             "targets": _packed_array(np.concatenate(targets)[:, :2]),
             "rows": rows,
@@ -164,15 +177,21 @@ class Table:
             ValueError: it is damaged.
         """
         inputs = _cut(_array(message["ids"]), _array(message["lengths"]))
+        parts = _cut(_array(message["parts"]), _array(message["branches"]))
         targets = _cut(_array(message["targets"]).reshape(-1, 2), _array(message["counts"]))
         unknown = [np.pad(each, ((0, 0), (0, 2)), constant_values=PADDING) for each in targets]
         packed = []
         for each in message["rows"]:
-            length, slots, count = each["shape"]
+            length, slots, count, branches = each["shape"]
             pieces = _cut(_array(each["pieces"]).reshape(-1, 3), _array(each["sizes"]))
             rows = tuple(tuple((a, b, c) for a, b, c in row.tolist()) for row in pieces)
-            packed.append(Packed(shape=RowShape(length=length, slots=slots, rows=count), rows=rows))
-        items = Items(inputs=tuple(each.astype(np.int32) for each in inputs), targets=tuple(unknown))
+            shape = RowShape(length=length, slots=slots, rows=count, branches=branches)
+            packed.append(Packed(shape=shape, rows=rows))
+        items = Items(
+            inputs=tuple(each.astype(np.int32) for each in inputs),
+            targets=tuple(unknown),
+            parts=tuple(tuple(each.tolist()) for each in parts),
+        )
         table = Table(items=items, packed=tuple(packed))
         if table.digest != message["digest"]:
             raise ValueError(f"a table of requests was damaged on its way: {table.digest} is not {message['digest']}")

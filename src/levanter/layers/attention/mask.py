@@ -25,6 +25,8 @@ class AttentionMask(eqx.Module):
         query_segments: integers, `[…, position]`; queries see keys of their own segment. None for one segment.
         key_segments: the keys' segments, `[…, key_position]`; None where there are as many keys as queries, and each
             has the segment of the query with its index.
+        query_trunks: integers, `[…, position]`: a further segment whose keys queries see, the one that theirs goes on
+            from. None for none.
         explicit_mask: boolean `[…, position, key_position]`.
         query_positions: integers, `[…, position]`; without that axis, the position of the first query, which the
             others follow. None for `offset` and the index.
@@ -38,6 +40,7 @@ class AttentionMask(eqx.Module):
 
     query_segments: NamedArray | None = None
     key_segments: NamedArray | None = None
+    query_trunks: NamedArray | None = None
     explicit_mask: NamedArray | None = None
     query_positions: NamedArray | None = None
     key_positions: NamedArray | None = None
@@ -53,6 +56,8 @@ class AttentionMask(eqx.Module):
             raise ValueError(f"a sliding window must have at least one key, got {self.sliding_window}")
         if self.key_segments is not None and self.query_segments is None:
             raise ValueError("the mask has segments for keys but not for queries; give both")
+        if self.query_trunks is not None and self.query_segments is None:
+            raise ValueError("the mask has trunks but no segments that go on from them; give both")
         if self.offset and self.query_positions is not None:
             raise ValueError(
                 f"the mask has both query positions and an offset of {self.offset}; add the offset to the positions"
@@ -90,6 +95,17 @@ class AttentionMask(eqx.Module):
         assert self.query_segments is None, "this mask has segments already"
         return dataclasses.replace(self, query_segments=segment_ids, key_segments=key_segment_ids)
 
+    def with_trunks(self, trunks: NamedArray) -> "AttentionMask":
+        """This rule, and queries see a second segment: several that go on from one trunk need it once.
+
+        Where each token is, positions must say: segments that go on from the same trunk have the same ones.
+
+        Args:
+            trunks: of the queries, `[…, position]`: the segment of its trunk; for the trunk's own tokens, their own.
+        """
+        assert self.query_trunks is None, "this mask has trunks already"
+        return dataclasses.replace(self, query_trunks=trunks)
+
     def with_positions(
         self, query_positions: NamedArray | None = None, key_positions: NamedArray | None = None
     ) -> "AttentionMask":
@@ -104,6 +120,7 @@ class AttentionMask(eqx.Module):
         return AttentionMask(
             query_segments=segmented.query_segments,
             key_segments=segmented.key_segments,
+            query_trunks=segmented.query_trunks,
             explicit_mask=_and(self.explicit_mask, other.explicit_mask),
             query_positions=_one(self.query_positions, other.query_positions, "query positions"),
             key_positions=_one(self.key_positions, other.key_positions, "key positions"),
@@ -205,6 +222,12 @@ class AttentionMask(eqx.Module):
             mine, theirs = _over_both(self.query_segments, key_segments)
             same = mine == theirs
             assert isinstance(same, NamedArray)
+            if self.query_trunks is not None:
+                trunks, theirs = _over_both(self.query_trunks, key_segments)
+                of_trunk = trunks == theirs
+                assert isinstance(of_trunk, NamedArray)
+                same = hax.logical_or(same, of_trunk)
+                assert isinstance(same, NamedArray)
             rule = _and(rule, same)
         return rule
 

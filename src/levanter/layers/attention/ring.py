@@ -193,6 +193,8 @@ def ring_obstacle(mask: AttentionMask, size: int) -> str | None:
     """Why a ring of so many devices cannot have a mask, if it cannot."""
     if mask.explicit_mask is not None:
         return "it takes masks that are given by rules (causal, window, segments), not by arrays"
+    if mask.query_trunks is not None:
+        return "a query sees one segment there, not that of a trunk as well"
     if mask.moves_queries or mask.key_positions is not None or mask.key_segments is not None:
         return "its queries and keys are the same tokens; positions or segments of their own are for gathered keys"
     if mask.zigzag not in (1, size):

@@ -217,6 +217,8 @@ def splash_mask_obstacle(mask: AttentionMask, *, keys: int) -> str | None:
     """
     if mask.explicit_mask is not None:
         return "the kernel takes masks that are given by rules (causal, window, segments), not by arrays"
+    if mask.query_trunks is not None:
+        return "in the kernel a query sees one segment, not that of a trunk as well"
     # A mark in the kernel is 32 bits wide, and each of two limits takes half of it.
     given = mask.key_positions is not None and "key_position" in [axis.name for axis in mask.key_positions.axes]
     if given and mask.is_causal and mask.sliding_window is not None and keys > MOST_MARKED_KEYS:

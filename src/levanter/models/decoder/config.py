@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 from haliax import Axis
 from jax.typing import DTypeLike
 
@@ -185,6 +186,14 @@ class DecoderConfig(LmConfig):
         """The rotary embeddings that some layer uses, by the name of their field."""
         names = [layer.mixer.rope for layer in self.layers]
         return {name: getattr(self, name) for name in dict.fromkeys(names) if name is not None}
+
+    def reads_alike(self, length: int, other: int) -> bool:
+        """Whether a token's rotary embedding is the same in rows of so many positions and of as many others."""
+        size = self.HeadSize.size
+        return all(
+            np.array_equal(rope.frequencies(size, length), rope.frequencies(size, other))
+            for rope in self.ropes.values()
+        )
 
     def __post_init__(self):
         super().__post_init__()

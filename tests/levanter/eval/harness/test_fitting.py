@@ -1,12 +1,14 @@
 """Rows that suit what is asked: as long as the fullest, as many as there are; everything still has its place."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levanter.eval.harness.asked import HarnessError, Query
-from levanter.eval.harness.fitting import MOST, Room, fewest_rows, fitted
+from levanter.eval.harness.fitting import MOST, Room, closest, fewest_rows, fitted
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.table import Table
 
@@ -33,18 +35,62 @@ def question(length: int, targets: int = 1, *, first: int = 3) -> Query:
     ],
 )
 def test_a_batch_has_as_few_empty_rows_as_may_be(most: int, counts: list[int], spread: float, kept: int):
-    assert fewest_rows(most, counts, Room(ways=8, spread=spread)) == kept
+    assert fewest_rows(most, counts, Room(ways=8, fewer=spread, larger=spread)) == kept
 
 
 def test_rows_are_as_long_as_what_is_in_them():
     shapes = row_shapes(128, tokens=512, ways=1)
     asked = [question(102, first=n) for n in range(5)]
-    found = fitted([asked], shapes, price, Room(ways=1, spread=2.0))
+    found = fitted([asked], shapes, price, Room(ways=1, fewer=2.0, larger=4.0))
     assert found == (RowShape(length=102, slots=25, rows=5),)
     assert Table.of(asked, found, price).computed_tokens == 5 * 102
     # In pieces of 128, as hardware has it, there is nothing to gain.
     assert {shape.length for shape in fitted([asked], shapes, price, Room(ways=1, unit=128))} == {128}
     assert fitted([[]], shapes, price, Room(ways=1)) == shapes
+
+
+def test_trunks_where_they_save_something():
+    """Fifteen contexts with four endings each; then two of which a trunk would only make a longer row."""
+    dice, asked = np.random.default_rng(0), []
+    for _ in range(15):
+        context = dice.integers(3, 99, int(dice.integers(80, 100)))
+        for _ in range(4):
+            ids = np.concatenate([context, dice.integers(3, 99, int(dice.integers(10, 20)))]).astype(np.int32)
+            asked.append(Query(inputs=ids[:-1], targets=ids[len(context) :]))
+    room = Room(ways=1, fewer=2.0, larger=4.0)
+    computed = [
+        Table.of(asked, fitted([asked], row_shapes(256, tokens=512, ways=1, branches=each), price, room), price)
+        for each in (False, True)
+    ]
+    assert 2 * computed[1].computed_tokens < computed[0].computed_tokens <= 1.05 * computed[0].tokens
+    most = row_shapes(256, tokens=512, ways=1, branches=True)
+    assert {shape.branches for shape in fitted([asked], most, price, room)} == {256}
+    # Two that begin alike, of which rows twice as long would cost more than they save.
+    alike = [question(100, first=n) for n in (7, 7, 8, 8)]
+    for n, each in enumerate(alike):
+        each.inputs[30:] = n
+    dear = fitted([alike], most, lambda shape: shape.rows * shape.length**2, room)
+    assert {shape.branches for shape in dear} == {0}
+
+
+def test_lengths_are_the_closest_that_there_are():
+    """Against every choice of so many of the weights; batches have four rows."""
+    dice = np.random.default_rng(1)
+
+    def rows(length: int, count: int) -> int:
+        return -(-count // 4) * 4
+
+    weights = sorted(int(n) for n in dice.integers(50, 120, 14))
+
+    def tokens(lengths: list[int]) -> int:
+        own = [min(n for n in lengths if n >= weight) for weight in weights]
+        return sum(n * rows(n, own.count(n)) for n in lengths)
+
+    found = closest(weights, 4, rows)
+    assert [len(each) for each in found] == [1, 2, 3, 4]
+    for mine in found:
+        others = itertools.combinations(sorted(set(weights[:-1]) - {weights[-1]}), len(mine) - 1)
+        assert tokens(mine) == min(tokens([*each, weights[-1]]) for each in others)
 
 
 @settings(max_examples=20, deadline=None)
@@ -58,7 +104,7 @@ def test_no_question_is_without_a_place_and_no_more_is_computed(seed: int, count
     for n in range(count):
         length = int(dice.integers(1, 129))
         asked.append(question(length, int(dice.integers(1, length + 1)) if dice.random() < 0.3 else 1, first=n + 10))
-    found = fitted([asked, asked[:1]], shapes, price, Room(ways=ways, unit=unit, spread=2.0))
+    found = fitted([asked, asked[:1]], shapes, price, Room(ways=ways, unit=unit, fewer=2.0, larger=4.0))
     assert len(found) <= MOST and len({shape.name for shape in found}) == len(found)
     assert all(shape.rows % ways == 0 and (shape.length % unit == 0 or shape.length == 128) for shape in found)
     before, after = (Table.of(asked, each, price) for each in (shapes, found))

@@ -1,5 +1,8 @@
 """Rows of questions: every target is predicted behind the tokens it was asked behind, once, whatever shares its row."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,24 +33,27 @@ def questions(seed: int, count: int, length: int, vocab: int = 9) -> list[Query]
 
 def check(table: Table, asked: list[Query]) -> None:
     """Compares every row with what was asked, by brute force."""
-    seen = set()
+    answered = set()
     for packed in table.packed:
         for batch in table.batches(packed):
             assert batch.tokens.shape == (packed.shape.rows, packed.shape.length)
             for row, slot in zip(*np.nonzero(batch.questions != PADDING), strict=True):
                 owner, number = int(batch.questions[row, slot]), int(batch.numbers[row, slot])
                 question, place = asked[owner], int(batch.places[row, slot])
-                begin = place - int(batch.positions[row, place])
                 given_ids = np.concatenate([question.inputs, question.targets[-1:]])
                 behind = given_ids[: len(question.inputs) - len(question.targets) + 1 + number]
-                assert batch.tokens[row, begin : place + 1].tolist() == behind.tolist()
-                # Nothing else is seen: the segment begins there.
-                assert len(set(batch.segment_ids[row, begin : place + 1])) == 1
-                assert begin == 0 or batch.segment_ids[row, begin - 1] != batch.segment_ids[row, place]
+                # What the token sees, as attention does: its own segment and its trunk, no position after its own.
+                seen = batch.segment_ids[row] == batch.segment_ids[row, place]
+                if batch.trunks is not None:
+                    seen |= batch.segment_ids[row] == batch.trunks[row, place]
+                seen &= batch.positions[row] <= batch.positions[row, place]
+                assert sorted(batch.positions[row][seen]) == list(range(len(behind)))
+                order = np.argsort(batch.positions[row][seen])
+                assert batch.tokens[row][seen][order].tolist() == behind.tolist()
                 assert batch.targets[row, slot] == question.targets[number]
-                assert (owner, number) not in seen
-                seen.add((owner, number))
-    assert seen == {(n, k) for n, each in enumerate(asked) for k in range(len(each.targets))}
+                assert (owner, number) not in answered
+                answered.add((owner, number))
+    assert answered == {(n, k) for n, each in enumerate(asked) for k in range(len(each.targets))}
 
 
 @settings(max_examples=25)
@@ -56,10 +62,13 @@ def check(table: Table, asked: list[Query]) -> None:
     count=st.integers(1, 40),
     length=st.sampled_from([8, 64, 100, 256]),
     ways=st.sampled_from([1, 4]),
+    branches=st.booleans(),
 )
-def test_every_target_is_asked_once_behind_its_own_tokens(seed: int, count: int, length: int, ways: int):
+def test_every_target_is_asked_once_behind_its_own_tokens(
+    seed: int, count: int, length: int, ways: int, branches: bool
+):
     asked = questions(seed, count, length)
-    shapes = row_shapes(length, tokens=256, ways=ways)
+    shapes = row_shapes(length, tokens=256, ways=ways, branches=branches)
     assert 1 <= len(shapes) <= 6 and len({shape.name for shape in shapes}) == len(shapes)
     table = Table.of(asked, shapes, price)
     check(table, asked)
@@ -79,6 +88,45 @@ def test_answers_of_one_token_to_one_question_are_one_sequence():
     items = items_of(asked)
     assert len(items.inputs) == 1 and items.inputs[0].tolist() == longer.tolist()
     assert len(items.targets[0]) == 6
+
+
+def test_endings_of_one_context_are_computed_behind_it_once():
+    context = np.arange(3, 43, dtype=np.int32)
+    endings = [np.asarray(ids, np.int32) for ids in ([2, 9, 9], [2, 8], [7, 7, 7, 7], [9])]
+    asked = [Query(inputs=np.concatenate([context, each])[:-1], targets=each) for each in endings]
+    items = items_of(asked, room=64)
+    # Of an ending's tokens all but the last are inputs; the second and the last have none that others have not.
+    assert items.parts == ((40, 2, 3),) and len(items.inputs[0]) == 45
+    assert len(items_of(asked, room=44).inputs) == 2, "what does not fit is not together"
+    assert items_of(asked).parts == ((42,), (43,))
+    table = Table.of(asked, row_shapes(64, tokens=64, ways=1, branches=True), price)
+    check(table, asked)
+    assert (
+        table.computed_tokens == 64 < 128 == Table.of(asked, row_shapes(64, tokens=64, ways=1), price).computed_tokens
+    )
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 9), room=st.sampled_from([12, 30, 60]))
+def test_trunks_save_the_most_tokens_that_neighbours_can(seed: int, count: int, room: int):
+    """Of all ways to cut the sorted sequences into groups, by brute force."""
+    asked = questions(seed, count, 12, vocab=5)[:9]
+    alone = items_of(asked)
+    rows = sorted((each.tolist(), len(targets)) for each, targets in zip(alone.inputs, alone.targets, strict=True))
+
+    def size(group: list[tuple[list[int], int]]) -> float:
+        columns = zip(*(ids for ids, _ in group), strict=False)
+        trunk = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+        total = trunk + sum(len(ids) - trunk for ids, _ in group)
+        legal = total <= room and sum(n for _, n in group) <= room and trunk * 4 >= max(len(ids) for ids, _ in group)
+        return len(group[0][0]) if len(group) == 1 else total if legal else math.inf
+
+    least = min(
+        sum(size(rows[a:b]) for a, b in itertools.pairwise([0, *cuts, len(rows)]))
+        for count in range(len(rows))
+        for cuts in itertools.combinations(range(1, len(rows)), count)
+    )
+    assert sum(len(each) for each in items_of(asked, room=room).inputs) == least
 
 
 def test_more_targets_than_a_row_holds_are_asked_in_several():

@@ -25,7 +25,7 @@ SCALE, CAP = 0.6, 1.5
 Batch, KVHead, Group, Size = Axis("batch", 2), Axis("kv_head", 2), Axis("q_heads_per_group", 2), Axis("head_size", 8)
 FACTORS = {
     "mask": ("all", "causal", "window", "ahead"),
-    "segments": ("none", "shared", "of both"),
+    "segments": ("none", "shared", "of both", "trunks"),
     "positions": ("index", "offset", "before", "first", "firsts", "permuted", "gaps"),
     "lengths": ((140, 140), (50, 280), (280, 50)),
     "beside": ("nothing", "sinks", "cap", "both"),
@@ -94,7 +94,9 @@ def arrays_of(case: Case) -> dict[str, np.ndarray]:
     longest = max(case.lengths)
     if case.segments != "none":
         found["query_segments"] = np.sort(random.integers(0, 3, (2, queries)), axis=1).astype(np.int32)
-    if case.segments == "of both":
+    if case.segments == "trunks":
+        found["query_trunks"] = random.integers(0, 3, (2, queries)).astype(np.int32)
+    if case.segments in ("of both", "trunks"):
         found["key_segments"] = random.integers(0, 3, (2, keys)).astype(np.int32)
     if case.positions in ("first", "firsts"):
         found["query_positions"] = np.array([7, 90], np.int32)
@@ -125,7 +127,10 @@ def mask_of(case: Case, arrays) -> AttentionMask:
     rule = AttentionMask(is_causal=causal, sliding_window=window, offset=OFFSET.get(case.positions, 0))
     rule = rule.with_positions(named("query_positions", Pos), named("key_positions", KeyPos))
     segments = named("query_segments", Pos)
-    return rule if segments is None else rule.with_segment_ids(segments, named("key_segments", KeyPos))
+    if segments is None:
+        return rule
+    rule, trunks = rule.with_segment_ids(segments, named("key_segments", KeyPos)), named("query_trunks", Pos)
+    return rule if trunks is None else rule.with_trunks(trunks)
 
 
 def shown(case: Case, arrays) -> np.ndarray:
@@ -142,7 +147,8 @@ def shown(case: Case, arrays) -> np.ndarray:
         seen &= case.mask not in WINDOW or distance < WINDOW[case.mask]
         if case.segments != "none":
             theirs = arrays["query_segments"] if case.segments == "shared" else arrays["key_segments"]
-            seen &= bool(arrays["query_segments"][row, i] == theirs[row, j])
+            mine = {int(arrays[name][row, i]) for name in ("query_segments", "query_trunks") if name in arrays}
+            seen &= int(theirs[row, j]) in mine
         found[row, i, j] = seen
     return found
 
