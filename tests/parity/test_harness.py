@@ -103,8 +103,12 @@ def test_smollm2_answers_as_hflm(tmp_path):
 
     tokenizer = as_transformers(open_checkpoint(MODEL).tokenizer())
     config = harness_config(MODEL, f"{SCORED},made_sums", limit=15, max_length=256)
-    ours, _ = by_ours(config)
-    theirs = by_hflm(torch_smollm2(), tokenizer, f"{SCORED},made_sums", limit=15, max_length=256)
+    ours, plan = by_ours(config)
+    forwarded = []
+    asked = {"limit": 15, "max_length": 256, "forwarded": forwarded}
+    theirs = by_hflm(torch_smollm2(), tokenizer, f"{SCORED},made_sums", **asked)
+    scored = [each for each in plan.workloads if each.program.startswith("score_")]
+    assert 0 < sum(each.executions * each.tokens for each in scored) <= sum(forwarded)
     assert compared(ours, theirs) == 15 * (4 + 4 + 2 + 1 + 1 + 1)
     accuracies = [ours.results["results"][task]["acc,none"] for task in ("made_letters", "made_endings")]
     assert np.mean(accuracies) > 0.5

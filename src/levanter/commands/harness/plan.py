@@ -97,15 +97,10 @@ def describe(config: EvalHarnessConfig, target: Target, *, written: Written | No
     else:
         checks = [*pretrained.checks, *not_carried(config, written)]
         notes, beside, resident, more, more_work = pretrained.notes, {}, None, (), ()
-    tokens = _tokens(config.trainer, target, length)
-    longest, branches = rows_reach(
-        pretrained.config, pretrained.resolved, target.platform, length=length, tokens=tokens
-    )
-    checks += reading_checks(pretrained.config, longest)
-    shapes = row_shapes(longest, tokens=tokens, ways=pretrained.resolved.batch_ways, branches=branches)
+    shapes, reading = _shapes(config.trainer, target, pretrained, length)
     tokenizer = pretrained.found_tokenizer
     template, found = conversation_template(tokenizer, asked=config.harness.apply_chat_template)
-    checks += [tasks.check, *checking, *found, *_against_checks(config, tasks)]
+    checks += [*reading, tasks.check, *checking, *found, *_against_checks(config, tasks)]
     checks += sampling_checks(logged=config.harness.sample_logging.logs)
     checks += output_checks(*output_key(config))
     encoder, found = question_encoder(tokenizer, length)
@@ -204,6 +199,16 @@ def _pretrained(config: EvalHarnessConfig, target: Target, written: Written) -> 
     found = described(asked)
     meant_for = found.config.max_seq_len
     return described(meant_for) if config.harness.max_length is None and meant_for < asked else found
+
+
+def _shapes(
+    trainer: TrainerConfig, target: Target, pretrained: PretrainedModel, length: int
+) -> tuple[tuple[RowShape, ...], list[Check]]:
+    """Rows for anything that may be asked."""
+    tokens, model = _tokens(trainer, target, length), pretrained.config
+    longest, branches = rows_reach(model, pretrained.resolved, target.platform, length=length, tokens=tokens)
+    shapes = row_shapes(longest, tokens=tokens, ways=pretrained.resolved.batch_ways, branches=branches)
+    return shapes, reading_checks(model, longest)
 
 
 def _tokens(trainer: TrainerConfig, target: Target, length: int) -> int:
