@@ -75,6 +75,13 @@ def test_endings_behind_a_trunk_are_as_likely_as_alone(name: str, tmp_path):
     np.testing.assert_allclose(found.logprobs, by_torch(model, questions), atol=2e-4, rtol=1e-5)
 
 
+def test_rows_are_no_longer_than_the_table_of_learned_positions(tmp_path):
+    make_checkpoint("gpt2", tmp_path)
+    described = describe_folder(tmp_path, positions=100)
+    for length, longest in ((48, 96), (100, 128), (128, 128)):
+        assert rows_reach(described.config, described.resolved, "cpu", length=length, tokens=512) == (longest, True)
+
+
 def test_rows_are_no_longer_than_contexts_where_their_length_is_read(tmp_path):
     """Rotary embeddings of some kinds depend on how long the whole sequence is."""
     make_checkpoint("qwen3_dynamic", tmp_path)
