@@ -51,15 +51,20 @@ class PositionEmbedding(eqx.Module):
         """Normal rows of standard deviation `scale`."""
         return PositionEmbedding(weight=hax.random.normal(key, (Pos, Embed), dtype=jnp.float32) * scale)
 
-    def __call__(self, positions: NamedArray) -> NamedArray:
+    def __call__(self, positions: NamedArray, *, in_branches: bool = False) -> NamedArray:
         """The rows of `positions`: `[*positions.axes, embed]`.
+
+        Args:
+            positions: of tokens, `[…, position]`.
+            in_branches: whether a sequence is of several texts that branch from trunks: it may be longer than the table
+                then, as who placed the branches knows that no text is.
 
         Raises:
             ValueError: a sequence is longer than the table.
         """
         table = self.weight.rename({"position": "row"})
         Row, Pos = table.resolve_axis("row"), positions.resolve_axis("position")
-        if Pos.size > Row.size:
+        if Pos.size > Row.size and not in_branches:
             raise ValueError(
                 f"sequences of {Pos.size} tokens: this model has learned {Row.size} positions (model.max_seq_len) and "
                 "no others"

@@ -75,8 +75,7 @@ def rows_reach(model: LmConfig, resolved: ResolvedMesh, platform: str, *, length
 
     Sequences that begin alike share what they begin with where attention is a formula: the kernel for TPUs, and what
     attends where positions are cut, know one segment for a query. A row may then be longer than what the model sees at
-    once, for its segments are not: twice that, if a batch has the tokens and the model reads short segments alike. Where
-    positions are learned, not longer than their table: what is longer is refused, whatever its segments are.
+    once, for its segments are not: twice that, if a batch has the tokens and the model reads short segments alike.
 
     Args:
         model: the architecture.
@@ -87,8 +86,7 @@ def rows_reach(model: LmConfig, resolved: ResolvedMesh, platform: str, *, length
     """
     if platform == "tpu" or resolved.position_ways > 1:
         return length, False
-    most = min(2 * length, model.max_seq_len) if model.learned_positions else 2 * length
-    longest = max(length, min(tokens, most))
+    longest = max(length, min(tokens, 2 * length))
     return (longest if model.reads_alike(length, longest) else length), True
 
 

@@ -257,7 +257,7 @@ class DecoderEmbedding(eqx.Module):
             scale=config.embedding_scale,
         )
 
-    def __call__(self, ids: NamedArray, positions: NamedArray | None) -> NamedArray:
+    def __call__(self, ids: NamedArray, positions: NamedArray | None, *, in_branches: bool = False) -> NamedArray:
         """Embeds token ids, whose positions are their indices if not given."""
         with jax.named_scope("embeddings"):
             x = self.token_embeddings(ids)
@@ -265,9 +265,8 @@ class DecoderEmbedding(eqx.Module):
                 # Rounded to the dtype of the activations first, as families that have it were trained.
                 x = x * jnp.asarray(self.scale, x.dtype)
             if self.position_embeddings is not None:
-                x = x + self.position_embeddings(
-                    hax.arange(ids.resolve_axis("position")) if positions is None else positions
-                )
+                where = hax.arange(ids.resolve_axis("position")) if positions is None else positions
+                x = x + self.position_embeddings(where, in_branches=in_branches)
             return x if self.norm is None else self.norm(x)
 
 
@@ -311,7 +310,8 @@ class DecoderLmHeadModel(LmHeadModel):
         auxiliary: Sequence[str] = (),
     ) -> Outputs:
         positions = self._positions(positions, segment_ids)
-        embedded = self.embeddings(input_ids, positions)
+        in_branches = attn_mask is not None and attn_mask.query_trunks is not None
+        embedded = self.embeddings(input_ids, positions, in_branches=in_branches)
         return self.transformer(embedded, _mask(attn_mask, segment_ids), positions, auxiliary=auxiliary)
 
     @property
