@@ -104,9 +104,9 @@ def choose(
     size = f"gathered keys and values of a sequence and layer are {gathered / 2**30:.3g} GiB"
     if hbm_bytes is not None:
         size += f", {'at most' if few else 'more than'} {GATHERED_SHARE:.0%} of {hbm_bytes / 2**30:.4g} GiB"
-    can_be: Mapping[Exchange, bool] = {"heads": divides, "gather": few, "ring": True}
-    legal = [each for each, can in can_be.items() if can]
-    known = {each: seconds[each] for each in legal if seconds and each in seconds}
+    can_be: tuple[tuple[Exchange, bool], ...] = (("heads", divides), ("gather", few), ("ring", True))
+    legal: list[Exchange] = [each for each, can in can_be if can]
+    known: dict[Exchange, float] = {each: seconds[each] for each in legal if seconds and each in seconds}
     if not known:
         reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
         return ExchangeChoice(exchange=legal[0], reason=reason)
