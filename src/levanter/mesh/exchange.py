@@ -106,13 +106,14 @@ def choose(
         size += f", {'at most' if few else 'more than'} {GATHERED_SHARE:.0%} of {hbm_bytes / 2**30:.4g} GiB"
     can_be: tuple[tuple[Exchange, bool], ...] = (("heads", divides), ("gather", few), ("ring", True))
     legal: list[Exchange] = [each for each, can in can_be if can]
-    known: dict[Exchange, float] = {each: seconds[each] for each in legal if seconds and each in seconds}
-    if not known:
+    known: list[Exchange] = [each for each in legal if seconds and each in seconds]
+    if not known or seconds is None:
         reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
         return ExchangeChoice(exchange=legal[0], reason=reason)
-    best = next(each for each in known if known[each] <= (1 + ALIKE) * min(known.values()))
-    beside = [f"{1e3 * known[each]:.3g} ms for {each}" for each in known if each != best]
-    waits = ", ".join((f"a layer waits {1e3 * known[best]:.3g} ms for a sequence by arithmetic", *beside))
+    least = min(seconds[each] for each in known)
+    best = next(each for each in known if seconds[each] <= (1 + ALIKE) * least)
+    beside = [f"{1e3 * seconds[each]:.3g} ms for {each}" for each in known if each != best]
+    waits = ", ".join((f"a layer waits {1e3 * seconds[best]:.3g} ms for a sequence by arithmetic", *beside))
     why_not = [*([] if divides else [of_heads]), *([] if few else [size])]
     return ExchangeChoice(exchange=best, reason="; ".join((waits, *why_not)))
 
