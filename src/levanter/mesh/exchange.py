@@ -111,7 +111,7 @@ def choose(
         reason = f"{of_heads}, so the work is balanced" if divides else f"{of_heads}, and {size}"
         return ExchangeChoice(exchange=legal[0], reason=reason)
     least = min(seconds[each] for each in known)
-    best = next(each for each in known if seconds[each] <= (1 + ALIKE) * least)
+    best: Exchange = next(each for each in known if seconds[each] <= (1 + ALIKE) * least)
     beside = [f"{1e3 * seconds[each]:.3g} ms for {each}" for each in known if each != best]
     waits = ", ".join((f"a layer waits {1e3 * seconds[best]:.3g} ms for a sequence by arithmetic", *beside))
     why_not = [*([] if divides else [of_heads]), *([] if few else [size])]
