@@ -13,12 +13,13 @@ from levanter.hardware.compiler import as_values, tuned_options
 from levanter.plan.calibration import (
     BEYOND,
     CALIBRATED,
+    KERNEL_EFFICIENCY,
     TimeCalibration,
     calibration,
     scale_with_options,
     with_other_options,
 )
-from levanter.plan.cost import CYCLE_SCALE, KERNEL_EFFICIENCY
+from levanter.plan.cost import CYCLE_SCALE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "published_step_times.py"
 
