@@ -190,7 +190,7 @@ TAKEN = {
     ],
 }  # fmt: skip
 CASES = [(command, name) for command in TAKEN for name in FILES]
-QUICK_FILES = (("export_lm_to_hf", "left over"), ("train_lm", "another rank"), ("eval_lm", "not finite"))
+QUICK_FILES = (("export_lm_to_hf", "left over"), ("train_lm", "another rank"))
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,8 @@ def uninterrupted(tmp_path_factory, inputs):
     return files_of(where / "out")
 
 
+# Of runs whose parts a killed one left, `generate` (inference/test_jsonl.py) is in `make test`.
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, inputs, uninterrupted):
     path = config_file(tmp_path, inputs, eval_batch_size=4, save_seconds=0)
     assert killed_at_random(path, tmp_path / "out", 2, seed=0) >= 1

@@ -98,6 +98,8 @@ sys.exit(enter("train_lm"))
 """
 
 
+# Of killed training, `test_train_lm_kill.py` is in `make test`.
+@pytest.mark.slow
 def test_killed_while_it_saves(cache, tmp_path):
     """Between the arrays of its second checkpoint and what makes it one; the steps taken twice are the same."""
     run, steps = write_run(tmp_path, steps=15), 15
