@@ -4,7 +4,6 @@ It is one self-contained file. Texts are data in it, which its script shows, so 
 is drawn in cells: the smallest pieces at whose ends both tokenizers have a border, so that no loss has to be spread.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from levanter.eval.byte_losses import TokenLosses, cells
 from levanter.eval.gap_sums import BITS, ComparedDocument
+from levanter.eval.page import result_page
 
 _PAGE = Path(__file__).with_name("gap_page.html")
 SHOWN_BYTES = 16384
@@ -31,10 +31,8 @@ def gap_page(
         facts: of the run.
     """
     keys = ("name", "bytes", "model_a_bpb", "model_b_bpb", "gap_bpb", "delta_bits")
+    models = {"model A": summary["model_a"], "model B": summary["model_b"]}
     data = {
-        "title": title,
-        "facts": dict(facts),
-        "models": [summary["model_a"], summary["model_b"]],
         "tables": {
             name: [{key: row[key] for key in keys} for row in summary[section]]
             for name, section in (
@@ -45,9 +43,7 @@ def gap_page(
         },
         "texts": [drawn(each) for each in shown],
     }
-    # Nothing in a text ends the script that it stands in.
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    return _PAGE.read_text(encoding="utf-8").replace("/*DATA*/", text.replace("\u2029", "\\u2029"))
+    return result_page(_PAGE, data, title=title, facts={**models, **facts})
 
 
 def drawn(one: ComparedDocument) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 It is one self-contained file. Documents are data in it, which its script shows, so their text is never taken for HTML.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from levanter.eval.harness.comparing import Difference
 from levanter.eval.harness.results import numbers
 from levanter.eval.harness.samples import Sample
+from levanter.eval.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 _SHARES = ("acc", "acc_norm", "exact_match", "f1")
@@ -38,8 +38,6 @@ def page_of(
         against: what that one is called.
     """
     data = {
-        "title": title,
-        "facts": dict(facts),
         "metrics": _metrics(found),
         "against": against,
         "differences": [
@@ -51,9 +49,7 @@ def page_of(
         ],
         "samples": {task: [_shown(each) for each in some] for task, some in samples.items()},
     }
-    # Nothing in a document ends the script that it stands in.
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    return _PAGE.read_text(encoding="utf-8").replace("/*DATA*/", text.replace("\u2029", "\\u2029"))
+    return result_page(_PAGE, data, title=title, facts=facts)
 
 
 def _metrics(found: Mapping[str, Any]) -> list[dict[str, Any]]:

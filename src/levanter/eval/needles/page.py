@@ -3,7 +3,6 @@
 It is one self-contained file. What stands in it is data, which its script shows, so no text is taken for HTML.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from levanter.eval.needles.results import Answered
 from levanter.eval.needles.tasks import TASKS
+from levanter.eval.page import result_page
 
 _PAGE = Path(__file__).with_name("page.html")
 SHOWN = 60
@@ -27,8 +27,6 @@ def needle_page(summary: Mapping[str, Any], answered: Answered, *, title: str, f
         facts: of the run.
     """
     data = {
-        "title": title,
-        "facts": dict(facts),
         "lengths": [int(each) for each in summary["overall"]],
         "overall": [_finite(each) for each in summary["overall"].values()],
         "tasks": [
@@ -36,9 +34,7 @@ def needle_page(summary: Mapping[str, Any], answered: Answered, *, title: str, f
         ],
         "missed": _missed(answered),
     }
-    # Nothing in a text ends the script that it stands in.
-    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    return _PAGE.read_text(encoding="utf-8").replace("/*DATA*/", text.replace("\u2029", "\\u2029"))
+    return result_page(_PAGE, data, title=title, facts=facts)
 
 
 def _missed(answered: Answered) -> list[dict[str, Any]]:
