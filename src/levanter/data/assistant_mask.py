@@ -8,9 +8,8 @@ template writes history in another way than a last turn (it drops what the model
 show the model is then not a prefix of anything, and the conversation is refused with the ways out. This is checked on
 every conversation, since whether it holds depends on what is in it.
 
-The tokens of a span are transformers': from the first token that contains its first character, which may begin before
-it, to the first one that contains its last. (Where a span ends within a character of several tokens, that is the first
-of them; the end of a turn is one token.)
+The tokens of a span are those that overlap it, as in transformers since 5.24: the first may begin before it, and of a
+character of several tokens all count. (Earlier versions left a span's last character with its first token.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -133,7 +132,7 @@ class MaskedTemplate:
         stop = _agreement(ids, whole.ids)
         behind = self._content_end(messages, turn, more, said, where)
         ended = self._only_ends(ids[stop:]) if behind is None else _reach(whole.offsets, stop) >= behind
-        found = _tokens(whole.offsets, len(asked), _reach(whole.offsets, stop))
+        found = _tokens(whole.offsets[:stop], len(asked), _reach(whole.offsets, stop))
         if found is None or not ended:
             raise DataError(
                 f"{where}: what counts cannot be derived: the template writes this turn in another way once more "
@@ -167,11 +166,12 @@ class _Rendered:
 
 
 def _tokens(offsets: np.ndarray, start: int, stop: int) -> Span | None:
-    """The tokens of a span of characters; None where it has none."""
+    """The tokens that overlap a span of characters; None where it has none."""
     if start >= stop:
         return None
-    first, last = (int(np.searchsorted(offsets[:, 1], place, side="right")) for place in (start, stop - 1))
-    return Span(first, last + 1) if last < len(offsets) else None
+    first = int(np.searchsorted(offsets[:, 1], start, side="right"))
+    end = int(np.searchsorted(offsets[:, 0], stop, side="left"))
+    return Span(first, end) if first < end else None
 
 
 def _agreement(ids: np.ndarray, others: np.ndarray) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from helpers.hf_folder import byte_level_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -56,6 +57,10 @@ ENDS_WITH_USER = [*TALK, {"role": "user", "content": "One more?"}]
 TALKS = {"several": TALK, "system": SYSTEM, "one": TALK[:2], "ends with user": ENDS_WITH_USER}
 TEXTS = [message["content"] for message in TALK] * 4
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+whole_characters = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24),
+    reason="before 5.24 transformers counted the first token of a span's last character alone",
+)
 
 
 def llama3_like() -> FastTokenizer:
@@ -141,6 +146,7 @@ def oracle(tokenizer, template, messages):
     return np.array(found["input_ids"]), np.array(found["assistant_masks"], bool)
 
 
+@whole_characters
 @pytest.mark.parametrize("messages", TALKS.values(), ids=TALKS)
 def test_marked_and_derived_are_transformers_mask(tokenizer, messages):
     ids, counted = oracle(tokenizer, MARKED, messages)
@@ -160,14 +166,15 @@ def test_a_token_that_begins_before_a_span_and_reaches_into_it_counts():
     assert text.endswith("<|im_start|>assistant") and tokenizer.decode([found.ids[last.first]]) == "\n\n"
 
 
+@whole_characters
 def test_the_end_of_a_span_within_a_character_of_several_tokens(tokenizer):
-    """Transformers counts the first byte of such a character and not the rest, and so do we."""
+    """All tokens of such a character count."""
     bare = MARKED.replace("{{ m.content + '<|im_end|>\n' }}{% endg", "{{ m.content }}{% endg")
     ids, counted = oracle(tokenizer, bare, TALK[2:4])
     found = masked(tokenizer, bare, TALK[2:4])
     np.testing.assert_array_equal(found.ids, ids)
     np.testing.assert_array_equal(found.counted, counted)
-    assert tokenizer.decode(ids[counted]).strip().startswith("Tokyo ")
+    assert tokenizer.decode(ids[counted]).strip() == "Tokyo 🙂"
 
 
 def test_turns(tokenizer):
@@ -177,6 +184,7 @@ def test_turns(tokenizer):
         assert len(every.spans) == 3 and last.spans == every.spans[-1:]
 
 
+@whole_characters
 def test_a_rendering_that_always_ends_with_eos(tokenizer):
     """What agrees counts, not whole prefixes: EOS behind a turn is no part of it where more follows, else it is."""
     found = masked(tokenizer, WITH_EOS, TALK)
