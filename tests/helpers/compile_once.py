@@ -9,12 +9,15 @@ can be others than a run's. Small ones compile quickly, and some of them are ask
 older way changes one. Who compiles to look at what was compiled (`lowered.compile()` of tests and plans) has everything
 that XLA does with HLO, as always.
 
-`tests/conftest.py` does so for every module that is not marked `optimized`.
+`tests/conftest.py` does so for every module that is not marked `optimized`. A compiled program is some tens of mappings
+of memory, of which a process has 65,530; without a bound, a module of a hundred tests of eight devices ended in a
+segmentation fault.
 """
 
 import contextlib
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +30,8 @@ from haliax_ext.program import Program
 
 LARGE = 300
 """Operations."""
+KEPT = 200
+"""Compiled programs; the one that was not asked for the longest time makes room."""
 
 
 def _is_large(computation: ir.Module) -> bool:
@@ -45,7 +50,7 @@ def _is_large(computation: ir.Module) -> bool:
 def compile_once() -> Iterator[None]:
     """What is compiled inside of this block, in this process."""
     own, lock = compiler.compile_or_get_cached, threading.Lock()
-    kept: dict[tuple[str, tuple[int, ...], bool], Any] = {}
+    kept: OrderedDict[tuple[str, tuple[int, ...], bool], Any] = OrderedDict()
     own_way, looked_at = jax.stages.Lowered.compile, ContextVar("looked_at", default=False)
 
     def compile_as_asked(self: jax.stages.Lowered, *args, **more):
@@ -64,10 +69,14 @@ def compile_once() -> Iterator[None]:
         key = cache_key.get(computation, devices, compile_options, backend), ids, quick
         with lock:
             found = None if host_callbacks else kept.get(key)
+            if found is not None:
+                kept.move_to_end(key)
         if found is None:
             found = own(backend, computation, devices, compile_options, host_callbacks, *rest, **more)
             with lock:
                 kept[key] = found
+                if len(kept) > KEPT:
+                    kept.popitem(last=False)
         return found
 
     compiler.compile_or_get_cached, jax.stages.Lowered.compile = once, compile_as_asked
