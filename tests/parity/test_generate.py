@@ -82,7 +82,8 @@ def test_every_variant(name, folders):
         {"prefill": [(1, 48)], "steps": 8},
         {"prefill": [(2, 4), (1, 24)], "steps": 3},
         {"rows": 2},
-        {"rows": 2, "allocation": "paged", "page_size": 4, "pages": 20},
+        # Two rows a shard, and pages for little more than one: rows give way.
+        {"rows": 4, "allocation": "paged", "page_size": 4, "pages": 40},
         {"rows": 16, "allocation": "paged", "page_size": 64},
     ],
     ids=str,
