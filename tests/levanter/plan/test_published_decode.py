@@ -20,58 +20,131 @@ def loaded_benchmark() -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(BENCHMARK.parent))  # as when it is run
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARK.parent))
     return module
 
 
 PAGE = (BENCHMARK.parents[1] / "docs" / "preflight.md").read_text(encoding="utf-8")
 published = loaded_benchmark()
+published_loads = sys.modules["published_loads"]
 KEPT = published.read()
-CASES = {case.name: case for case in published.CASES}
+CASES = {case.name: case for case in (*published.CASES, *published.LATER)}
 NEAR = published.NEAR
 STATED = {
-    "llama3.3_70b_v6e-8_64": +0.06,
-    "llama3.3_70b_v6e-8_128": +0.05,
-    "qwen3_8b_v6e-4_1k": -0.06,
-    "qwen3_8b_v6e-4_4k": -0.17,
-    "qwen3_8b_v6e-4_8k": -0.12,
-    "qwen3_32b_v6e-4_16": +0.05,
-    "llama3.1_8b_v6e-4_16": -0.39,
-    "llama2_70b_v5e-16_1": -0.11,
-    "llama2_70b_v5e-16_32": -0.41,
+    "llama3.3_70b_v6e-8_64": (+0.06, +0.06),
+    "llama3.3_70b_v6e-8_128": (+0.05, +0.05),
+    "qwen3_8b_v6e-4_1k": (-0.06, -0.06),
+    "qwen3_8b_v6e-4_4k": (-0.17, -0.17),
+    "qwen3_8b_v6e-4_8k": (-0.12, -0.12),
+    "qwen3_32b_v6e-4_16": (+0.03, +0.03),
+    "llama3.1_8b_v6e-4_16": (-0.03, -0.41),
+    "llama2_70b_v5e-16_1": (-0.06, -0.11),
+    "llama2_70b_v5e-16_32": (+0.14, -0.41),
+    "qwen3_8b_v6e-4_1k_8": (+0.02, +0.02),
+    "qwen3_8b_v6e-4_1k_16": (+0.02, +0.02),
+    "qwen3_8b_v6e-4_1k_32": (-0.02, -0.02),
+    "qwen3_8b_v6e-4_1k_128": (-0.12, -0.12),
+    "qwen3_8b_v6e-4_4k_16": (-0.03, -0.03),
+    "qwen3_8b_v6e-4_8k_16": (+0.03, +0.03),
+    "qwen3_32b_v6e-4_1k_8": (-0.08, -0.08),
+    "qwen3_32b_v6e-4_1k_32": (-0.09, -0.09),
+    "qwen3_32b_v6e-4_4k_16": (+0.03, +0.03),
+    "gemma2_27b_v6e-4_16": (+0.08, +0.08),
+    "llama3.3_70b_v6e-16_16": (-0.11, -0.11),
 }
-"""Modelled over published time, less 1, as docs/preflight.md has it."""
-MISSED = ("llama2_70b_v5e-16_32", "llama3.1_8b_v6e-4_16")
-"""Rows that test and are further off than `NEAR`; the document says what is known of each."""
+"""Modelled over published time, less 1, as docs/preflight.md has it: with what the publisher's server and program are
+known to do beyond our step, and by our step alone."""
+MISSED_ALONE = ("llama2_70b_v5e-16_32", "llama3.1_8b_v6e-4_16")
+"""Rows that test and are further off than `NEAR` by our step alone; the document says what is known of each."""
 
 
-def deviation(name: str, scale: float | None = None) -> float:
+def deviation(name: str, scale: float | None = None, *, ours: bool = False) -> float:
     case = CASES[name]
     own = GENERATING_SCALE.get(published.generation(case), 1.0)
-    return published.deviation(case, KEPT[name], own if scale is None else scale)
+    return published.deviation(case, KEPT[name], own if scale is None else scale, ours=ours)
 
 
 def test_what_is_kept_is_of_a_case():
-    assert set(KEPT) <= {case.name for case in (*published.CASES, *published.PLANNED)}
-    assert set(CASES) == set(STATED)
+    assert set(KEPT) <= CASES.keys() | {case.name for case in published.PLANNED}
+    assert CASES.keys() == STATED.keys()
 
 
 @pytest.mark.parametrize("name", STATED)
 def test_deviations_are_as_stated(name):
-    assert deviation(name) == pytest.approx(STATED[name], abs=0.01)
+    found = deviation(name), deviation(name, ours=True)
+    assert found == (pytest.approx(STATED[name][0], abs=0.01), pytest.approx(STATED[name][1], abs=0.01))
 
 
 def test_the_test_half_is_near_but_for_what_is_named():
-    half = {name: deviation(name) for name, case in CASES.items() if case.half == "t"}
-    assert sorted(name for name, off in half.items() if abs(off) > NEAR) == sorted(MISSED) and len(half) == 6
-    said = published.tested(KEPT, GENERATING_SCALE)
-    assert said.startswith("test half: 4 of 6 rows within 25%; missed: ") and "not compiled" not in said
-    assert all(f"{name} ({100 * half[name]:+.0f} %)" in said for name in MISSED)
+    half = [case.name for case in published.CASES if case.half == "t"]
+    assert len(half) == 6 and all(abs(deviation(name)) <= NEAR for name in half)
+    assert published.tested(KEPT, GENERATING_SCALE, published.CASES, ours=False) == "6 of 6 rows within 25%"
+    alone = {name: deviation(name, ours=True) for name in half}
+    assert sorted(name for name, off in alone.items() if abs(off) > NEAR) == sorted(MISSED_ALONE)
+    said = published.tested(KEPT, GENERATING_SCALE, published.CASES, ours=True)
+    assert said.startswith("4 of 6 rows within 25%; missed: ") and "not compiled" not in said
+    assert all(f"{name} ({100 * alone[name]:+.0f} %)" in said for name in MISSED_ALONE)
+
+
+def test_rows_that_nobody_tuned_to_are_near():
+    assert all(case.half == "t" for case in published.LATER)
+    for ours in (False, True):
+        found = {case.name: deviation(case.name, ours=ours) for case in published.LATER}
+        assert not [name for name, off in found.items() if abs(off) > NEAR]
+
+
+def test_they_are_as_the_page_has_them():
+    """In flight, published, modelled and off, in the order of the list."""
+    table = PAGE.partition("No constant was touched for any of them.\n\n")[2].partition("\n\n")[0].splitlines()[2:]
+    for case, line in zip(published.LATER, table, strict=True):
+        in_flight, published_time, modelled, off = (cell.strip() for cell in line.strip("|").split("|")[1:])
+        seconds = published.token_seconds(case, KEPT[case.name], GENERATING_SCALE["v6e"])
+        assert (int(in_flight), published_time) == (case.in_flight, f"{1e3 * case.seconds:.2f} ms")
+        assert modelled == f"{1e3 * seconds:.1f} ms"
+        assert off == f"{100 * deviation(case.name):+.0f} %".replace("-", "−")
+
+
+def test_what_a_host_takes_is_of_no_row_of_the_list():
+    """Of a load that is not modelled here, and less than any other row of its server took."""
+    for source, host in published_loads.HOSTS.items():
+        rows = [case for case in CASES.values() if case.source == source]
+        assert len(rows) > 2 and all(case.host == host < case.seconds for case in rows)
+    assert not any(case.model is not None and "expert" in str(case.model) for case in CASES.values())
+    # It decides where a step is shorter: of one row that is further off than it may be without, and of no other.
+    decided = [
+        name
+        for name, case in CASES.items()
+        if case.host > KEPT[name].decode.seconds(GENERATING_SCALE.get(published.generation(case), 1.0))
+    ]
+    assert decided == ["llama3.1_8b_v6e-4_16"]
+
+
+def test_what_a_program_repeats_is_by_its_sizes():
+    """80 layers of a head's keys and values on each chip, 32 rows of 2,048 positions: four copies, written and read."""
+    cache = 80 * 2 * 128 * 2 * 32 * 2048
+    one, many = (CASES[f"llama2_70b_v5e-16_{rows}"] for rows in (1, 32))
+    assert many.repeated_bytes == 2 * 4 * cache == 32 * one.repeated_bytes
+    assert [case for case in CASES.values() if case.repeated_bytes] == [one, many]
+    assert cache / parse_accelerator("v5e-16").hbm_bandwidth == pytest.approx(3.28e-3, rel=0.01)
+
+
+def test_of_lengths_that_vary_long_answers_count_for_more():
+    """Answers drawn evenly between 0 and 2 n: a step finds rows at 2/3 n on average, and not at n/2."""
+    case = CASES["llama3.1_8b_v6e-4_16"]
+    assert (case.prompt, case.output, case.in_flight) == (265, 258, 14)
+    drawn = range(1, 2 * case.output)
+    found = sum(sum(range(length)) for length in drawn) / sum(drawn)
+    assert found == pytest.approx(2 * case.output / 3, abs=1)
+    assert case.context == 512 == -(-(case.prompt + found) // 128) * 128 and case.taken == 384
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_rows_are_compiled_with_what_runs_by_default(name):
-    case = {each.name: each for each in (*published.CASES, *published.PLANNED)}[name]
+    case = {each.name: each for each in (*CASES.values(), *published.PLANNED)}[name]
     kind = parse_accelerator(case.target).generation.device_kind
     by_default = as_values(tuned_options("tpu", kind, work="generate", fsdp_alone=False))
     assert by_default
@@ -81,7 +154,7 @@ def test_rows_are_compiled_with_what_runs_by_default(name):
 
 def test_rows_in_flight_are_what_was_published():
     """Tokens/s times the time a token: 63 and 124 rows of 64 and 128, 47 of 64 where prompts are long."""
-    found = {case.name: case.in_flight for case in published.CASES}
+    found = {name: case.in_flight for name, case in CASES.items()}
     assert found["llama3.3_70b_v6e-8_64"] == 63 and found["llama3.3_70b_v6e-8_128"] == 124
     assert found["qwen3_8b_v6e-4_1k"] == 59 and found["qwen3_8b_v6e-4_8k"] == 47
 
@@ -96,45 +169,46 @@ def test_the_scale_of_v6e_is_what_fits_the_rows_that_calibrate():
 
 def test_the_range_of_generating_says_what_became_of_the_rows_that_test():
     of_v6e = [name for name, case in CASES.items() if case.half == "t" and published.generation(case) == "v6e"]
-    near = [name for name in of_v6e if abs(deviation(name)) <= NEAR]
-    assert (len(near), len(of_v6e)) == (4, 5)
+    near = [name for name in of_v6e if abs(deviation(name, ours=True)) <= NEAR]
+    assert (len(near), len(of_v6e)) == (15, 16)
     found = of_generating(TimeCalibration(), "v6e")
-    assert "of the five that test it four are within 25 %" in found.said and found.spread == BEYOND
+    assert "of the sixteen that test it fifteen are within 25 %" in found.said and found.spread == BEYOND
     (missed,) = set(of_v6e) - set(near)
-    assert f"took {1 / (1 + deviation(missed)):.1f} times its modelled time" in found.said
+    assert f"was {1 / (1 + deviation(missed, ours=True)):.1f} times its modelled time" in found.said
     # Every other published row is within the range that a plan states.
-    assert all(BEYOND[0] <= 1 / (1 + deviation(name)) <= BEYOND[1] for name in near)
+    assert all(BEYOND[0] <= 1 / (1 + deviation(name, ours=True)) <= BEYOND[1] for name in near)
     # Where no load sets a scale, a train step's calibration is what there is.
     assert of_generating(TimeCalibration(said="as it is"), "v5e") == TimeCalibration(said="as it is")
 
 
-def test_a_constant_time_a_step_does_not_bring_the_missed_row_of_v6e_near():
-    """A server's own time beside the scale, both from the two rows that calibrate: it asks for a scale that nothing
-    else supports, and the row is missed still."""
+def test_a_host_is_waited_for_and_not_added():
+    """A constant time a step beside the scale, both from the two rows that calibrate, asks for a scale that nothing
+    else supports, and misses the row that it is for; what the host of 0.1.0 takes, added, misses the others of it."""
 
     def misses(scale: float) -> tuple[float, float]:
         """Published less modelled seconds of both rows; a constant makes both right where they are the same."""
-        calibrate = [case for name, case in CASES.items() if case.half == "c" and published.generation(case) == "v6e"]
+        calibrate = [case for case in CASES.values() if case.half == "c" and published.generation(case) == "v6e"]
         one, other = (case.seconds - published.token_seconds(case, KEPT[case.name], scale) for case in calibrate)
         return one, other
 
     scale = min(published.SCALES, key=lambda each: abs(misses(each)[0] - misses(each)[1]))
     constant = sum(misses(scale)) / 2
     assert (scale, constant) == (0.70, pytest.approx(2.3e-3, abs=1e-4)) and scale < min(CYCLE_SCALE.values())
-    off = {
-        name: (published.token_seconds(case, KEPT[name], scale) + constant) / case.seconds - 1
-        for name, case in CASES.items()
-        if case.half == "t" and published.generation(case) == "v6e"
-    }
-    assert [name for name, each in off.items() if abs(each) > NEAR] == ["llama3.1_8b_v6e-4_16"]
-    assert off["llama3.1_8b_v6e-4_16"] == pytest.approx(-0.26, abs=0.01)
+    small = CASES["llama3.1_8b_v6e-4_16"]
+    alone = published.token_seconds(small, KEPT[small.name], scale, ours=True)
+    assert (alone + constant) / small.seconds - 1 < -NEAR
+    of_build = [case for case in CASES.values() if case.source == published_loads.COOKBOOK and case is not small]
+    assert len(of_build) == 3
+    for case in of_build:
+        seconds = published.token_seconds(case, KEPT[case.name], GENERATING_SCALE["v6e"], ours=True)
+        assert (seconds + case.host) / case.seconds - 1 > NEAR
 
 
 def test_a_scale_of_v5e_from_the_row_that_calibrates_misses_the_other():
     """So v5e has none."""
     scale = published.fitted(KEPT)["v5litepod"]
-    assert abs(deviation("llama2_70b_v5e-16_1", scale)) <= 0.01
-    assert deviation("llama2_70b_v5e-16_32", scale) < -NEAR
+    assert abs(deviation("llama2_70b_v5e-16_1", scale, ours=True)) <= 0.01
+    assert deviation("llama2_70b_v5e-16_32", scale, ours=True) < -NEAR
     assert "v5litepod" not in CYCLE_SCALE and "v5litepod" not in GENERATING_SCALE
 
 
@@ -156,7 +230,9 @@ def test_a_time_is_the_step_and_its_share_of_prompts():
     case, figures = CASES["llama2_70b_v5e-16_32"], KEPT["llama2_70b_v5e-16_32"]
     step, prompt = figures.decode, figures.prompt
     by_hand = step.cycles + step.kernels + step.exposed + 0.032 * (prompt.cycles + prompt.kernels + prompt.exposed)
-    assert published.token_seconds(case, figures, 1.0) == pytest.approx(by_hand)
+    assert published.token_seconds(case, figures, 1.0, ours=True) == pytest.approx(by_hand)
+    repeated = case.repeated_bytes / 819e9
+    assert published.token_seconds(case, figures, 1.0) == pytest.approx(by_hand + repeated, rel=1e-3)
 
 
 def of_llama_2(heading: str) -> dict[str, str]:
