@@ -252,7 +252,7 @@ def _dense_loop(
     def step(
         total: NamedArray | None, x: NamedArray, target: NamedArray, beside: Scores
     ) -> tuple[NamedArray | None, tuple[Scores, NamedArray]]:
-        found, back = _dense_scores(x, weight, target, how)
+        found, back = _dense_scores(x, weight, target, how, picks=direct)
         of_products = back(given(found, beside))
         of_x = hax.dot(of_products, weight, axis="vocab", preferred_element_type=jnp.float32)
         of_x = of_x.rearrange(x.axes).astype(x.dtype)
@@ -335,12 +335,29 @@ def _chunk_scores(x: NamedArray, head: Linear, target: NamedArray, how: HeadScor
     return _scores_of(logits, top, hax.sum(hax.exp(logits - top), Vocab), target, how)
 
 
-def _scores_of(logits: NamedArray, top: NamedArray, total: NamedArray, target: NamedArray, how: HeadScoring) -> Scores:
-    """From logits, their maximum, and the sum of the powers of their distance to it."""
+def _scores_of(
+    logits: NamedArray, top: NamedArray, total: NamedArray, target: NamedArray, how: HeadScoring, *, picks: bool = False
+) -> Scores:
+    """From logits, their maximum, and the sum of the powers of their distance to it.
+
+    A target's logit is a sum of which one term counts, since `vocab` may be cut over devices, or is picked (`picks`):
+    XLA for CPUs writes the terms of the sum out.
+    """
     normalizer = hax.log(total) + top
-    of_target = hax.sum(hax.where(_is_target(target, logits), logits, 0.0), logits.resolve_axis("vocab"))
+    if picks:
+        of_target = _picked(logits, target)
+    else:
+        of_target = hax.sum(hax.where(_is_target(target, logits), logits, 0.0), logits.resolve_axis("vocab"))
     found = (of_target - normalizer, normalizer) if how.normalizers else (of_target - normalizer,)
     return (*found, _is_likeliest(logits, top, of_target, target)) if how.likeliest else found
+
+
+def _picked(logits: NamedArray, target: NamedArray) -> NamedArray:
+    """The logit of each target; 0 for one that is no entry, as of the sum."""
+    Vocab, ids = logits.resolve_axis("vocab"), target.array[..., None]
+    last = logits.rearrange((*target.axes, Vocab)).array
+    ids = jnp.where(ids < 0, Vocab.size, ids)
+    return hax.named(jnp.take_along_axis(last, ids, axis=-1, mode="fill", fill_value=0.0)[..., 0], target.axes)
 
 
 def _is_likeliest(logits: NamedArray, top: NamedArray, of_target: NamedArray, target: NamedArray) -> NamedArray:
@@ -353,7 +370,7 @@ def _is_likeliest(logits: NamedArray, top: NamedArray, of_target: NamedArray, ta
 
 
 def _dense_scores(
-    x: NamedArray, weight: NamedArray, target: NamedArray, how: HeadScoring
+    x: NamedArray, weight: NamedArray, target: NamedArray, how: HeadScoring, *, picks: bool
 ) -> tuple[Scores, Callable[[Scores], NamedArray]]:
     """The scores of one chunk; and from their cotangents to that of the products of activations and head.
 
@@ -380,4 +397,4 @@ def _dense_scores(
         (of_products,) = through_bounds(of_logits.rearrange(logits.axes))
         return hax.auto_sharded(of_products.astype(x.dtype))
 
-    return _scores_of(logits, top, total, target, how), back
+    return _scores_of(logits, top, total, target, how, picks=picks), back

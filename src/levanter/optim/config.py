@@ -30,6 +30,7 @@ from levanter.config.ranges import (
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
 from levanter.optim.curvature import Hutchinson
 from levanter.optim.gradient_clipping import clip_by_global_norm
+from levanter.optim.learning_rate import scale_by_learning_rate
 from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
 from levanter.optim.outliers import SkipStepConfig, carry_recent
 from levanter.optim.parameters import Parameter, decay_mask, map_parameters
@@ -144,7 +145,8 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         """
         schedule = self.schedule(num_train_steps)
         stages = self.stages(schedule, **_if_taken(self.stages, platform))
-        chain = [*stages, optax.scale_by_learning_rate(schedule)]  # pyright: ignore[reportArgumentType]
+        scaled = scale_by_learning_rate if platform == "cpu" else optax.scale_by_learning_rate
+        chain = [*stages, scaled(schedule)]  # pyright: ignore[reportArgumentType]
         if self.outliers is not None:
             chain.append(carry_recent(self.outliers.rolling_interval_length))
         return _with_optax_promotion(optax.chain(*chain))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from haliax_ext.pytree import PyTree
+from levanter.optim.norms import global_norm_by_layer
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -23,7 +24,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         del params
-        norm = optax.tree.norm(updates)
+        norm = global_norm_by_layer(updates)
         factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 

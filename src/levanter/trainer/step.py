@@ -28,6 +28,7 @@ from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
 from levanter.optim.curvature import Hutchinson, direction, product
 from levanter.optim.curvature import remembered as remembered_curvature
+from levanter.optim.norms import global_norm, global_norm_by_layer
 from levanter.optim.outliers import SkipStepConfig, is_outlier, recent_of, remembered, with_recent
 from levanter.optim.schedules import Schedule
 from levanter.trainer.averaging import averaged
@@ -152,12 +153,13 @@ def _updated(
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
     key, _ = jax.random.split(state.key)
     shown = recipe.objective.shown(sums)
+    norm = global_norm_by_layer if recipe.norms_first else global_norm
     metrics = StepMetrics(
         loss=shown[LOSS],
         weight=weight,
-        grad_norm=global_norm(grads),
-        update_norm=global_norm(updates),
-        parameter_norm=global_norm(state.model),
+        grad_norm=norm(grads),
+        update_norm=norm(updates),
+        parameter_norm=norm(state.model),
         learning_rate=jnp.asarray(recipe.schedule(state.step), jnp.float32),
         terms=Sums({name: value for name, value in shown.items() if name != LOSS}),
         watched=_watched(recipe.watch, grads=grads, params=state.model, updates=updates, opt_state=state.optimizer),
@@ -313,11 +315,6 @@ def _pinned(tree: PyTree, plan: ShardingPlan | None) -> PyTree:
     if plan is None:
         return tree
     return map_arrays(lambda leaf, x: jax.lax.with_sharding_constraint(x, plan.spec(leaf.path)), tree)
-
-
-def global_norm(tree: PyTree) -> jax.Array:
-    """The root of the sum of squares of everything in `tree`, float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 
 
 def step_program(

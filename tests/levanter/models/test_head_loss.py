@@ -135,8 +135,10 @@ WIDE = RNG.standard_normal((3, 17, 64)).astype(np.float32), RNG.standard_normal(
 @pytest.mark.parametrize("chunk", [6, 100], ids=["chunks", "at once"])
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
 def test_a_head_of_more_features_than_tokens(how, chunk):
-    *_, of_a, of_w, _, _ = by_numpy(*WIDE, **how)
-    found = jax.jit(jax.grad(lambda *arrays: minimized(*arrays, chunk=chunk, **how), argnums=(0, 1)))(*WIDE)
+    loss, squared, of_a, of_w, _, _ = by_numpy(*WIDE, **how)
+    run = jax.jit(jax.value_and_grad(lambda *arrays: minimized(*arrays, chunk=chunk, **how), argnums=(0, 1)))
+    value, found = run(*WIDE)
+    assert float(value) == pytest.approx(FACTOR * (loss + how.get("z_weight", 0.0) * squared), rel=1e-5)
     for mine, exact in zip(found, (of_a, of_w), strict=True):
         np.testing.assert_allclose(mine, exact, atol=1e-4)
 
@@ -152,6 +154,14 @@ def test_the_gradient_of_a_wide_head_is_made_as_the_head_lies():
     assert "f32[40,64]" in text and "f32[64,40]" not in text
     turned = re.findall(r"f32\[([\d,]+)\]\S* (?:transpose|copy)\(", text)
     assert not [shape for shape in turned if "40" in shape.split(",")], turned
+
+
+def test_the_logit_of_a_target_is_picked_from_a_wide_head_s():
+    """What is written of the logits' size are products, powers and gradient, and no terms of a sum."""
+    lowered = jax.jit(jax.value_and_grad(lambda a, w: minimized(a, w, chunk=100), argnums=(0, 1))).lower(*WIDE)
+    entry = lowered.compile().as_text().split("\nENTRY ")[1]
+    written = [line for line in entry.splitlines() if re.search(r"= f32\[(3,17|51),40\]\S* (fusion|dot)\(", line)]
+    assert 0 < len(written) <= 3, "\n".join(written)
 
 
 def test_each_row_alone_and_under_a_checkpoint():
