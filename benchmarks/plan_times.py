@@ -1,11 +1,15 @@
 """What a plan costs with two trees of this project, in turn: CPU seconds of `plan` on shipped configurations.
 
     python benchmarks/plan_times.py --before ../before [--after .] [--pairs 3] [--only llama_100m] [--no-compile]
+    python benchmarks/plan_times.py --timed-only [--pairs 1]
 
 Every plan is a process of its own, with its compile workers, and keeps nothing (`--no_cache`). Trees take turns in
 alternating order. CPU seconds of the process and everything it started are compared: what the kernel counts once they
 have ended. Reported for each configuration: both medians, and the median of the pairs' ratios with the least and the
 largest of them.
+
+A plan of before was of the Programs that make up a job's time. `--timed-only` takes this tree's plan of these alone in
+the other tree's place: the same sources, options and machine, so the ratio is what judging everything else costs.
 """
 
 import argparse
@@ -46,20 +50,23 @@ def plan(tree: Path, name: str, options: list[str]) -> tuple[float, int, str]:
 def main() -> None:
     """Compares, and prints a line for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", type=Path, required=True)
+    other = parser.add_mutually_exclusive_group(required=True)
+    other.add_argument("--before", type=Path)
+    other.add_argument("--timed-only", action="store_true", help="this tree's plans of what makes up a job's time")
     parser.add_argument("--after", type=Path, default=ROOT)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(PLANS), default=list(PLANS))
     parser.add_argument("--no-compile", action="store_true", help="arithmetic alone")
     args = parser.parse_args()
     options = ["--no-compile"] if args.no_compile else ["--no_cache"]
+    trees = {"before": (args.before or args.after).resolve(), "after": args.after.resolve()}
+    added = {"before": ["--timed_only"] if args.timed_only else [], "after": []}
     for name in args.only:
         took: dict[str, list[float]] = {"before": [], "after": []}
         said: dict[str, str] = {}
         for pair in range(args.pairs):
             for which in ("before", "after")[:: 1 if pair % 2 == 0 else -1]:
-                tree = getattr(args, which).resolve()
-                seconds, code, said[which] = plan(tree, name, options)
+                seconds, code, said[which] = plan(trees[which], name, [*options, *added[which]])
                 took[which].append(seconds)
                 print(f"{name} {which} {seconds:.1f} s, exit code {code}: {said[which]}", file=sys.stderr, flush=True)
         ratios = [after / before for before, after in zip(took["before"], took["after"], strict=True)]

@@ -201,6 +201,15 @@ def replayed(case: Case, answers: Mapping[str, Answer]) -> SearchResult:
     return search(case.subject, case.pod, compile_candidate=lambda c: as_verdict(c, answers[str(c)]))
 
 
+def winner(case: Case, answers: Mapping[str, Answer]) -> str:
+    """What the search comes to with kept answers, in words."""
+    try:
+        found = replayed(case, answers)
+    except KeyError as missing:
+        return f"not compiled yet: {missing.args[0]}"
+    return str(found.best.candidate) if found.best else "nothing fits"
+
+
 def answer_of(verdict: ProgramVerdict) -> Answer:
     """What the compiler said, to be kept."""
     if verdict.outcome is None or verdict.peak_bytes is None:
@@ -277,8 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{case.name}\n\n| layout | GiB a chip | tokens/s |\n|---|---|---|")
         print("\n".join(table(answers)))
         if answers:
-            found = replayed(case, answers)
-            print(f"\nsearch: {found.best.candidate if found.best else 'nothing fits'}", flush=True)
+            print(f"\nsearch: {winner(case, answers)}", flush=True)
     return 0
 
 

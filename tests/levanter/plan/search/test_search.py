@@ -1,6 +1,7 @@
 """The search against brute force: which layouts divide, what they take, and what is said of those that lost."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import haliax as hax
@@ -280,6 +281,32 @@ def test_a_refused_layout_is_tried_with_fewer_rows():
     result = search(subject, pod, compile_candidate=compile_candidate)
     assert result.best is not None and result.best.candidate.rows < asked[0].rows
     assert replace(asked[0], rows=1) in [replace(c, rows=1) for c in asked[1:]]
+
+
+@pytest.mark.parametrize("fastest", [1, 2, 4])
+def test_where_arithmetic_sees_no_difference_the_compiler_is_asked_over_how_many_devices_parameters_lie(fastest):
+    """From layout to layout, as long as each is faster than the one before; no further, and each once."""
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=512), parse_accelerator("v5p-128")
+    asked: list[Candidate] = []
+
+    def compile_candidate(candidate: Candidate) -> ProgramVerdict:
+        asked.append(candidate)
+        away = abs(math.log2(candidate.replica / fastest)) if candidate.fsdp else 9.0
+        tokens = candidate.batch_ways * candidate.rows * 4096
+        return verdict_of(candidate, seconds=tokens * (candidate.tensor_ways + away / 100), tokens=tokens)
+
+    result = search(subject, pod, compile_candidate=compile_candidate, compiled=1)
+    assert result.best is not None and result.best.candidate.tensor_ways == 1
+    best, prices = result.best.candidate, {}
+    for n in range(6):
+        other = replace(best, replica=2**n, data=64 >> n)
+        prices[2**n] = estimate(other, subject, pod).seconds_per_token
+    assert best.replica == fastest
+    alike = {n for n in (fastest // 2, 2 * fastest) if n and prices[n] <= 1.01 * prices[fastest]}
+    assert alike and alike <= {
+        c.replica for c in asked if replace(c, replica=1, data=64) == replace(best, replica=1, data=64)
+    }
+    assert len(asked) == len(set(asked)) < 8
 
 
 @pytest.mark.parametrize(("seconds", "best"), [(0.5, True), (5.0, False)])
