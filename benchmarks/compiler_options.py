@@ -24,6 +24,7 @@ import jax
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.config import load_written
 from levanter.hardware import parse_accelerator
+from levanter.hardware.compiler import Layout
 from levanter.plan.aot import Compiled, compile_programs
 from levanter.plan.comms import Network
 from levanter.plan.cost import step_time
@@ -90,7 +91,7 @@ class Case:
         target: the pod.
         program: what makes up its time.
         what: the run, for people.
-        fsdp_alone: whether parameters are sharded over what shards the batch, and over nothing else.
+        layout: of the run, see `hardware.compiler`.
         held_out: whether the tuned options were chosen without it, so that it says what they are worth elsewhere.
     """
 
@@ -100,7 +101,7 @@ class Case:
     target: str
     program: str
     what: str
-    fsdp_alone: bool = True
+    layout: Layout = "fsdp"
     held_out: bool = False
 
     @property
@@ -150,12 +151,12 @@ CASES = (
     ),
     Case(
         name="train_8x7b_v5p-64", entry_point="train_lm", target="v5p-64", program="train_step", argv=_MIXTRAL,
-        what="Mixtral 8x7B, FSDP 8 × experts 4", fsdp_alone=False,
+        what="Mixtral 8x7B, FSDP 8 × experts 4", layout="other",
     ),
     Case(
         name="train_32b_v5p-128", entry_point="train_lm", target="v5p-128", program="train_step",
         argv=("--config_path", "config/train/published/maxtext_32b_v5p-128.yaml"),
-        what="32 B, FSDP 16 × tensor 4", fsdp_alone=False,
+        what="32 B, FSDP 16 × tensor 4", layout="fsdp_and_tensor",
     ),
     Case(
         name="train_70b_v5p-128", entry_point="train_lm", target="v5p-128", program="train_step",
@@ -163,7 +164,7 @@ CASES = (
             "--config_path", "config/train/published/llama2_70b_v5p-1024.yaml", "--trainer.train_batch_size=64",
             "--model.gradient_checkpointing=true", "--trainer.mesh.axes.model=4",
         ),
-        what="Llama 2 70B, FSDP 16 × tensor 4", fsdp_alone=False, held_out=True,
+        what="Llama 2 70B, FSDP 16 × tensor 4", layout="fsdp_and_tensor", held_out=True,
     ),
     Case(
         # As many layers as leave room on eight chips; a scan over more is the same text.
@@ -186,7 +187,7 @@ CASES = (
             "--hf_checkpoint=meta-llama/Llama-3.1-8B", "--trainer.mesh.axes.model=2",
             "--trainer.per_device_eval_parallelism=16",
         ),
-        what="Llama 3.1 8B scored, FSDP 4 × tensor 2", fsdp_alone=False,
+        what="Llama 3.1 8B scored, FSDP 4 × tensor 2", layout="fsdp_and_tensor",
     ),
     Case(
         name="train_8b_v6e-64", entry_point="train_lm", target="v6e-64", program="train_step",

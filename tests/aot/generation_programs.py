@@ -84,7 +84,7 @@ def generation(payload: dict[str, Any], target: Target) -> Described:
         sharding=plan_sharding(leaves(module), resolved.mappings, resolved.spec).check(),
         matrix_unit=target.platform == "tpu",
         matmul_precision=precision.matmul,
-        compiler_options=as_values(tuned_options(target.platform, target.kind, work="generate", fsdp_alone=False)),
+        compiler_options=as_values(tuned_options(target.platform, target.kind, work="generate", layout="other")),
     )
     prefill = [tuple(bucket) for bucket in payload.get("prefill", [(1, 512)])]
     made = generation_programs(model, cache, prefill=prefill, steps=payload.get("steps", 1))

@@ -17,6 +17,11 @@ Work = Literal["train", "score", "generate"]
 """Which Programs may be tuned: train steps, those that score, those that generate. What draws, loads and saves arrays
 takes the default."""
 
+Layout = Literal["fsdp", "fsdp_and_tensor", "other"]
+"""How a run is laid out: parameters are sharded over mesh axes that shard the batch and nothing over others; over these
+and features or heads over others; or neither, or whole experts over some."""
+LAYOUTS: tuple[Layout, ...] = ("fsdp", "fsdp_and_tensor", "other")
+
 WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 NO_OPERAND_MIB = "1000000"
 """A size that no operand has."""
@@ -87,12 +92,13 @@ _TUNED_GENERATING: Mapping[str, tuple[CompilerOption, ...]] = {
 }
 """What Programs that generate text have in any layout."""
 
-_TUNED_FSDP: Mapping[tuple[str, Work], tuple[CompilerOption, ...]] = {
-    ("TPU v6 lite", "train"): (_no_rings("1.7 to 1.9 times"),),
-    ("TPU v6 lite", "score"): (_no_rings("1.5 to 1.8 times"), _VECTOR_MEMORY),
-    ("TPU v5 lite", "score"): (_no_rings("1.2 to 1.5 times"),),
+_TUNED: Mapping[tuple[str, Work, Layout], tuple[CompilerOption, ...]] = {
+    ("TPU v6 lite", "train", "fsdp"): (_no_rings("1.7 to 1.9 times"),),
+    ("TPU v6 lite", "score", "fsdp"): (_no_rings("1.5 to 1.8 times"), _VECTOR_MEMORY),
+    ("TPU v5 lite", "score", "fsdp"): (_no_rings("1.2 to 1.5 times"),),
+    ("TPU v5", "train", "fsdp_and_tensor"): (_no_rings("1.2 times"),),
 }
-"""By kind of device and of work, for FSDP alone. Other layouts were not compared, or gained nothing."""
+"""By kind of device, of work and of layout. Others were not compared, or gained nothing."""
 
 PUBLISHED: Collection[str] = frozenset(
     (
@@ -164,17 +170,17 @@ def default_options(platform: str, kind: str) -> tuple[CompilerOption, ...]:
     return _DEFAULT.get(kind, ()) if platform == "tpu" else ()
 
 
-def tuned_options(platform: str, kind: str, *, work: Work, fsdp_alone: bool) -> tuple[CompilerOption, ...]:
+def tuned_options(platform: str, kind: str, *, work: Work, layout: Layout) -> tuple[CompilerOption, ...]:
     """What Programs of a kind are compiled with where the compiler is to be tuned, the default options among them.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
         kind: the vendor's name of one device.
         work: what the Programs do.
-        fsdp_alone: whether parameters are sharded over mesh axes that shard the batch, and over no others.
+        layout: of the run.
     """
     default = default_options(platform, kind)
-    added = _TUNED_FSDP.get((kind, work), ()) if fsdp_alone else ()
+    added = _TUNED.get((kind, work, layout), ())
     added = (*added, *(_TUNED_GENERATING.get(kind, ()) if work == "generate" else ())) if platform == "tpu" else ()
     return (*(option for option in default if option.name not in as_values(added)), *added)
 

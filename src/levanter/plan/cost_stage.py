@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from haliax_ext.hlo import OutOfMemory
 from levanter.hardware import Accelerator
-from levanter.hardware.compiler import as_values, tuned_options
+from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
 from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.asked import beside_of, beyond_room, bounded_of
 from levanter.plan.attended import attended_share
@@ -140,7 +140,7 @@ def calibrated(time: StepTime, plan: RunPlan, program: str, generation: str) -> 
 def _other_options(plan: RunPlan, name: str) -> bool:
     """Whether a Program is compiled with options that no train step of a published run has here."""
     where = (plan.target.platform, plan.target.kind)
-    fitted = [as_values(tuned_options(*where, work="train", fsdp_alone=alone)) for alone in (False, True)]
+    fitted = [as_values(tuned_options(*where, work="train", layout=layout)) for layout in LAYOUTS]
     return dict(plan.program(name).compiler_options) not in fitted
 
 

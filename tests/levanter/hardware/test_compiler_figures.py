@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from levanter.hardware import compiler_options, parse_accelerator
-from levanter.hardware.compiler import as_values, tuned_options
+from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
 
 ROOT = Path(__file__).parents[3]
 BENCHMARK = ROOT / "benchmarks" / "compiler_options.py"
@@ -47,7 +47,7 @@ def test_what_is_tuned_was_compiled_and_is_no_slower_and_fits(name):
     case = CASES[name]
     kind = parse_accelerator(case.target).generation.device_kind
     work = "train" if case.entry_point == "train_lm" else "score"
-    tuned = as_values(tuned_options("tpu", kind, work=work, fsdp_alone=case.fsdp_alone))
+    tuned = as_values(tuned_options("tpu", kind, work=work, layout=case.layout))
     # That is what the run itself comes to.
     assert benchmark.described(case, benchmark.TUNED).program(case.program).compiler_options == tuned
     if tuned == default_of(name):
@@ -61,15 +61,15 @@ def test_what_is_tuned_was_compiled_and_is_no_slower_and_fits(name):
 def test_every_tuned_option_has_a_case():
     """No option for a generation, work and layout of which nothing was compiled."""
     measured = {
-        (parse_accelerator(CASES[name].target).generation.device_kind, CASES[name].entry_point, CASES[name].fsdp_alone)
+        (parse_accelerator(CASES[name].target).generation.device_kind, CASES[name].entry_point, CASES[name].layout)
         for name in KEPT
     }
     for kind in ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
         for work, entry_point in (("train", "train_lm"), ("score", "eval_lm")):
-            for alone in (False, True):
-                tuned = as_values(tuned_options("tpu", kind, work=work, fsdp_alone=alone))
+            for layout in LAYOUTS:
+                tuned = as_values(tuned_options("tpu", kind, work=work, layout=layout))
                 if tuned != compiler_options("tpu", kind):
-                    assert (kind, entry_point, alone) in measured
+                    assert (kind, entry_point, layout) in measured
 
 
 def test_what_is_tuned_holds_for_runs_that_nobody_tuned_to():
@@ -79,7 +79,7 @@ def test_what_is_tuned_holds_for_runs_that_nobody_tuned_to():
         case = CASES[name]
         kind = parse_accelerator(case.target).generation.device_kind
         work = "train" if case.entry_point == "train_lm" else "score"
-        options = as_values(tuned_options("tpu", kind, work=work, fsdp_alone=case.fsdp_alone))
+        options = as_values(tuned_options("tpu", kind, work=work, layout=case.layout))
         if options == default_of(name):
             continue
         (held if case.held_out else tuned).add((kind, work))

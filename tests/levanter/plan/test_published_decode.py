@@ -146,7 +146,7 @@ def test_of_lengths_that_vary_long_answers_count_for_more():
 def test_rows_are_compiled_with_what_runs_by_default(name):
     case = {each.name: each for each in (*CASES.values(), *published.PLANNED)}[name]
     kind = parse_accelerator(case.target).generation.device_kind
-    by_default = as_values(tuned_options("tpu", kind, work="generate", fsdp_alone=False))
+    by_default = as_values(tuned_options("tpu", kind, work="generate", layout="other"))
     assert by_default
     for sums in (KEPT[name].decode, KEPT[name].prompt):
         assert sums is None or sums.options == by_default

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from levanter.hardware import parse_accelerator
-from levanter.hardware.compiler import as_values, tuned_options
+from levanter.hardware.compiler import LAYOUTS, as_values, tuned_options
 from levanter.plan.calibration import (
     BEYOND,
     CALIBRATED,
@@ -74,7 +74,7 @@ def test_todays_step_would_hardly_be_fitted_otherwise():
 )
 def test_rows_are_compiled_with_what_runs_by_default(case):
     figures, kind = KEPT[case.config], parse_accelerator(case.target).generation.device_kind
-    by_default = [as_values(tuned_options("tpu", kind, work="train", fsdp_alone=alone)) for alone in (False, True)]
+    by_default = [as_values(tuned_options("tpu", kind, work="train", layout=layout)) for layout in LAYOUTS]
     assert figures.options in by_default
 
 

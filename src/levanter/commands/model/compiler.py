@@ -11,6 +11,7 @@ from levanter.config.errors import did_you_mean
 from levanter.hardware.compiler import (
     PUBLISHED,
     CompilerOption,
+    Layout,
     Work,
     as_values,
     default_options,
@@ -52,11 +53,11 @@ def choose_compiler(
         works: what the run does, of which its plan tells.
     """
     default = default_options(target.platform, target.kind)
-    alone = is_fsdp_alone(resolved)
+    layout = layout_of(resolved)
     written, left_out = _written(trainer, target.platform)
     chosen: dict[Work, tuple[CompilerOption, ...]] = dict.fromkeys(_WORK, default)
     if trainer.compiler == "tuned":
-        chosen = {work: tuned_options(target.platform, target.kind, work=work, fsdp_alone=alone) for work in _WORK}
+        chosen = {work: tuned_options(target.platform, target.kind, work=work, layout=layout) for work in _WORK}
     said = _tuned_notes(target, {work: chosen[work] for work in works}, default, written)
     said += [f"{_WRITTEN}: {name}={value}{_unknown(name)}" for name, value in written.items()]
     if left_out:
@@ -68,10 +69,11 @@ def choose_compiler(
     )
 
 
-def is_fsdp_alone(resolved: ResolvedMesh) -> bool:
-    """Whether parameters are sharded over mesh axes that shard the batch or positions, and over no others.
+def layout_of(resolved: ResolvedMesh) -> Layout:
+    """How a run is laid out, as far as options depend on it.
 
-    They are then gathered for use, and outside of attention nothing else is exchanged in a layer.
+    Under `fsdp` parameters are sharded over mesh axes that shard the batch or positions, and nothing over others: they
+    are gathered for use, and outside of attention nothing else is exchanged in a layer.
     """
     mappings, sizes = resolved.mappings, resolved.spec.shape
     compute = mappings.compute
@@ -80,7 +82,10 @@ def is_fsdp_alone(resolved: ResolvedMesh) -> bool:
     said = (mappings.params, compute, mappings.residual, mappings.attention)
     every = (*said, *(rules for _, rules in mappings.overrides))
     others = {axis for mapping in every for axis in mapping.used_mesh_axes if sizes[axis] > 1} - of_batch
-    return bool(of_batch & mappings.params.used_mesh_axes) and not others
+    experts = {axis for mapping in every for axis in mapping.mesh_axes("expert") if sizes[axis] > 1}
+    if experts or not of_batch & mappings.params.used_mesh_axes:
+        return "other"
+    return "fsdp_and_tensor" if others else "fsdp"
 
 
 def _written(trainer: TrainerConfig, platform: str) -> tuple[dict[str, str], list[str]]:

@@ -6,7 +6,7 @@ import pytest
 from helpers.llama_shapes import model_axes
 from helpers.plan_cases import CASES
 
-from levanter.commands.model.compiler import choose_compiler, is_fsdp_alone
+from levanter.commands.model.compiler import choose_compiler, layout_of
 from levanter.config import ConfigError, parse_text
 from levanter.hardware import GENERATIONS, compiler_options
 from levanter.hardware.compiler import as_values, tuned_options
@@ -18,6 +18,7 @@ from levanter.trainer.config import TrainerConfig
 MODEL = model_axes("llama3.1_8b")
 FSDP = resolve(MeshConfig(), MODEL, devices=8)
 REPLICATED = resolve(MeshConfig(param_mapping={"embed": None}), MODEL, devices=8)
+BESIDE = resolve(MeshConfig(axes={"data": 4, "model": 2}), MODEL, devices=8)
 TENSOR = resolve(MeshConfig(axes={"data": 1, "model": 8}), MODEL, devices=8)
 
 
@@ -44,16 +45,14 @@ def test_untuned_every_program_has_the_default_options_and_nothing_is_said(gener
 
 
 @pytest.mark.parametrize("generation", GENERATIONS, ids=lambda g: g.name)
-@pytest.mark.parametrize("resolved", [FSDP, REPLICATED], ids=["fsdp", "replicated"])
+@pytest.mark.parametrize("resolved", [FSDP, REPLICATED, BESIDE], ids=["fsdp", "replicated", "beside"])
 def test_tuned_are_those_of_generation_and_work_each_with_its_reason(generation, resolved):
     where = target(generation.platform, generation.device_kind)
     found = choose_compiler(TrainerConfig(), where, resolved, works=tuple(WORDS))
     default = compiler_options(generation.platform, generation.device_kind)
     assert found.default == default
     for work, options in found.working.items():
-        expected = tuned_options(
-            generation.platform, generation.device_kind, work=work, fsdp_alone=is_fsdp_alone(resolved)
-        )
+        expected = tuned_options(generation.platform, generation.device_kind, work=work, layout=layout_of(resolved))
         assert options == as_values(expected) and default.items() <= options.items()
         said = [line for line in lines(found) if WORDS[work] in line]
         added = [option for option in expected if option.name not in default]
@@ -66,14 +65,15 @@ def test_a_plan_tells_of_the_programs_that_it_has():
     assert lines(found) and not any("train steps" in line for line in lines(found))
 
 
-def test_fsdp_alone_shards_parameters_over_what_shards_the_batch_and_nothing_else():
-    assert is_fsdp_alone(FSDP)
-    assert not is_fsdp_alone(REPLICATED) and not is_fsdp_alone(TENSOR)
-    assert not is_fsdp_alone(resolve(MeshConfig(axes={"data": 4, "model": 2}), MODEL, devices=8))
+def test_a_layout_is_what_parameters_are_sharded_over():
+    assert layout_of(FSDP) == "fsdp"
+    assert layout_of(REPLICATED) == layout_of(TENSOR) == "other"
+    assert layout_of(BESIDE) == "fsdp_and_tensor"
     # A mesh axis of one device shards nothing; over replicas parameters are replicated.
-    assert not is_fsdp_alone(resolve(MeshConfig(), MODEL, devices=1))
-    assert not is_fsdp_alone(resolve(MeshConfig(axes={"replica": 8, "data": 1}), MODEL, devices=8))
-    assert is_fsdp_alone(resolve(MeshConfig(axes={"replica": 2, "data": 4}), MODEL, devices=8))
+    for axes, devices in ((None, 1), ({"replica": 8, "data": 1}, 8)):
+        config = MeshConfig() if axes is None else MeshConfig(axes=axes)
+        assert layout_of(resolve(config, MODEL, devices=devices)) == "other"
+    assert layout_of(resolve(MeshConfig(axes={"replica": 2, "data": 4}), MODEL, devices=8)) == "fsdp"
 
 
 def test_what_the_user_writes_is_for_steps_and_scoring_and_wins():
