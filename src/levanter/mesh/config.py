@@ -42,6 +42,8 @@ class MeshConfig(Ranged):
         position_order: how positions lie on the devices that they are cut over: `natural`, or `zigzag`, where each
             device has an early and a late run of them, and so as much of a causal mask as the others. Default: zigzag
             where `attention_mapping` is given and heads are not exchanged.
+        allow_dcn: whether `position` may be cut over mesh axes between slices, where each layer exchanges keys and
+            values over DCN; in a ring only.
         overrides: path pattern → mapping merged over the parameter mapping for matching parameters.
         split_heads: `auto` factors a mesh axis mapped to `heads` that exceeds the KV heads into itself × `group`.
         allow_replicated: path patterns or mesh axes over which large replication is accepted.
@@ -59,6 +61,7 @@ class MeshConfig(Ranged):
     residual_mapping: dict[str, MappingValue] = field(default_factory=dict)
     attention_mapping: dict[str, MappingValue] | Word = field(default_factory=dict)
     position_order: Literal["natural", "zigzag"] | None = None
+    allow_dcn: bool = False
     overrides: dict[str, dict[str, MappingValue]] = field(default_factory=dict)
     split_heads: Literal["never", "auto"] = "never"
     allow_replicated: list[str] = field(default_factory=list)

@@ -179,19 +179,50 @@ def problems_of(
                 suggestion=f"compute_mapping: {{{POSITION}: {show_axes(keys)}}}",
             )
         )
-    across = [axis for axis in compute.mesh_axes(POSITION) if axis in mesh.dcn and mesh.shape[axis] > 1]
-    if across and exchange_of(attention, compute, mesh) in ("gather", "heads"):
-        found.append(
-            ShardingError(
-                f"{_WHERE}: {POSITION} → {show_axes(compute.mesh_axes(POSITION))} crosses slices "
-                f"({', '.join(across)}), "
-                "and between slices only a ring exchanges with its neighbour alone",
-                suggestion="attention_mapping: ring, or cut positions over mesh axes inside a slice",
-            )
-        )
     found += _heads_problems(inside, mesh, sizes)
     found += _order_problems(mesh.ways(queries), sizes.get(POSITION), order)
     return found
+
+
+def across_slices(
+    attention: AxisMapping, compute: AxisMapping, mesh: MeshSpec, *, allowed: bool
+) -> list[ShardingError]:
+    """What is wrong with positions that are cut between slices: a ring alone may be, where it is allowed.
+
+    Args:
+        attention: over the compute mapping.
+        compute: the compute mapping.
+        mesh: mesh axis sizes, and which of them cross slices.
+        allowed: `trainer.mesh.allow_dcn`.
+    """
+    axes = compute.mesh_axes(POSITION)
+    across = [axis for axis in axes if axis in mesh.dcn and mesh.shape[axis] > 1]
+    if not across:
+        return []
+    crosses = f"{POSITION} → {show_axes(axes)} crosses slices ({', '.join(across)})"
+    within = [axis for axis in axes if axis not in across and mesh.shape[axis] > 1]
+    ways = ", ".join(f"{axis}: {mesh.shape[axis]}" for axis in across)
+    inside = (
+        f"compute_mapping: {{{POSITION}: {show_axes(within)}}}"
+        if within
+        else f"axes: {{{ways}}} in place of dcn_axes: {{{ways}}}"
+    )
+    if not allowed:
+        return [
+            ShardingError(
+                f"trainer.mesh: compute mapping: {crosses}: every layer would exchange keys and values over DCN",
+                suggestion=f"cut positions inside a slice, {inside}, or say trainer.mesh.allow_dcn: true, with "
+                "attention_mapping: ring",
+            )
+        ]
+    if exchange_of(attention, compute, mesh) in ("gather", "heads"):
+        return [
+            ShardingError(
+                f"{_WHERE}: {crosses}, and between slices only a ring exchanges with its neighbour alone",
+                suggestion=f"attention_mapping: ring, or cut positions inside a slice, {inside}",
+            )
+        ]
+    return []
 
 
 def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int]) -> list[ShardingError]:

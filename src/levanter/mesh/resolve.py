@@ -236,6 +236,7 @@ def _exchanged(
     """What positions exchange and in which order they lie; with what is wrong with it, if either was said."""
     exchange = exchanges.exchange_of(inside, compute, spec)
     order = exchanges.default_order(exchange, asked=config.position_order, said=said)
+    problems += exchanges.across_slices(inside, compute, spec, allowed=config.allow_dcn)
     if said or config.position_order is not None:
         problems += exchanges.problems_of(inside, compute, spec, sizes=model.sizes, order=order)
         notes += _exchange_notes(exchange, order, inside, compute, spec)
@@ -258,8 +259,11 @@ def _exchange_notes(
     lies = "" if exchange == "heads" else f", positions in {order} order"
     share = exchanges.busiest_share(ways, order)
     notes = [f"attention exchanges by {exchange}{lies}: the busiest device has {share:.4g} × the mean of a causal mask"]
-    if across := [axis for axis in compute.mesh_axes("position") if axis in spec.dcn]:
-        notes.append(f"positions are cut over {', '.join(across)}, between slices: every layer exchanges over DCN")
+    if across := [axis for axis in compute.mesh_axes("position") if axis in spec.dcn and spec.shape[axis] > 1]:
+        notes.append(
+            f"positions are cut over {', '.join(across)}, between slices: every layer exchanges over DCN, at least an "
+            "order of magnitude slower than ICI (trainer.mesh.allow_dcn)"
+        )
     return notes
 
 

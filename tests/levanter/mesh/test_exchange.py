@@ -129,7 +129,7 @@ def test_prices_are_asked_for_what_can_be():
 
 
 def test_between_slices_auto_is_a_ring():
-    config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping="auto")
+    config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping="auto", allow_dcn=True)
     found = resolve(config, MODEL, devices=8, granules=2)
     assert found.exchange == "ring"
     assert "attention_mapping auto is ring: positions are cut between slices" in found.notes
@@ -235,17 +235,60 @@ def test_one_group_of_heads_is_refused_with_what_else_there_is():
     )
 
 
-def test_between_slices_only_a_ring_exchanges():
-    def over_dcn(attention):
-        config = MeshConfig(dcn_axes={"context": 2}, compute_mapping=CUT, attention_mapping=attention)
-        return resolve(config, MODEL, devices=8, granules=2)
+def over_dcn(attention, *, allowed, cut=CUT, granules=2):
+    config = MeshConfig(
+        axes={"context": 2} if cut != CUT else {},
+        dcn_axes={"far" if cut != CUT else "context": granules},
+        compute_mapping=cut,
+        attention_mapping=attention,
+        allow_dcn=allowed,
+    )
+    return resolve(config, MODEL, devices=8, granules=granules)
 
-    for attention in ("gather", "heads"):
+
+@pytest.mark.parametrize("attention", [{}, "gather", "heads", "ring", "auto"])
+def test_positions_between_slices_have_to_be_allowed(attention):
+    with pytest.raises(ShardingError) as error:
+        over_dcn(attention, allowed=False)
+    assert str(error.value) == (
+        "trainer.mesh: compute mapping: position → context crosses slices (context): every layer would exchange keys "
+        "and values over DCN\n"
+        "  → cut positions inside a slice, axes: {context: 2} in place of dcn_axes: {context: 2}, or say "
+        "trainer.mesh.allow_dcn: true, with attention_mapping: ring"
+    )
+    # As it says.
+    inside = MeshConfig(axes={"context": 2}, compute_mapping=CUT, attention_mapping=attention)
+    assert resolve(inside, MODEL, devices=8, granules=2).spec.dcn == ("replica_dcn",)
+
+
+def test_of_positions_that_are_partly_between_slices_the_part_inside_is_proposed():
+    with pytest.raises(ShardingError) as error:
+        over_dcn("ring", allowed=False, cut={"position": ["far", "context"]})
+    assert "position → [far, context] crosses slices (far)" in str(error.value)
+    assert "cut positions inside a slice, compute_mapping: {position: context}, or say" in str(error.value)
+
+
+def test_between_slices_only_a_ring_exchanges():
+    for attention in ("gather", "heads", {}):
         with pytest.raises(ShardingError) as error:
-            over_dcn(attention)
-        assert "position → context crosses slices (context), and between slices only a ring" in str(error.value)
-        assert "→ attention_mapping: ring, or cut positions over mesh axes inside a slice" in str(error.value)
-    assert any("every layer exchanges over DCN" in note for note in over_dcn("ring").notes)
+            over_dcn(attention, allowed=True)
+        assert str(error.value) == (
+            "trainer.mesh: attention_mapping: position → context crosses slices (context), and between slices only a "
+            "ring exchanges with its neighbour alone\n"
+            "  → attention_mapping: ring, or cut positions inside a slice, axes: {context: 2} in place of dcn_axes: "
+            "{context: 2}"
+        )
+    (note,) = [note for note in over_dcn("ring", allowed=True).notes if "DCN" in note]
+    assert note == (
+        "positions are cut over context, between slices: every layer exchanges over DCN, at least an order of "
+        "magnitude slower than ICI (trainer.mesh.allow_dcn)"
+    )
+
+
+def test_an_axis_between_slices_of_one_piece_crosses_nothing():
+    """A preset with an axis between slices may be run on one."""
+    found = over_dcn("ring", allowed=False, cut={"position": ["far", "context"]}, granules=1)
+    assert found.position_ways == 2 and not any("DCN" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("order", "unit", "near"), [("zigzag", 8, "64 or 72"), ("natural", 4, "64 or 68")])

@@ -47,6 +47,7 @@ def vary(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> Any:
         batch_axis_name=mesh.batch_axis_name,
         dcn_axes=mesh.dcn_axes,
         granule=mesh.granule,
+        allow_dcn=mesh.allow_dcn,
         allow_replicated=mesh.allow_replicated,
         hbm_gib=mesh.hbm_gib,
         **options,
