@@ -270,6 +270,34 @@ def shard_residual(x: hax.NamedArray) -> hax.NamedArray:
     return hax.auto_sharded(x) if mapping is None else hax.shard(x, mapping)
 
 
+def into_residual(x: hax.NamedArray) -> hax.NamedArray:
+    """What is about to be added to the residual stream, laid out as the computation has it, and then as the stream has.
+
+    Where both cut an axis, the stream into more pieces (positions over `context`, and over `context` and `model`), the
+    compiler goes from sums that are still in parts to these pieces by way of whole positions: it gathers over `context`
+    what is multiplied, and reduces all of the product over `model`. By way of the computation's pieces it scatters the
+    sums. Anywhere else this is the identity.
+    """
+    return shard_residual(hax.auto_sharded(x)) if _refined(x) else x
+
+
+def out_of_residual(x: hax.NamedArray) -> hax.NamedArray:
+    """What was read from the residual stream: `into_residual` backward, which is what its gradients need."""
+    return hax.auto_sharded(shard_residual(x)) if _refined(x) else x
+
+
+def _refined(x: hax.NamedArray) -> bool:
+    """Whether the residual stream cuts an axis of `x` into more pieces than the computation, which cuts it, too."""
+    residual, compute = _residual.get(), compute_mapping_in_scope()
+    if residual is None:
+        return False
+    for axis in x.axes:
+        inside, between = compute.mesh_axes(axis.name), residual.mesh_axes(axis.name)
+        if inside and len(between) > len(inside) and between[: len(inside)] == inside:
+            return True
+    return False
+
+
 def shard_attention(x: hax.NamedArray) -> hax.NamedArray:
     """Constrains queries, keys or values; by the compute mapping where no mapping is for the inside of attention."""
     mapping, mesh = _attention.get(), mesh_in_scope()

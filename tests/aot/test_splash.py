@@ -97,6 +97,32 @@ def test_gradients_are_scattered_and_not_reduced_whole(tmp_path):
     assert all(c.over == "model" for c in figures.collectives if c.scope.module == "lm_head.chunks")
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_residual_stream_cut_by_position_is_scattered_and_gathered(context, tmp_path):
+    """Over `model`, what was summed of each block is cut at once and gathered before the next; nothing is all-reduced.
+
+    Where positions lie over `context` as well, `model` cuts what is left of them.
+    """
+    cut = "model" if context == 1 else ["context", "model"]
+    mesh = {"axes": {"model": 2, "context": context}, "residual_mapping": {"position": cut}}
+    if context > 1:
+        mesh |= {"compute_mapping": {"position": "context"}, "attention_mapping": "gather"}
+    few = {"num_layers": 2, "vocab_size": 1024}
+    outcome, _ = compiled("v6e-8", tmp_path, mesh=mesh, model=few, segments=False)
+    figures = outcome.figures
+    assert figures is not None
+    over_model = [c for c in figures.collectives if c.over == "model" and c.bytes >= 1 << 20]
+    assert {c.kind for c in over_model} == {"all-gather", "reduce-scatter"}, over_model
+    rows = 8 // outcome.mesh.shape["data"]
+    stream = rows * SMALL["max_seq_len"] // context * SMALL["hidden_dim"] * 2
+    # Two blocks a layer: each gathers its input, and scatters the sum of its result, and so backward.
+    of_kind = {
+        kind: sum(c.times for c in over_model if c.kind == kind and c.bytes == stream)
+        for kind in ("all-gather", "reduce-scatter")
+    }
+    assert of_kind["all-gather"] >= of_kind["reduce-scatter"] >= 4 * few["num_layers"], over_model
+
+
 @pytest.mark.parametrize("mp", ["f32", "p=f32,c=bfloat16"])
 @pytest.mark.parametrize(("head_size", "length"), [(64, 1000), (128, 8192), (256, 4096)])
 @pytest.mark.parametrize("target", ["v4-8", "v5e-8"])

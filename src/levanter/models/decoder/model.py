@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq, Stacked
 
-from haliax_ext.mapping import shard_residual
+from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
 from levanter.layers.attention.cached import CachedLayers, NewPositions
 from levanter.layers.attention.context import RotaryTables
@@ -96,19 +96,19 @@ class DecoderBlock(eqx.Module):
             with jax.named_scope(name):
                 return y if module is None else module(y)
 
-        normed = norm("input_layernorm", x)
+        normed = out_of_residual(norm("input_layernorm", x))
         attribute = "mixer" if self.self_attn is None else "self_attn"
         with jax.named_scope(attribute):
             mixed, state = getattr(self, attribute)(normed, context, state)
-        mixed = norm("post_attn_layernorm", mixed).rearrange(x.axes)
+        mixed = norm("post_attn_layernorm", into_residual(mixed)).rearrange(x.axes)
         between = x if self.parallel else shard_residual(x + mixed)
         if self.mlp is None:
             x = shard_residual(x + mixed) if self.parallel else between
             return dataclasses.replace(stream, activations=x), state
-        normed = norm("post_attention_layernorm", between)
+        normed = out_of_residual(norm("post_attention_layernorm", between))
         with jax.named_scope("mlp"):
             made = Outputs.of(self.mlp(normed))
-        fed = norm("post_mlp_layernorm", made.activations).rearrange(x.axes)
+        fed = norm("post_mlp_layernorm", into_residual(made.activations)).rearrange(x.axes)
         x = shard_residual(x + mixed + fed if self.parallel else between + fed)
         return Outputs(activations=x, auxiliary=stream.auxiliary.plus(made.auxiliary)), state
 

@@ -1,5 +1,6 @@
 """Positions on many devices look at each other as on one: every exchange, order and mask, every leaf's gradient."""
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -9,6 +10,7 @@ import pytest
 from helpers.long_context import (
     EXCHANGES,
     MASKS,
+    POSITIONS,
     config,
     documents_alone_and_packed,
     mappings_of,
@@ -18,7 +20,7 @@ from helpers.long_context import (
 )
 
 from haliax_ext.hlo import read_figures
-from haliax_ext.mapping import Mappings
+from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 
 MESHES = ((1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2))
@@ -42,10 +44,10 @@ def on_one_device(mask: str, device: jax.Device):
     return run(model, mask, MeshSpec.of(data=1), Mappings(), [device])
 
 
-def check(devices, mesh, exchange, order, mask, backend):
+def check(devices, mesh, exchange, order, mask, backend, mappings=None):
     model = config(**MASKS[mask], attn_backend=backend, flash_attention_block_size=8)
     want = on_one_device(mask, devices[0])
-    got = run(model, mask, mesh_of(*mesh, exchange), mappings_of(exchange, order), devices)
+    got = run(model, mask, mesh_of(*mesh, exchange), mappings or mappings_of(exchange, order), devices)
     assert abs(got[0] - want[0]) <= 1e-6 * abs(want[0])
     np.testing.assert_allclose(got[1], want[1], atol=2e-5, rtol=0)
     assert np.count_nonzero(want[1]) > 50
@@ -101,6 +103,29 @@ def test_what_is_exchanged_by_heads_crosses_once(devices):
     # Forward for the loss and for the scores, once more for the backward pass, and that: float32.
     queries, keys = (2 * 64 * heads * 4 // 4 * 4 for heads in (16, 8))
     assert sum(each.total_bytes for each in found) == 4 * 2 * (queries + keys), found
+
+
+def test_a_residual_stream_in_more_pieces_than_positions_is_never_whole(devices):
+    """Positions over `context` in the computation, over `context` and `model` between blocks: sums are cut over `model`
+    alone, and the mesh axis that stays cut is not gathered for it."""
+    spec = mesh_of(2, 2, 2, "ring")
+    mappings = mappings_of("ring", "zigzag")
+    mappings = dataclasses.replace(mappings, residual=AxisMapping({"position": ("ring", "context", "model")}))
+    one = program(config(attn_backend="reference"), "causal", mappings)
+    found = read_figures(one.lower(spec.build(devices)).compile().as_text(), spec).collectives
+    row = POSITIONS * 16 * 4  # bytes of the stream on the devices of a data shard; a weight has half of it at most
+    assert not [each for each in found if each.kind == "all-gather" and "context" in each.over and each.bytes >= row]
+    over_model = [each for each in found if each.over == "model" and each.bytes >= row // 2]
+    assert {each.kind for each in over_model} <= {"all-gather", "all-reduce", "reduce-scatter"} and over_model
+
+
+@pytest.mark.parametrize("exchange", ["gather", pytest.param("heads", marks=pytest.mark.slow)])
+def test_a_residual_stream_in_more_pieces_means_the_same(devices, exchange):
+    mask = "everything, packed"
+    order = "natural" if exchange == "heads" else "zigzag"
+    mappings = mappings_of(exchange, order)
+    cut = dataclasses.replace(mappings, residual=AxisMapping({"position": ("ring", "context", "model")}))
+    check(devices, (1, 4, 2), exchange, order, mask, "reference", mappings=cut)
 
 
 @pytest.mark.slow

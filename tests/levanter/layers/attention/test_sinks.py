@@ -99,7 +99,8 @@ def assert_equal(found, expected) -> None:
     out, grads = expected
     np.testing.assert_allclose(found[0], out, atol=5e-6)
     for mine, theirs in zip(found[1:], grads, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=3e-5)
+        # Sums of float32 beside float64: what is lost is in proportion to the largest of them, here up to 13.
+        np.testing.assert_allclose(mine, theirs, atol=max(3e-5, 5e-6 * float(np.abs(theirs).max())))
 
 
 WINDOWS = [pytest.param(None, marks=pytest.mark.slow, id="whole"), pytest.param(WINDOW, id="window")]
