@@ -225,6 +225,18 @@ def across_slices(
     return []
 
 
+def uncut_between_blocks(mappings: Mappings, mesh: MeshSpec) -> list[str]:
+    """A note where the residual stream has positions whole over a mesh axis that cuts them in the computation."""
+    inside, between = mappings.compute.mesh_axes(POSITION), mappings.residual.mesh_axes(POSITION)
+    left_out = [axis for axis in inside if axis not in between and mesh.shape[axis] > 1]
+    if not between or not left_out:
+        return []
+    return [
+        f"residual_mapping: {POSITION} → {show_axes(between)} leaves out {', '.join(left_out)}, which cuts it in the "
+        f"compute mapping: every block gathers over it; {show_axes((*inside, *between))} does not"
+    ]
+
+
 def _heads_problems(inside: AxisMapping, mesh: MeshSpec, sizes: Mapping[str, int]) -> list[ShardingError]:
     kv_heads, axes = sizes.get(KV_HEAD), inside.mesh_axes(KV_HEAD)
     if both := [axis for axis in axes if axis in inside.mesh_axes(POSITION)]:

@@ -291,6 +291,29 @@ def test_an_axis_between_slices_of_one_piece_crosses_nothing():
     assert found.position_ways == 2 and not any("DCN" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("residual", "note"),
+    [
+        (
+            "model",
+            "residual_mapping: position → model leaves out context, which cuts it in the compute mapping: every block "
+            "gathers over it; [context, model] does not",
+        ),
+        (["context", "model"], None),
+        ("context", None),
+    ],
+)
+def test_a_residual_stream_that_is_cut_less_than_positions_is_noted(residual, note):
+    config = MeshConfig(
+        axes={"context": 4, "model": 2},
+        compute_mapping=CUT,
+        attention_mapping="ring",
+        residual_mapping={"position": residual},
+    )
+    notes = resolve(config, MODEL, devices=8).notes
+    assert [each for each in notes if "residual" in each] == ([] if note is None else [note])
+
+
 @pytest.mark.parametrize(("order", "unit", "near"), [("zigzag", 8, "64 or 72"), ("natural", 4, "64 or 68")])
 def test_positions_that_do_not_divide(order, unit, near):
     model = ModelAxes(sizes={**MODEL.sizes, "position": 66}, known=SIZES)
