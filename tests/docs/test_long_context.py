@@ -1,5 +1,6 @@
 """`docs/long-context.md`: its configurations are read, its commands are commands, its tables are complete."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -43,3 +44,17 @@ def test_commands_are_commands():
     (command,) = re.findall(r"^python -m levanter\.main\.eval_needles (.*)$", NEEDLES, re.M)
     config = load_written(EvalNeedlesConfig, shlex.split(command)).config
     assert config.lengths == [4096, 8192] and config.tasks == ["niah_single_1", "vt"]
+
+
+def test_memory_is_what_was_compiled():
+    """Of the rows whose figures are kept; the others were compiled by hand."""
+    kept = {
+        ("long-context.md", "65,536 × 8"): "llama_0.78b_64k_context8_ring",
+        ("long-context.md", "262,144 × 2"): "llama_0.78b_256k",
+        ("preflight.md", "262,144 × 8"): "llama3.1_8b_256k_v5p-128",
+    }
+    for (page, row), name in kept.items():
+        facts = json.loads((ROOT / "tests/golden/compiled" / f"{name}.json").read_text(encoding="utf-8"))
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        peak = facts["programs"]["train_step"]["peak"]
+        assert re.search(rf"^\| {row} \| {peak / 2**30:.2f} GiB \|", text, re.M), (page, row, peak)
