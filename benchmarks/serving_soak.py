@@ -26,11 +26,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 LEAVE, BROKEN, TOO_LONG = 0.20, 0.10, 0.05
+PROMPTS = (1, 5, 12, 20)
+"""Tokens of a prompt."""
 SHAPES = 40
 """Different requests that name a seed."""
 PAGE = resource.getpagesize()
@@ -58,6 +61,7 @@ class Place:
     port: int
     context: int
     pid: int | None = None
+    prompts: Sequence[int] = PROMPTS
 
 
 def request(path: str, body: bytes, *, method: str = "POST") -> bytes:
@@ -66,11 +70,11 @@ def request(path: str, body: bytes, *, method: str = "POST") -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def asked(rng: random.Random, *, tokens: int) -> dict[str, object]:
+def asked(rng: random.Random, *, tokens: int, prompts: Sequence[int] = PROMPTS) -> dict[str, object]:
     """A request that can be answered; of a few shapes, so that answers can be compared."""
     shape = random.Random(rng.randrange(SHAPES))
     return {
-        "prompt": [shape.randrange(3, 200) for _ in range(shape.choice([1, 5, 12, 20]))],
+        "prompt": [shape.randrange(3, 200) for _ in range(shape.choice(prompts))],
         "max_tokens": shape.randint(1, tokens),
         "n": shape.choice([1, 1, 2]),
         "seed": shape.randrange(1000),
@@ -190,7 +194,7 @@ async def one(place: Place, rng: random.Random, seen: Seen, *, tokens: int, pati
 
 async def leave(place: Place, rng: random.Random, *, tokens: int) -> None:
     """Asks, and is gone: at once, in the middle of the request, or of the answer."""
-    body = {**asked(rng, tokens=tokens), "stream": rng.random() < 0.5, "max_tokens": tokens}
+    body = {**asked(rng, tokens=tokens, prompts=place.prompts), "stream": rng.random() < 0.5, "max_tokens": tokens}
     data = request("/v1/completions", json.dumps(body).encode())
     _, writer = await asyncio.open_connection(place.host, place.port)
     writer.write(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
@@ -200,7 +204,7 @@ async def leave(place: Place, rng: random.Random, *, tokens: int) -> None:
 
 async def answered(place: Place, rng: random.Random, seen: Seen, *, tokens: int, patient: bool) -> None:
     """Asks until there is room, and compares the answer with that to the same request before."""
-    body, streamed = asked(rng, tokens=tokens), rng.random() < 0.5
+    body, streamed = asked(rng, tokens=tokens, prompts=place.prompts), rng.random() < 0.5
     more = {"stream": True, "logprobs": 0} if streamed else {}
     data = request("/v1/completions", json.dumps({**body, **more}).encode())
     while True:
@@ -243,6 +247,7 @@ async def soak(
     seed: int = 0,
     pid: int | None = None,
     patient: bool = False,
+    prompts: Sequence[int] = PROMPTS,
 ) -> tuple[Seen, dict]:
     """Runs all clients.
 
@@ -254,13 +259,14 @@ async def soak(
         seed: of what they do.
         pid: the server's process, whose memory is watched.
         patient: whether who is refused heeds `Retry-After`.
+        prompts: tokens of one.
 
     Returns:
         What was seen, and the server's own account at the end, once nothing runs.
     """
     parts = urlsplit(url)
-    place = Place(parts.hostname or "127.0.0.1", parts.port or 80, 0, pid)
-    place = Place(place.host, place.port, (await status_of(place))["context"], pid)
+    place = Place(parts.hostname or "127.0.0.1", parts.port or 80, 0, pid, prompts)
+    place = replace(place, context=(await status_of(place))["context"])
     seen, rng = Seen(), random.Random(seed)
     turns = iter([random.Random(rng.random()) for _ in range(requests)])
 
@@ -295,6 +301,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="of the server")
     parser.add_argument("--patient", action="store_true", help="who is refused heeds Retry-After")

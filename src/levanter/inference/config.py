@@ -12,6 +12,15 @@ StepCount: TypeAlias = Annotated[int, Range(1, 8)]
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SHORT_PARTS = (128, 32)
 """Shorter parts of prompts than `prefill_chunk` that have a Program of their own, so that little is padded."""
+CHUNK = 512
+"""Tokens of a prompt in a call where nothing is said: on an accelerator about as long as two decode steps of a large
+model, and enough to multiply at its peak."""
+LEAST_CHUNK = 16
+"""The same on CPUs at least: fewer tokens take more time each."""
+PROMPTS_TOGETHER = 8
+"""Prompts of which a call takes a part at most."""
+LEAST_PART = 8
+"""Tokens of the shortest of those calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +31,9 @@ class InferenceConfig(Ranged):
         max_rows: rows that run at once, over all devices; a multiple of the batch's shards. `auto` takes as many as the
             plan finds room for, 256 at most, and on CPUs 32.
         max_seq_len: positions that a row may have, prompt and text together; null for the model's.
-        prefill_chunk: tokens of a prompt that a call takes at most.
+        prefill_chunk: tokens of a prompt that a call takes at most, and while it runs no row gets a token. `auto` is
+            512, and on CPUs, where a call takes as long as it has tokens, twice as many as rows decode beside it, so
+            that it takes about as long as two of their steps.
         steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for
             the call's end.
         cache_dtype: of keys and values, float32, bfloat16, float16 or int8 (integers with a bfloat16 scale for each
@@ -42,7 +53,7 @@ class InferenceConfig(Ranged):
 
     max_rows: PositiveInt | Auto = 8
     max_seq_len: PositiveInt | None = None
-    prefill_chunk: PositiveInt = 512
+    prefill_chunk: PositiveInt | Auto = "auto"
     steps: StepCount = 1
     cache_dtype: str | None = None
     allocation: Allocation = "fixed"
@@ -63,11 +74,36 @@ class InferenceConfig(Ranged):
         if problems:
             raise ValueError("\n".join(problems))
 
-    def parts(self, max_seq_len: int) -> tuple[int, ...]:
-        """Tokens of a prompt that a call takes: of each of the Programs, ascending.
+    def chunk(self, rows: int, *, platform: str) -> int:
+        """Tokens of a prompt that a call takes at most. The same prompt is cut alike whoever else is there, so this is
+        as short as it has to be beside others, always.
 
         Args:
-            max_seq_len: positions that a row may have.
+            rows: of a shard.
+            platform: of the devices.
         """
-        longest = min(self.prefill_chunk, max_seq_len)
-        return (*(size for size in sorted(SHORT_PARTS) if size < longest), longest)
+        if self.prefill_chunk != "auto":
+            return self.prefill_chunk
+        if platform != "cpu" or rows == 1:
+            return CHUNK
+        return min(CHUNK, max(LEAST_CHUNK, 1 << ((2 * rows).bit_length() - 1)))
+
+    def prefill_calls(self, rows: int, max_seq_len: int, *, platform: str) -> tuple[tuple[int, int], ...]:
+        """The calls for prompts: parts of how many of a shard they take, and tokens of each, the longest last.
+
+        Where a call takes as long as it has tokens, none has more than the longest.
+
+        Args:
+            rows: of a shard.
+            max_seq_len: positions that a row may have.
+            platform: of the devices.
+        """
+        chunk, sizes = self.chunk(rows, platform=platform), SHORT_PARTS
+        longest = min(chunk, max_seq_len)
+        if self.prefill_chunk == "auto" and chunk < CHUNK:
+            sizes = tuple(size for size in (longest // 2, longest // 4) if size >= LEAST_PART)
+        # A TPU's compiler copies the whole cache for a call that writes to several rows by tables: 44 rows of 70B on
+        # v5e-8 had 6.98 GiB of temporaries, and 15 MiB with one.
+        together = 1 if platform == "tpu" else min(rows, PROMPTS_TOGETHER)
+        every = (*(size for size in sorted(sizes) if size < longest), longest)
+        return tuple((min(max(1, longest // size), together), size) for size in every)

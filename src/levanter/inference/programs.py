@@ -61,7 +61,7 @@ class ServedModel:
         counts_tokens: whether rows count their tokens, which penalties go by.
         matmul_precision: see `Program`.
         compiler_options: see `Program`.
-        cache_block: see `NewPositions.block`; of calls that give rows their next tokens.
+        cache_block: see `NewPositions.block`.
         matrix_unit: whether they are for TPUs: a decode step joins others to a single row or query of a product, which
             a TPU otherwise multiplies without the unit that it has for matrices, in three times as long; and see
             `NewPositions.flat`.
@@ -104,7 +104,7 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
     def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, left, prompt):
-        at = NewPositions.following(first, count, Pos, tables=tables, flat=model.matrix_unit)
+        at = NewPositions.following(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
         activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.there, ("position", "embed"))
         is_last = at.there & (at.positions == first + count - 1)

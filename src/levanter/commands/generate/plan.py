@@ -17,7 +17,7 @@ from levanter.commands.model.scored import beyond_context
 from levanter.commands.shell.outputs import output_checks
 from levanter.config import Written
 from levanter.inference.cache import CachePlan, plan_cache
-from levanter.inference.config import InferenceConfig
+from levanter.inference.config import CHUNK, InferenceConfig
 from levanter.inference.generation import GenerationPrograms, generation_programs
 from levanter.inference.programs import ServedModel
 from levanter.inference.served import Served
@@ -33,8 +33,6 @@ TILE = 128
 CPU_BLOCK = 128
 """Positions of the cache that a decode step on CPUs reads at a time, as many times as its longest row has filled them.
 A TPU is given one product over all of them."""
-PROMPTS_TOGETHER = 8
-"""Prompts of which a call takes a part at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +79,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
         target,
         # A part of one prompt on each shard is the largest that a call computes.
         batch=lambda ways: ways,
-        positions=inference.prefill_chunk,
+        positions=CHUNK if inference.prefill_chunk == "auto" else inference.prefill_chunk,
         work="generate",
     )
     model = pretrained.config
@@ -111,6 +109,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
     cache, why = planned_cache(cache_of, model, inference, pretrained, target, shards=ways)
     programs = _programs(pretrained, cache, inference, target)
     checks = _checks(config, written, pretrained, cache, why, target)
+    checks += _chunk_notes(inference, cache, target)
     parameters = pretrained.sharding.bytes_per_device
     serving = served_model(
         model,
@@ -163,6 +162,18 @@ def _checks(
     return (*checks, *template_checks(config.chat_template), *_file_checks(config))
 
 
+def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> tuple[Check, ...]:
+    """Says where the longest call for prompts comes from, where it is not what it is elsewhere."""
+    rows = cache.rows_of_shard
+    if inference.prefill_chunk != "auto" or (chunk := inference.chunk(rows, platform=target.platform)) == CHUNK:
+        return ()
+    message = (
+        f"inference.prefill_chunk: auto is {chunk}: on CPUs a call takes as long as it has tokens, and {rows} rows get "
+        "theirs between two of them"
+    )
+    return (Check(name="prompts", status="note", message=message),)
+
+
 def _at_terminal(inference: InferenceConfig, ways: int) -> int:
     """The rows of a run that is asked one thing at a time, over so many shards."""
     wanted = inference.max_rows
@@ -190,7 +201,7 @@ def _cache_dtype(inference: InferenceConfig, pretrained: PretrainedModel) -> np.
 def _programs(
     pretrained: PretrainedModel, cache: CachePlan, inference: InferenceConfig, target: Target
 ) -> GenerationPrograms:
-    """The run's Programs: short parts of prompts are taken several at a time, where that costs no second cache."""
+    """The run's Programs: short parts of prompts are taken several at a time, where that costs nobody anything."""
     served = ServedModel(
         abstract=pretrained.abstract,
         sharding=pretrained.sharding,
@@ -200,12 +211,8 @@ def _programs(
         matmul_precision=pretrained.precision.matmul,
         compiler_options=dict(pretrained.compiler_options),
     )
-    longest = min(inference.prefill_chunk, cache.max_seq_len)
-    # A TPU's compiler copies the whole cache for a call that writes to several rows by tables: 44 rows of 70B on v5e-8
-    # had 6.98 GiB of temporaries, and 15 MiB with one.
-    together = 1 if target.platform == "tpu" else PROMPTS_TOGETHER
-    most = min(cache.rows_of_shard, together)
-    prefill = [(min(max(1, longest // size), most), size) for size in inference.parts(longest)]
+    prefill = inference.prefill_calls(cache.rows_of_shard, cache.max_seq_len, platform=target.platform)
+    longest = min(CHUNK if inference.prefill_chunk == "auto" else inference.prefill_chunk, cache.max_seq_len)
     score = (longest, cache.max_seq_len) if inference.prompt_logprobs else ()
     return generation_programs(served, cache, prefill=prefill, steps=inference.steps, score=score)
 

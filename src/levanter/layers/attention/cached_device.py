@@ -37,7 +37,7 @@ class Stretch(NamedTuple):
     """Some positions of every row.
 
     Attributes:
-        first: the first of them; of a paged cache, the first of a page.
+        first: the first of them; of rows with several pages, the first of a page.
         length: how many.
     """
 
@@ -163,9 +163,9 @@ class CachedAttention:
         return mixed.whole(self.dtype)
 
     def _stretch(self, given: Mapping[str, NamedArray]) -> int:
-        """The positions of a block: of a paged cache, whole pages."""
+        """The positions of a block: of rows with several pages, whole pages."""
         assert self.block is not None
-        if "tables" not in given:
+        if "tables" not in given or given["tables"].axis_size("table") == 1:
             return self.block
         slots = given["pages"].axis_size("slot")
         return max(1, self.block // slots) * slots
@@ -202,13 +202,16 @@ class CachedAttention:
                 found[name] = hax.named(part.reshape([axis.size for axis in axes]), axes)
             else:
                 slots = size["slot"]
-                if stretch is None:
-                    some = tables.array[:, : -(-(self.reach or slots * tables.array.shape[1]) // slots)]
+                if stretch is not None and tables.array.shape[1] == 1:
+                    part = _of_pages(array, names, tables.array[:, 0], stretch, layers=layer, kv=which)
                 else:
-                    some = jax.lax.dynamic_slice_in_dim(
-                        tables.array, stretch.first // slots, stretch.length // slots, axis=1
-                    )
-                part = array.at[_at(names, layers=layer, page=some, kv=which)].get(mode="clip").swapaxes(1, 2)
+                    if stretch is None:
+                        some = tables.array[:, : -(-(self.reach or slots * tables.array.shape[1]) // slots)]
+                    else:
+                        some = jax.lax.dynamic_slice_in_dim(
+                            tables.array, stretch.first // slots, stretch.length // slots, axis=1
+                        )
+                    part = array.at[_at(names, layers=layer, page=some, kv=which)].get(mode="clip").swapaxes(1, 2)
                 part = part.reshape(Batch.size, KVHead.size, -1, *part.shape[4:])
                 features = (Axis("head_size", each) for each in part.shape[3:])
                 found[name] = hax.named(part, (Batch, KVHead, Axis("key_position", part.shape[2]), *features))
@@ -253,6 +256,24 @@ def _too_large(vectors: jax.Array, dtype: DTypeLike) -> jax.Array | None:
     if not floating or jnp.finfo(dtype).maxexp >= jnp.finfo(vectors.dtype).maxexp:
         return None
     return ~jnp.isfinite(vectors.astype(dtype))
+
+
+def _of_pages(
+    array: jax.Array, names: Sequence[str], pages: jax.Array, stretch: Stretch, **at: jax.Array | int
+) -> jax.Array:
+    """A stretch of the only pages of some rows, `[batch, kv_head, 1, slot, …]`, and nothing else of them."""
+    size = dict(zip(names, array.shape, strict=True)) | dict.fromkeys((*at, "page"), 1) | {"slot": stretch.length}
+    sizes = [size[each] for each in names]
+    axes = (*(each for each in ("kv_head", "slot", "head_size") if each in names),)
+
+    def of(page: jax.Array) -> jax.Array:
+        start = {**at, "page": page, "slot": stretch.first}
+        part = jax.lax.dynamic_slice(array, [start.get(each, 0) for each in names], sizes)
+        # The axes that are left stand in this order in pages and in scales.
+        return part.reshape([size[each] for each in axes])
+
+    found = of(pages[0])[None] if len(pages) == 1 else jax.vmap(of)(pages)
+    return found[:, :, None]
 
 
 def _at(names: Sequence[str], **given: jax.Array | int) -> tuple[jax.Array | int | slice, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 
 from haliax_ext.abstract import leaves
+from haliax_ext.program import Program
 from levanter.commands.generate import generate
 from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.generate.plan import GenerateWork
@@ -45,10 +46,10 @@ def plan(tmp_path, target: Target = CPU) -> RunPlan[GenerateWork]:
     return generate.describe(loaded.config, target, written=loaded.written)
 
 
-def compiled(found: RunPlan[GenerateWork], **changes) -> str:
-    """The text of the decode step; `changes` of the model that it is made for."""
+def compiled(found: RunPlan[GenerateWork], program: Program | None = None, **changes) -> str:
+    """The text of the decode step, or of another; `changes` of the model that it is made for."""
     pretrained, programs = found.work.pretrained, found.work.programs
-    program = programs.decode
+    program = program or programs.decode
     if changes:
         served = ServedModel(abstract=pretrained.abstract, sharding=pretrained.sharding, matmul_precision="highest")
         program = decode_program(replace(served, **changes), programs.cache, steps=1)
@@ -87,6 +88,15 @@ def test_no_weight_is_laid_out_anew_and_no_position_is_read_that_nobody_has(tmp_
     as_stored = own.config.build(own.Vocab, key=jax.random.PRNGKey(0))
     text = compiled(found, abstract=jax.eval_shape(lambda: as_stored), sharding=own.sharding)
     assert laid_out_anew(text) and whole_rows(text)
+
+
+def test_a_call_for_prompts_reads_no_position_that_nobody_has_either(tmp_path, devices):
+    del devices
+    found = plan(tmp_path)
+    assert list(found.work.programs.prefill) == [(2, 8), (1, 16)]
+    for program in found.work.programs.prefill.values():
+        text = compiled(found, program)
+        assert not whole_rows(text) and not copied_caches(text), program.name
 
 
 def test_matrices_have_their_contracted_axes_first_on_cpus_alone(tmp_path):

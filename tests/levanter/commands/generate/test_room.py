@@ -100,6 +100,19 @@ def test_more_rows_than_help_are_not_taken(tmp_path):
     assert said.endswith("; 32 are taken at most, since on CPUs more of them make hardly more tokens a second")
 
 
+def test_calls_for_prompts_are_as_short_as_rows_want_them_on_cpus(tmp_path):
+    def said(target: Target, **inference) -> list[str]:
+        found = plan(tmp_path, target, **inference)
+        names = [program.name for program in found.computing if program.name.startswith("prefill_")]
+        return [*names, *(check.message for check in found.checks if check.name == "prompts")]
+
+    *names, why = said(CPU, max_rows=8)
+    assert names == ["prefill_2x8", "prefill_1x16"]
+    assert why.startswith("inference.prefill_chunk: auto is 16: ") and "8 rows" in why
+    assert said(CPU, max_rows=8, prefill_chunk=128) == ["prefill_4x32", "prefill_1x128"]
+    assert said(target_of_pod("v6e-8"), max_rows=8) == ["prefill_1x32", "prefill_1x128", "prefill_1x512"]
+
+
 def test_memory_that_is_not_known_asks_for_a_number(tmp_path):
     unknown = replace(CPU, host_bytes=None)
     with pytest.raises(ValueError, match=r"auto: the memory of a device of local is not known[^→]*→ .*max_rows: 8"):

@@ -22,7 +22,8 @@ from levanter.layers.attention.cached import CachedLayers, NewPositions, attend_
 
 ROWS, HEADS, GROUP, SIZE, LAYERS, LAYER = 4, 2, 2, 8, 3, 1
 PAGES, SLOTS, OF_ROW = 14, 4, 3
-"""Of a paged cache: pages, positions in one, pages of a row. A fixed cache has a page of 12 positions for each row."""
+"""Of a paged cache: pages, positions in one, pages of a row. A fixed cache has a page of 12 positions for each row;
+with tables, which calls for prompts have, it is *own pages*."""
 COUNTS = np.array([[5, 0, 3, 7], [1, 6, 0, 2], [4, 1, 1, 3]], np.int32)
 CALL = 7
 Batch, Pos = Axis("batch", ROWS), Axis("position", CALL)
@@ -101,22 +102,23 @@ def calls():
         first = first + count
 
 
-def tables(ways: int) -> np.ndarray:
+def tables(ways: int, allocation: str = "paged") -> np.ndarray:
     """Pages in disorder, each shard's own numbered from 0."""
-    order = np.random.default_rng(3).permutation(PAGES // ways)
-    numbers = [order[: ROWS // ways * OF_ROW] for _ in range(ways)]
-    return np.concatenate(numbers).reshape(ROWS, OF_ROW).astype(np.int32)
+    pages, of_row = (ROWS, 1) if allocation == "own pages" else (PAGES, OF_ROW)
+    order = np.random.default_rng(3).permutation(pages // ways)
+    numbers = [order[: ROWS // ways * of_row] for _ in range(ways)]
+    return np.concatenate(numbers).reshape(ROWS, of_row).astype(np.int32)
 
 
 def program(
     allocation: str, mapping, *, reach=None, block=None, window=None, soft_cap=None, sinks=False, int8=False, flat=False
 ):
     """A call as a Program: q, k, v, the state, first, count, tables, sinks."""
-    Table = Axis("table", OF_ROW)
+    Table = Axis("table", 1 if allocation == "own pages" else OF_ROW)
     axes = page_axes(
         layers=LAYERS,
-        pages=ROWS if allocation == "fixed" else PAGES,
-        slots=SLOTS * OF_ROW if allocation == "fixed" else SLOTS,
+        pages=PAGES if allocation == "paged" else ROWS,
+        slots=SLOTS if allocation == "paged" else SLOTS * OF_ROW,
         KVHead=KVHead,
         HeadSize=Size,
     )
@@ -175,7 +177,7 @@ def run_all(allocation: str, mesh: str, devices, *, fill=0.0, reach=None, block=
     held = {
         name: hax.named(jnp.full(x.array.shape, fill, x.dtype), x.axes) for name, x in made.input("held").value.items()
     }
-    table = tables(spec.ways(made.mappings.compute.mesh_axes("batch")))
+    table = tables(spec.ways(made.mappings.compute.mesh_axes("batch")), allocation)
     found: list[list[np.ndarray]] = [[] for _ in range(ROWS)]
     for q, k, v, first, count in calls():
         if only is not None:
@@ -240,6 +242,8 @@ def test_by_blocks_of_keys_it_is_the_same(rule, mesh, int8, devices, monkeypatch
         ("everything", "one", "fixed", True, 5),
         ("everything", "data 2, model 2, group 2", "paged", False, 8),
         ("window", "one", "paged", False, 3),
+        ("everything", "one", "own pages", True, 5),
+        ("all", "data 2, model 2, group 2", "own pages", False, 4),
     ],
 )
 def test_as_far_as_the_longest_row_goes_it_is_the_same(rule, mesh, allocation, int8, block, devices):
@@ -248,7 +252,7 @@ def test_as_far_as_the_longest_row_goes_it_is_the_same(rule, mesh, allocation, i
         np.testing.assert_allclose(found[row], formula(row, int8=int8, **RULES[rule]), atol=4e-6)
 
 
-@pytest.mark.parametrize(("allocation", "rule"), [("fixed", "all"), ("paged", "everything")])
+@pytest.mark.parametrize(("allocation", "rule"), [("fixed", "all"), ("paged", "everything"), ("own pages", "all")])
 def test_how_long_others_are_changes_no_bit_of_a_row(allocation, rule, devices):
     together, *_ = run_all(allocation, "one", devices, block=4, **RULES[rule])
     for row in range(ROWS):
