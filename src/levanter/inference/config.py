@@ -13,8 +13,7 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SHORT_PARTS = (128, 32)
 """Shorter parts of prompts than `prefill_chunk` that have a Program of their own, so that little is padded."""
 CHUNK = 512
-"""Tokens of a prompt in a call where nothing is said: on an accelerator about as long as two decode steps of a large
-model, and enough to multiply at its peak."""
+"""Tokens of a prompt in a call where nothing is said, on accelerators: enough to multiply at their peak."""
 LEAST_CHUNK = 16
 """The same on CPUs at least: fewer tokens take more time each."""
 PROMPTS_TOGETHER = 8
@@ -32,8 +31,8 @@ class InferenceConfig(Ranged):
             plan finds room for, 256 at most, and on CPUs 32.
         max_seq_len: positions that a row may have, prompt and text together; null for the model's.
         prefill_chunk: tokens of a prompt that a call takes at most, and while it runs no row gets a token. `auto` is
-            512, and on CPUs, where a call takes as long as it has tokens, twice as many as rows decode beside it, so
-            that it takes about as long as two of their steps.
+            512, and on CPUs, where a call takes as long as it has tokens, twice as many as there are rows, so that it
+            takes about as long as two of their steps.
         steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for
             the call's end.
         cache_dtype: of keys and values, float32, bfloat16, float16 or int8 (integers with a bfloat16 scale for each
