@@ -18,7 +18,7 @@ from levanter.mesh import describe_devices
 from levanter.run import Session
 
 TASKS = ("niah_single_1", "niah_multikey_1", "vt")
-# Minutes on two idle cores: 78,000 tokens of 135 million weights, and attention over 8,192 of them.
+# Two to six minutes a case on a busy machine: 78,000 tokens of 135 million weights, and attention over 8,192 of them.
 pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.timeout(3600)]
 ONE, RING = "{data: 1, context: 1}", "{data: 1, context: 8}"
 
