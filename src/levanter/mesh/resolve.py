@@ -181,8 +181,7 @@ def resolve(
         on_conflict=config.on_conflict,
     )
     raise_all(_distinct(problems))
-    notes += exchanges.uncut_between_blocks(mappings, spec)
-    notes += _idle_mesh_axes(spec, mappings, batch)
+    notes += [*exchanges.uncut_between_blocks(mappings, spec), *_idle_mesh_axes(spec, mappings, batch)]
     return ResolvedMesh(
         spec=spec, mappings=mappings, notes=tuple(dict.fromkeys(notes)), batch_axis=batch, exchange=exchange
     )
