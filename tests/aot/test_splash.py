@@ -74,8 +74,9 @@ def test_positions_that_are_arrays(window, tmp_path):
     payload = {"queries": 2048, "keys": 3000, "window": window}
     (outcome,) = compile_programs(f"{ATTENTION}:at_positions", payload, target="v6e-8", keep_text=tmp_path)
     assert isinstance(outcome, Compiled) and outcome.figures is not None
-    kinds = [kernel.name.split("_")[2] for kernel in outcome.figures.kernels]
-    assert sorted(kinds) == ["dkv", "dq", "fwd"]
+    # Keys in any order are sorted for the tables, and the compiler's sorts are counted among kernels.
+    names = [kernel.name for kernel in outcome.figures.kernels if kernel.name != "sort"]
+    assert sorted(name.split("_")[2] for name in names) == ["dkv", "dq", "fwd"]
     text = (tmp_path / "attention.hlo.txt").read_text()
     assert "3000,2048" not in text and "2048,3000" not in text and "1024,3072" not in text
 
