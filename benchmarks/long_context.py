@@ -126,11 +126,16 @@ def main() -> None:
 
 def stepped(file: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """CPU seconds of each round, and the second losses, by layout."""
-    runs = {name: Run(file, *overrides).ready() for name, overrides in LAYOUTS.items()}
+    runs = {}
+    for name, overrides in LAYOUTS.items():
+        began = time.process_time()
+        runs[name] = Run(file, *overrides).ready()
+        print(f"{name}: two steps, {time.process_time() - began:.0f} CPU s", file=sys.stderr, flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for n in range(rounds):
         for name in list(runs)[:: 1 if n % 2 == 0 else -1]:
             seconds[name].append(runs[name].take()[0])
+            print(f"round {n + 1} of {rounds}: {name} {seconds[name][-1]:.1f} CPU s", file=sys.stderr, flush=True)
     return seconds, {name: run.losses[1] for name, run in runs.items()}
 
 
