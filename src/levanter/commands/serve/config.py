@@ -8,13 +8,25 @@ from levanter.commands.generate.config import GenerateConfig
 from levanter.commands.model.representation import Quantize, TiedHead
 from levanter.config.plan_options import PlanOptions
 from levanter.config.ranges import PathText, PositiveFloat, PositiveInt, Range, Ranged
-from levanter.inference.config import InferenceConfig
+from levanter.inference.config import Auto, InferenceConfig
 from levanter.inference.params import SamplingParams
 from levanter.models.registry import LmConfig
 from levanter.serving.limits import LimitsConfig
 from levanter.trainer.config import TrainerConfig
 
 Port: TypeAlias = Annotated[int, Range(0, 65_535)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInferenceConfig(InferenceConfig):
+    """`inference` of a server, which takes as many rows as there is room for whatever else is said of them.
+
+    Attributes:
+        max_rows: rows that run at once, over all devices; a multiple of the batch's shards. `auto` takes as many as the
+            plan finds room for, 256 at most, and on CPUs 32.
+    """
+
+    max_rows: PositiveInt | Auto = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +63,7 @@ class ServeConfig(Ranged):
     tokenizer: PathText | None = None
     model: LmConfig | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    inference: InferenceConfig = field(default_factory=lambda: InferenceConfig(max_rows="auto"))
+    inference: ServerInferenceConfig = field(default_factory=ServerInferenceConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     chat_template: str | None = None
     enforce_bos: bool = True

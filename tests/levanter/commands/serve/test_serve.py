@@ -137,6 +137,21 @@ def test_whom_it_answers_is_in_the_plan(tmp_path):
         assert ServeConfig(hf_checkpoint="acme/llama", host=host).is_local
 
 
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--inference.penalties", "false"), ("--inference", "{max_seq_len: 512, steps: 2}"), ("--inference", "{}")],
+    ids=" ".join,
+)
+def test_as_many_rows_as_there_is_room_for_whatever_else_is_said_of_them(words: tuple[str, ...]):
+    loaded = load_written(ServeConfig, ["--hf_checkpoint", "acme/llama", *words])
+    assert loaded.config.inference.max_rows == loaded.config.generating.inference.max_rows == "auto"
+
+
+def test_rows_that_are_said_are_taken():
+    loaded = load_written(ServeConfig, ["--hf_checkpoint", "acme/llama", "--inference.max_rows", "8"])
+    assert loaded.config.inference.max_rows == 8
+
+
 def test_a_misspelt_key_is_told_the_nearest():
     with pytest.raises(ConfigError, match="api_key"):
         load_written(ServeConfig, ["--config_path", str(CONFIG), "--api_kye", "x"])
