@@ -14,14 +14,17 @@ unless it names another one.
 To everybody else the annotations are what they annotate: `PositiveInt` is `int` to a type checker and to draccus.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, ClassVar, TypeAlias, get_args, get_origin
+from typing import Annotated, ClassVar, TypeAlias, get_args, get_origin
 
 from levanter.config.schema import Annotation, annotated_members, config_fields, is_mapping, list_origin, strip
 
+Look: TypeAlias = Callable[[object], Iterable[tuple[str, str]]]
+"""Says of a value where in it something is out of range, and how."""
 LARGEST_INT32 = 2**31 - 1
 """Steps are counted in int32, and so are positions, tokens and sizes of axes."""
 LARGEST_INT64 = 2**63 - 1
@@ -133,9 +136,12 @@ def range_of(annotation: Annotation) -> Range | NotEmpty | None:
 
 def out_of_range(value: object, annotation: Annotation) -> str | None:
     """What is wrong with one value, by the range of its annotation; None for what is of another type."""
+    return _beyond(value, range_of(annotation))
+
+
+def _beyond(value: object, limits: Range | NotEmpty | None) -> str | None:
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    limits = range_of(annotation)
     if isinstance(limits, NotEmpty):
         return limits.problem(value) if isinstance(value, str) else None
     if limits is None or isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -148,10 +154,9 @@ def problems_of(config: object) -> Iterator[tuple[str, str]]:
 
     Blocks in it are configurations of their own, which were looked at when they were made.
     """
-    for name, one in config_fields(type(config)).items():
-        if has_range(one.type):
-            for at, said in _problems(getattr(config, name), one.type):
-                yield name + at, said
+    for name, look in _looks(type(config)):
+        for at, said in look(getattr(config, name)):
+            yield name + at, said
 
 
 def has_range(annotation: Annotation) -> bool:
@@ -161,30 +166,67 @@ def has_range(annotation: Annotation) -> bool:
     return any(has_range(part) for part in get_args(annotation) if part is not Ellipsis)
 
 
-def _problems(value: object, annotation: Annotation) -> Iterator[tuple[str, str]]:
+@functools.cache
+def _looks(cls: type) -> tuple[tuple[str, Look], ...]:
+    """What looks at the fields of a class that have a range. Annotations are read once for each class: a server makes
+    such values of every request, and reading them took a third of what it does of one."""
+    return tuple((name, _look(one.type)) for name, one in config_fields(cls).items() if has_range(one.type))
+
+
+def _look(annotation: Annotation) -> Look:
+    """What says of a value where in it something is out of range, and how."""
     members = annotated_members(annotation)
     if len(members) > 1:
-        fitting = [member for member in members if _is_of(value, strip(member))]
+        return _look_at_one_of(tuple((strip(member), _look(member)) for member in members))
+    limits, bare = range_of(annotation), strip(annotation)
+    inside = _look_inside(bare) if get_args(bare) else None
+
+    def look(value: object) -> Iterable[tuple[str, str]]:
+        if isinstance(value, bool) and limits is not None:
+            return (("", f"must be a number {limits}, got {value}"),)
+        if (said := _beyond(value, limits)) is not None:
+            return (("", said),)
+        return () if inside is None else inside(value)
+
+    return look
+
+
+def _look_at_one_of(members: tuple[tuple[Annotation, Look], ...]) -> Look:
+    def look(value: object) -> Iterable[tuple[str, str]]:
+        fitting = [of_member for kind, of_member in members if _is_of(value, kind)]
         if not fitting and _is_number(value):
             # A whole number where a float is meant.
-            fitting = [member for member in members if strip(member) is float]
-        for member in fitting[:1]:
-            yield from _problems(value, member)
-        return
-    if isinstance(value, bool) and range_of(annotation) is not None:
-        yield "", f"must be a number {range_of(annotation)}, got {value}"
-    elif (said := out_of_range(value, annotation)) is not None:
-        yield "", said
-    elif isinstance(value, Mapping) and is_mapping(strip(annotation)):
-        inner = get_args(strip(annotation))
-        for key, item in value.items() if len(inner) == 2 else ():
-            yield from ((f".{key}{at}", said) for at, said in _problems(item, inner[1]))
-    elif isinstance(value, (list, tuple, Set)) and list_origin(strip(annotation)) is not None:
-        args = get_args(strip(annotation))
-        fixed = list_origin(strip(annotation)) is tuple and args and Ellipsis not in args
-        for i, item in enumerate(value):
-            inner = args[i] if fixed and i < len(args) else args[0] if args else Any
-            yield from ((f"[{i}]{at}", said) for at, said in _problems(item, inner))
+            fitting = [of_member for kind, of_member in members if kind is float]
+        return fitting[0](value) if fitting else ()
+
+    return look
+
+
+def _look_inside(bare: Annotation) -> Look | None:
+    """The same for what a mapping or a list holds; None for other types."""
+    args = get_args(bare)
+    if is_mapping(bare):
+        if len(args) != 2:
+            return None
+        of_item = _look(args[1])
+
+        def look_at_values(value: object) -> Iterable[tuple[str, str]]:
+            items = value.items() if isinstance(value, Mapping) else ()
+            return [(f".{key}{at}", said) for key, item in items for at, said in of_item(item)]
+
+        return look_at_values
+    if list_origin(bare) is None:
+        return None
+    looks = [_look(arg) for arg in args if arg is not Ellipsis]
+    fixed = list_origin(bare) is tuple and Ellipsis not in args
+
+    def look_at_items(value: object) -> Iterable[tuple[str, str]]:
+        items = enumerate(value) if isinstance(value, (list, tuple, Set)) else ()
+        return [
+            (f"[{i}]{at}", said) for i, item in items for at, said in looks[i if fixed and i < len(looks) else 0](item)
+        ]
+
+    return look_at_items
 
 
 def _is_number(value: object) -> bool:
