@@ -81,7 +81,7 @@ class Streamed(Answering):
 
     Args:
         ticket: what it waits for.
-        events: they; what goes wrong on the way is an event as well.
+        events: they, the one that ends a stream included; what goes wrong on the way is an event as well.
         id: of it.
     """
 
@@ -100,8 +100,7 @@ class Streamed(Answering):
                 async for event in self._events:
                     await write(_more(event))
             except ApiError as error:
-                await write(_more(sse.event(error.body)))
-            await write(_more(sse.DONE))
+                await write(_more(sse.event(error.body) + sse.DONE))
             await write({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             write.end()

@@ -19,7 +19,7 @@ from levanter.serving.deliveries import Piece, Scored
 from levanter.serving.errors import failed, json_bytes
 from levanter.serving.inbox import Submitted
 from levanter.serving.service import Service, Ticket
-from levanter.serving.sse import event
+from levanter.serving.sse import DONE, event
 from levanter.serving.token_texts import TokenTexts
 
 
@@ -114,11 +114,12 @@ class Builder(ABC):
         return {**self._head(self.whole_object), "choices": choices, "usage": self._usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """All of it as events, one or more at a time.
+        """All of it as events, the one that ends a stream included; what comes together is one write to a client.
 
         Raises:
             ApiError: a choice could not be finished.
         """
+        closed = False
         for choice in self.choices.values():
             if not choice.submitted.score:
                 for said in self.opening(choice):
@@ -132,10 +133,18 @@ class Builder(ABC):
                 for choice in self._take(each):
                     for said in self.opening(choice) if isinstance(each, Scored) else self.delta(choice, each):
                         chunks.append(self._chunk(said))
+            if closed := self.ticket.over:
+                chunks.append(self._closing)
             if chunks:
                 yield b"".join(chunks)
-        if self.call.usage:
-            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage})
+        if not closed:
+            yield self._closing
+
+    @property
+    def _closing(self) -> bytes:
+        """What comes behind all choices."""
+        usage = {**self._head(self.chunk_object), "choices": [], "usage": self._usage}
+        return (event(usage) if self.call.usage else b"") + DONE
 
     def _take(self, delivery: Piece | Scored) -> Sequence[ChoiceSoFar]:
         """Notes what came, and says which choices it is about."""

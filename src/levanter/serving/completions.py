@@ -9,7 +9,7 @@ from starlette.responses import Response
 from levanter.inference.jsonl import AskedLine
 from levanter.inference.params import fields_of
 from levanter.io.values import Json
-from levanter.serving.asking import answered
+from levanter.serving.asking import answered, is_quickly_read
 from levanter.serving.bodies import CompletionBody
 from levanter.serving.building import AskedCall, Builder, ChoiceSoFar, is_shown
 from levanter.serving.deliveries import Piece
@@ -135,4 +135,4 @@ class Completion(Builder):
 
 async def completions(request: Request) -> Response:
     """Answers `POST /v1/completions`."""
-    return await answered(request, path=PATH, read=read_completion, build=Completion)
+    return await answered(request, path=PATH, read=read_completion, build=Completion, at_once=is_quickly_read)

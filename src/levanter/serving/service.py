@@ -74,6 +74,11 @@ class Ticket:
         """Its choices that go on."""
         return frozenset(self._open)
 
+    @property
+    def over(self) -> bool:
+        """Whether all of it has come, and was fetched."""
+        return not (self._arrived or self._open or self._unscored)
+
     def push(self, delivery: Delivery) -> None:
         """Takes what came of it."""
         if isinstance(delivery, Scored):
@@ -90,7 +95,7 @@ class Ticket:
 
     async def deliveries(self) -> AsyncIterator[list[Delivery]]:
         """What comes of it, as it comes, until all of it has come."""
-        while self._arrived or self.requests:
+        while not self.over:
             await self._changed.wait()
             self._changed.clear()
             arrived, self._behind = list(self._arrived), 0
