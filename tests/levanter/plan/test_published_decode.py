@@ -90,6 +90,24 @@ def test_the_test_half_is_near_but_for_what_is_named():
     assert all(f"{name} ({100 * alone[name]:+.0f} %)" in said for name in MISSED_ALONE)
 
 
+def test_what_is_excluded_is_so_by_a_rule_and_beside_the_count_without():
+    """By what its publisher says of its own server and program, asked of every row alike."""
+    scales = {name: GENERATING_SCALE.get(published.generation(case), 1.0) for name, case in CASES.items()}
+    reasons = {name: published.beyond(case, KEPT[name], scales[name]) for name, case in CASES.items()}
+    # The third calibrates. No row of the later ones is among them, and none that is left is missed.
+    assert sorted(name for name, why in reasons.items() if why) == sorted([*MISSED_ALONE, "llama2_70b_v5e-16_1"])
+    assert tuple(sorted(published.excluded(KEPT, GENERATING_SCALE, published.CASES))) == MISSED_ALONE
+    assert not published.excluded(KEPT, GENERATING_SCALE, published.LATER)
+    said = published.verdicts(KEPT, GENERATING_SCALE)
+    assert said[0].startswith("test half, by our step alone: 4 of 6 rows within 25%; missed: ")
+    assert [line for line in said if line.startswith("- ")] == [
+        f"- excluded, {name}: {reasons[name]}" for name in reversed(MISSED_ALONE)
+    ]
+    assert "21.5 GB a step and chip" in reasons[MISSED_ALONE[0]] and "9.2 ms a step" in reasons[MISSED_ALONE[1]]
+    assert [line.partition(": ")[2] for line in said[3:5]] == ["4 of 4 rows within 25%", "6 of 6 rows within 25%"]
+    assert "one is excluded where what its publisher says" in " ".join(PAGE.split())
+
+
 def test_rows_that_nobody_tuned_to_are_near():
     assert all(case.half == "t" for case in published.LATER)
     for ours in (False, True):
