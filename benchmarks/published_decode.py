@@ -13,8 +13,8 @@ with as many rows as were in flight on average, which is the published tokens/s 
 cache of the compiled step holds what a row has on average while it is generated: its prompt and half of its output.
 *host* is the least that a step of the server takes by another figure of its publisher; *repeated* what the publisher's
 program is known by its code to write and read beyond ours, at the full rate of memory. Both are 0 for most loads, are
-said in `published_loads.py`, and no plan has them: a plan is of our Program. Loads in which either decides are *excluded*
-from the count of our step alone, by that rule and with the reason; the count without excluding any is printed first.
+said in `published_loads.py`, and no plan has them: a plan is of our Program. Loads in which either decides are
+*excluded* from a second count of our step alone, by that rule and with the reason; the count of all comes first.
 
 The sums that times consist of are stored in `tests/golden/published_decode.json`; `--from-figures` starts from them and
 needs no compiler, `--write` rewrites them. Which cases calibrate (*c*) and which test (*t*) was decided before any of

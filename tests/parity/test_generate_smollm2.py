@@ -1,6 +1,7 @@
 """Text of SmolLM2-135M, read from a GGUF file, against torch: 128 tokens behind each of 20 prompts of 1 to 900 tokens.
 
-Torch gets its weights by another way than ours; see `helpers.torch_smollm2`.
+Torch gets its weights by another way than ours; see `helpers.torch_smollm2`. Ours are laid out, and the cache is read,
+as a run on CPUs has it; a prompt is taken by the calls that such a run has by default, or by larger ones.
 """
 
 import numpy as np
@@ -9,15 +10,17 @@ from helpers.generation import check_by_scores, check_by_torch, decided, generat
 from helpers.torch_smollm2 import MODEL, torch_smollm2
 
 from levanter.commands.evaluate.eval_lm import EvalLmConfig
+from levanter.commands.generate.plan import CPU_BLOCK
 from levanter.commands.model.pretrained import ModelChoice, describe_pretrained
 from levanter.compat.open import open_checkpoint
 from levanter.config import load
 from levanter.data import python_docs_text
+from levanter.inference.config import InferenceConfig
 from levanter.run import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.timeout(3600)]
 
-LONGEST, NEW = 900, 128
+LONGEST, NEW, ROWS = 900, 128, 8
 ROOM = LONGEST + NEW
 LENGTHS = [round(length) for length in np.linspace(1, LONGEST, 20)]
 
@@ -27,7 +30,7 @@ def described():
     config = load(EvalLmConfig, words)
     choice = ModelChoice(reference=config.reference, model=config.model, tokenizer=None, trainer=config.trainer)
     one = Target(name="local", platform="cpu", kind="cpu", devices=1)
-    return describe_pretrained(choice, one, batch=lambda _: 20, positions=ROOM)
+    return describe_pretrained(choice, one, batch=lambda _: 20, positions=ROOM, work="generate")
 
 
 def prompts() -> list[list[int]]:
@@ -38,12 +41,14 @@ def prompts() -> list[list[int]]:
     return [ids[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize("allocation", ["fixed", "paged"])
-def test_every_text_is_that_of_torch(allocation):
+@pytest.mark.parametrize(
+    ("allocation", "prefill"),
+    [("fixed", InferenceConfig().prefill_calls(ROWS, ROOM, platform="cpu")), ("paged", ((1, 256), (4, 64)))],
+)
+def test_every_text_is_that_of_torch(allocation, prefill):
     model, given = described(), prompts()
-    programs = planned(
-        model, rows=8, max_seq_len=ROOM, prefill=[(1, 256), (4, 64)], allocation=allocation, page_size=64
-    )
+    how = {"rows": ROWS, "max_seq_len": ROOM, "page_size": 64, "cache_block": CPU_BLOCK}
+    programs = planned(model, prefill=prefill, allocation=allocation, **how)
     found = generate(programs, *on_devices(model), given, new=NEW)
     assert [len(written.tokens) for written in found] == [NEW] * len(given)
     theirs = torch_smollm2()
