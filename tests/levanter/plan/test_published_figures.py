@@ -112,7 +112,7 @@ OWN = {
     "llama3.1_405b_v5p-1024": 1.19,
     "maxtext_16b_v5e-256": 1.14,
     "maxtext_22b_v4-128": 1.02,
-    "maxtext_32b_v5p-128": 1.38,
+    "maxtext_32b_v5p-128": 1.24,
     "llama2_70b_v6e-256": 1.27,
     "llama2_7b_v5p-512": 1.29,
     "nanochat_d24_v6e-8": 0.95,
