@@ -103,12 +103,12 @@ def llama_worker(folder: Path, streams: int) -> None:
     sys.stdin.read()
 
 
-def words(folder: Path, rows: int) -> list[str]:
-    """The command line of our server."""
+def words(folder: Path, rows: int, chunk: str | int = CHUNK) -> list[str]:
+    """The command line of our server; `CHUNK` is what the engine by itself has."""
     return [
         *("--hf_checkpoint", str(folder / "model"), "--trainer.mp", "f32", "--trainer.tracker.type", "noop"),
         *("--inference.max_rows", str(rows), "--inference.max_seq_len", str(CONTEXT)),
-        *("--inference.prefill_chunk", str(CHUNK), "--inference.penalties", "false"),
+        *("--inference.prefill_chunk", str(chunk), "--inference.penalties", "false"),
     ]
 
 
@@ -138,7 +138,8 @@ def row_of(name: str, answers: Sequence[Streamed], cpu: float) -> str:
 def against_llama(options: argparse.Namespace) -> None:
     """The table of both servers."""
     with contextlib.ExitStack() as held:
-        servers = {"ours": (*held.enter_context(ours(words(options.folder, options.concurrency))), {})}
+        line = words(options.folder, options.concurrency, options.chunk)
+        servers = {"ours": (*held.enter_context(ours(line)), {})}
         if options.llama:
             found = held.enter_context(llama(options.llama, options.folder, options.concurrency))
             servers["llama.cpp"] = (*found, {"cache_prompt": False})
@@ -218,6 +219,7 @@ def main() -> int:
     parser.add_argument("--range", type=float, default=0.5, help="of lengths, around their mean")
     parser.add_argument("--rates", type=float, nargs="+", default=[math.inf, 1.0])
     parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--chunk", default="auto", help="our prefill_chunk for requests; a server's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", nargs="*", default=[], choices=["engine", "requests"])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

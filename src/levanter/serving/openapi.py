@@ -172,6 +172,18 @@ _OF_THE_MODEL = (*_AT_THE_DOOR, "404", "500")
 """What else a request to the model may be: for another model, or one whose answer could not be finished."""
 
 
+_EVENT: dict[str, Json] = {
+    "type": "object",
+    "description": "one of the events",
+    "properties": {
+        "event": {"type": "string"},
+        "data": {"type": "string", "description": "a chunk as JSON, an error as JSON, or `[DONE]`"},
+    },
+    "required": ["data"],
+}
+"""An event of a stream, as readers of streams give it."""
+
+
 def document(version: str) -> dict[str, Json]:
     """The interface as OpenAPI 3.1 has it.
 
@@ -183,7 +195,8 @@ def document(version: str) -> dict[str, Json]:
         fine: dict[str, Json] = {"application/json": {"schema": schema_of(asked.answer)}}
         if asked.streams:
             said = "with `stream: true`: events, each a chunk of the answer as JSON, and `[DONE]` at the end"
-            fine[sse.MEDIA_TYPE] = {"schema": {"type": "string", "description": said}}
+            # Before 3.2 OpenAPI does not say whether the schema of a stream is that of all of it or of each event.
+            fine[sse.MEDIA_TYPE] = {"schema": {"anyOf": [{"type": "string", "description": said}, _EVENT]}}
         paths[asked.path] = {
             "post": {
                 "summary": asked.summary,
