@@ -6,12 +6,11 @@ import yaml
 from levanter.commands.generate.engine_keys import DTYPES as GENERATING_DTYPES
 from levanter.commands.generate.engine_keys import MOST_STEPS as GENERATING_STEPS
 from levanter.commands.generate.sample_config import SampleLmConfig
-from levanter.commands.serve.config import ServeConfig
+from levanter.commands.serve.config import ServeConfig, ServerInferenceConfig
 from levanter.config import ConfigError, parse_text
 from levanter.config.legacy import old_keys
 from levanter.config.legacy.serving import DTYPES, MOST_STEPS
 from levanter.config.loader import read_text
-from levanter.inference.config import InferenceConfig
 from levanter.inference.params import SamplingParams
 
 JUNE_2026 = """\
@@ -44,7 +43,7 @@ def read(text: str):
 
 def test_june_2026():
     config = read(JUNE_2026).config
-    assert config.inference == InferenceConfig(
+    assert config.inference == ServerInferenceConfig(
         max_rows=64,
         max_seq_len=4096,
         prefill_chunk=1024,
@@ -62,7 +61,7 @@ def test_june_2026():
 def test_2025():
     loaded = read(OF_2025)
     config = loaded.config
-    assert config.inference == InferenceConfig(max_rows=16, max_seq_len=2048, steps=8, page_size=64)
+    assert config.inference == ServerInferenceConfig(max_rows=16, max_seq_len=2048, steps=8, page_size=64)
     assert (config.checkpoint_path, config.hf_checkpoint, config.port) == ("runs/mine", None, 10243)
     said = [str(change) for change in loaded.changes]
     assert any("service.max_pages_per_seq: 32 → inference.max_seq_len: 2048" in line for line in said)
