@@ -12,7 +12,7 @@ tokens, prompts of others are taken. So
 with as many rows as were in flight on average, which is the published tokens/s times the published time a token. The
 cache of the compiled step holds what a row has on average while it is generated: its prompt and half of its output.
 *host* is the least that a step of the server takes by another figure of its publisher; *repeated* what the publisher's
-program is known by its code to write and read beyond ours, at the full rate of memory. Both are 0 for most loads, are
+program writes and reads beyond ours if its code is taken literally, at the full rate of memory. Both are 0 for most, are
 said in `published_loads.py`, and no plan has them: a plan is of our Program. Loads in which either decides are
 *excluded* from a second count of our step alone, by that rule and with the reason; the count of all comes first.
 
@@ -303,8 +303,8 @@ def beyond(case: Case, figures: Figures, scale: float) -> str:
     assert figures.decode is not None
     if case.repeats:
         return (
-            f"the publisher's program writes out each key and value {case.repeats} times and reads the copies, "
-            f"{case.repeated_bytes / 1e9:.1f} GB a step and chip; ours does not"
+            f"the publisher's program repeats each key and value {case.repeats} times, once for each query of it "
+            f"({case.repeated_bytes / 1e9:.1f} GB a step and chip, if they are written and read again); ours does not"
         )
     step = figures.decode.seconds(scale)
     if case.host <= step:
