@@ -12,7 +12,7 @@ tokens, prompts of others are taken. So
 with as many rows as were in flight on average, which is the published tokens/s times the published time a token. The
 cache of the compiled step holds what a row has on average while it is generated: its prompt and half of its output.
 *host* is the least that a step of the server takes by another figure of its publisher; *repeated* what the publisher's
-program writes and reads beyond ours if its code is taken literally, at the full rate of memory. Both are 0 for most, are
+program writes and reads beyond ours if its code is taken literally, at the full rate of memory. Both are mostly 0, are
 said in `published_loads.py`, and no plan has them: a plan is of our Program. Loads in which either decides are
 *excluded* from a second count of our step alone, by that rule and with the reason; the count of all comes first.
 

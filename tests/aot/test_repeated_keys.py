@@ -62,6 +62,6 @@ def test_repeated_keys_take_what_the_published_step_takes_beyond_ours():
     many, few = (took[rows, "repeated"] - took[rows, "grouped"] for rows in (32, 1))
     assert many > 47.6e-3 - 28.1e-3 and few < 17e-3 - 15.1e-3
     assert took[32, "repeated"] > 10 * took[32, "grouped"]
-    # This compiler never writes the copies that `benchmarks/published_loads.py` counts by the publisher's code: its time
+    # This compiler never writes the copies that `published_loads.py` counts by the publisher's code: its time
     # is that of products without the matrix unit.
     assert moved[32, "repeated"] == pytest.approx(moved[32, "grouped"], rel=0.01)
