@@ -111,9 +111,9 @@ def mappings_of(exchange: str, order: str, **compute) -> Mappings:
 
 
 @cache
-def arrays(model: Looking) -> dict[str, np.ndarray]:
+def arrays(model: Looking, seed: int = 0) -> dict[str, np.ndarray]:
     """Random values of every leaf, by path."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     return {
         leaf.path: (0.3 * rng.standard_normal(leaf.shape) + leaf.path.endswith("norm.weight")).astype(np.float32)
         for leaf in leaves(template(model))
@@ -196,13 +196,14 @@ def run(
     *,
     dtype: str = "float32",
     weights: str = "float32",
+    seed: int = 0,
 ):
     """Loss, log-probabilities and gradients by path, on the host.
 
-    Computed in a dtype, with weights that were rounded to one before.
+    Computed in a dtype, with weights of a seed that were rounded to a dtype before.
     """
     mesh = spec.build(devices[: spec.size])
-    values = {path: value.astype(weights).astype(dtype) for path, value in arrays(model).items()}
+    values = {path: value.astype(weights).astype(dtype) for path, value in arrays(model, seed).items()}
     placed = {
         leaf.path: jax.device_put(
             values[leaf.path], NamedSharding(mesh, mappings.params_at(leaf.path).spec(leaf.names))
