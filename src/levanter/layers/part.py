@@ -75,7 +75,8 @@ class Part(Protocol):
 class FeedForward(Part, Protocol):
     """The spec of a feed-forward part: `MlpSpec`, `ExpertsSpec`.
 
-    Its module maps `[…, embed]` to itself: to an array, or to `Outputs` where it makes sums too.
+    Its module maps `[…, embed]` to itself: to an array, or to `Outputs` where it makes sums too. Where it has an
+    `advance`, that is called in its place for tokens that continue what a cache holds: the same, as suits few tokens.
     """
 
 

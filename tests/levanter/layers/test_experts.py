@@ -13,7 +13,7 @@ from haliax import Axis
 from haliax_ext.errors import IndivisibleError
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.meshspec import MeshSpec
-from levanter.layers.experts import LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
+from levanter.layers.experts import FEW_TOKENS, LOAD_BALANCING_LOSS, ROUTER_Z_LOSS, ExpertsSpec, Routing
 
 Batch, Pos = Axis("batch", 4), Axis("position", 6)
 SPEC = ExpertsSpec(
@@ -42,6 +42,12 @@ def experts():
     return SPEC.init(key=jax.random.key(0))
 
 
+@pytest.fixture(params=["__call__", "advance"])
+def how(request):
+    """As in training, and as where text is generated, which has few tokens here: those are not sorted."""
+    return request.param
+
+
 def dispatched(layer, dispatch):
     return dataclasses.replace(layer, dispatch=dispatch)
 
@@ -65,12 +71,18 @@ def by_numpy(layer, x):
     return out.reshape(x.shape)
 
 
-def run(layer, x, spec=None, mapping=None):
+def outputs(layer, x, how="__call__"):
+    """What one jitted call gives."""
+    call = jax.jit(lambda layer, x: getattr(layer, how)(hax.named(x, (Batch, Pos, SPEC.Embed))).activations)
+    return call(layer, x).rearrange((Batch, Pos, SPEC.Embed)).array
+
+
+def run(layer, x, spec=None, mapping=None, how="__call__"):
     """The output, and the gradients of a weighted sum of it with respect to weights and input."""
     weigh = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
 
     def loss(layer, x):
-        made = layer(hax.named(x, (Batch, Pos, SPEC.Embed)))
+        made = getattr(layer, how)(hax.named(x, (Batch, Pos, SPEC.Embed)))
         y = made.activations.rearrange((Batch, Pos, SPEC.Embed)).array
         balance, z = made.auxiliary[LOAD_BALANCING_LOSS], made.auxiliary[ROUTER_Z_LOSS]
         return jnp.sum(y * weigh) + 3 * balance + 2 * z, (y, balance, z)
@@ -98,14 +110,13 @@ def dense():
 @pytest.mark.parametrize("dispatch", ["dense", "grouped"])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("chosen", [1, 3])
-def test_each_token_meets_its_experts(dispatch, normalized, chosen):
+def test_each_token_meets_its_experts(dispatch, normalized, chosen, how):
     layer = dataclasses.replace(dispatched(experts(), dispatch), routing=Routing(chosen=chosen, normalized=normalized))
-    y = jax.jit(lambda layer, x: layer(hax.named(x, (Batch, Pos, SPEC.Embed))).activations)(layer, X)
-    np.testing.assert_allclose(y.rearrange((Batch, Pos, SPEC.Embed)).array, by_numpy(layer, X), atol=1e-5)
+    np.testing.assert_allclose(outputs(layer, X, how), by_numpy(layer, X), atol=1e-5)
 
 
-def test_both_ways_have_the_same_gradients(dense):
-    assert_same(run(experts(), X), dense)
+def test_all_ways_have_the_same_gradients(dense, how):
+    assert_same(run(experts(), X, how=how), dense)
 
 
 QUICK = ("both", "experts where tokens are cut", "residual stream cut")
@@ -114,8 +125,8 @@ QUICK = ("both", "experts where tokens are cut", "residual stream cut")
 @pytest.mark.parametrize(
     "mesh", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
 )
-def test_every_mesh_gives_the_same(mesh, dense):
-    assert_same(run(experts(), X, *MESHES[mesh]), dense)
+def test_every_mesh_gives_the_same(mesh, dense, how):
+    assert_same(run(experts(), X, *MESHES[mesh], how=how), dense)
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("an expert each", marks=pytest.mark.slow), "both"])
@@ -124,7 +135,7 @@ def test_the_judge_is_the_same_on_a_mesh(mesh, dense):
 
 
 @pytest.mark.parametrize("mesh", [None, "an expert each", "experts where tokens are cut"])
-def test_nothing_is_dropped_when_all_choose_the_same(mesh):
+def test_nothing_is_dropped_when_all_choose_the_same(mesh, how):
     table = np.zeros((4, 8), np.float32)
     table[2] = 3.0  # every token with a positive sum chooses expert 2 first
     layer = dataclasses.replace(
@@ -133,8 +144,39 @@ def test_nothing_is_dropped_when_all_choose_the_same(mesh):
         router=dataclasses.replace(experts().router, weight=hax.named(jnp.asarray(table), ("expert", "embed"))),
     )
     x = np.abs(X)
-    found = run(layer, x, *(MESHES[mesh] if mesh else ()))
+    found = run(layer, x, *(MESHES[mesh] if mesh else ()), how=how)
     np.testing.assert_allclose(found[0], by_numpy(layer, x), atol=1e-5)
+
+
+def test_what_experts_make_of_tokens_of_others_does_not_count(how):
+    """Expert 1 makes infinities of all tokens, and none of them chose it."""
+
+    def having(linear, changed):
+        return dataclasses.replace(linear, weight=hax.named(jnp.asarray(changed), linear.weight.axes))
+
+    table, huge = np.zeros((4, 8), np.float32), np.array(experts().down_proj.weight.array)
+    table[1] = -3.0
+    huge[1] = 3e38
+    layer = dataclasses.replace(
+        experts(),
+        routing=Routing(chosen=1, normalized=True),
+        router=having(experts().router, table),
+        down_proj=having(experts().down_proj, huge),
+    )
+    x = 100 * np.abs(X)
+    made = huge[1].astype(np.float64) @ np.asarray(layer.up_proj.weight.array[1], np.float64) @ x[..., None]
+    assert np.abs(made).max() > np.finfo(np.float32).max
+    np.testing.assert_allclose(outputs(layer, x, how), by_numpy(layer, x), rtol=1e-4)
+
+
+def test_few_tokens_are_not_sorted_where_text_is_generated():
+    def sorts(tokens: int, call) -> bool:
+        x = jax.ShapeDtypeStruct((tokens, 8), jnp.float32)
+        return "ragged_dot" in str(jax.make_jaxpr(lambda x: call(hax.named(x, ("token", "embed"))).activations)(x))
+
+    layer = experts()
+    assert not sorts(FEW_TOKENS, layer.advance)
+    assert sorts(FEW_TOKENS + 1, layer.advance) and sorts(1, layer)
 
 
 def test_losses_of_the_router_are_their_formulas(dense):
@@ -161,10 +203,10 @@ def test_experts_that_do_not_divide_are_named():
         run(experts(), X, spec, mapping)
 
 
-def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32():
+def test_sixteen_bit_tokens_are_weighted_and_summed_in_float32(how):
     layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), experts())
     x = hax.named(jnp.asarray(X, jnp.bfloat16), (Batch, Pos, SPEC.Embed))
-    y = jax.jit(lambda layer, x: layer(x).activations)(layer, x)
+    y = jax.jit(lambda layer, x: getattr(layer, how)(x).activations)(layer, x)
     assert y.dtype == jnp.bfloat16
     exact = by_numpy(jax.tree.map(lambda w: np.asarray(w, np.float64), layer), np.asarray(x.array, np.float64))
     error = np.abs(np.asarray(y.array, np.float64) - exact).max() / np.abs(exact).max()

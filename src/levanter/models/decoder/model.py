@@ -107,7 +107,8 @@ class DecoderBlock(eqx.Module):
             return dataclasses.replace(stream, activations=x), state
         normed = out_of_residual(norm("post_attention_layernorm", between))
         with jax.named_scope("mlp"):
-            made = Outputs.of(self.mlp(normed))
+            feed = self.mlp if context.new is None else getattr(self.mlp, "advance", self.mlp)
+            made = Outputs.of(feed(normed))
         fed = norm("post_mlp_layernorm", into_residual(made.activations)).rearrange(x.axes)
         x = shard_residual(x + mixed + fed if self.parallel else between + fed)
         return Outputs(activations=x, auxiliary=stream.auxiliary.plus(made.auxiliary)), state
