@@ -16,6 +16,7 @@ from haliax_ext.planner import plan_sharding
 from levanter.inference.cache import plan_cache
 from levanter.inference.generation import GenerationPrograms, generation_programs
 from levanter.inference.programs import ServedModel
+from levanter.layers.linear import Dense
 from levanter.models import LlamaConfig, MixtralConfig
 from levanter.models.decoder import DecoderLmHeadModel
 
@@ -105,6 +106,19 @@ def test_a_decode_step_gathers_no_expert(mapping, devices):
     """Tokens go to the experts: what is sent around is activations and logits, less than a device's part of one."""
     part = EMBED * MLP * 4 // MESH.shape["model"]
     assert gathered(devices, embed=None, **mapping) < part
+
+
+def test_tokens_are_not_sorted_by_expert(monkeypatch, devices):
+    """A grouped product copies every expert on a TPU, see `layers.experts`."""
+
+    def grouped(*_):
+        raise AssertionError("a grouped product")
+
+    monkeypatch.setattr(Dense, "ragged_dot", grouped)
+    config = MixtralConfig(**SIZES, n_routed_experts=EXPERTS)
+    made = programs(config, MESH, mapping={"embed": None})
+    for program in (made.decode, *made.prefill.values()):
+        program.lower(MESH.build(devices))
 
 
 @pytest.mark.slow
