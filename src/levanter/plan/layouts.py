@@ -245,7 +245,10 @@ def _placed(subject: Subject, argument: Input, layout: Layout, scale: float) -> 
     if isinstance(argument.value, TrainState):
         return plan_state(argument.value, mappings, mesh, hbm_bytes=hbm).whole
     if isinstance(argument.placement, ShardingPlan):
-        return plan_sharding(leaves(argument.value), mappings, mesh, hbm_bytes=hbm)
+        # Arrays that are handed over by path (those to be saved) have no names of their own, but where they lie has.
+        named = argument.placement.by_path
+        found = [replace(leaf, axes=named[leaf.path].leaf.axes) for leaf in leaves(argument.value)]
+        return plan_sharding(found, mappings, mesh, hbm_bytes=hbm)
     placement = argument.placement
     if placement == subject.program.mappings.compute:
         placement = mappings.compute

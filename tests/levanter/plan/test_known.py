@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.plan_cases import CASES
 
-from levanter.plan.budget import budget_of
+from levanter.plan.budget import budget_of, residents_of
 from levanter.plan.inquiry import Question
 from levanter.plan.known import known_of
 from levanter.plan.preflight import preflight
@@ -51,6 +51,23 @@ def test_7b_by_hand():
     everything = known("llama2_7b_v4-32", "--model.gradient_checkpointing=false")
     # Block inputs, queries, keys with values, and what is inside the feed-forward part: what has a name.
     assert not everything.recomputed and everything.kept == 32 * (3 * block_input + 16 * 1024 * 11008 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama2_7b_v4-32", ["--trainer.mesh.axes.replica=4", "--hf_save_path=exports"]),
+        ("405b_v4-256", []),
+    ],
+)
+def test_the_inputs_of_every_program_are_those_of_their_shards(name, overrides):
+    """What saves included: replicas that are cut into parts were once counted whole, 75 GiB of 7B on every chip."""
+    plan = plan_of(name, *overrides)
+    assert plan.target.hbm_bytes is not None
+    assert ("save.parts" in [each.name for each in plan.programs]) == bool(overrides)
+    for program in plan.programs:
+        found = known_of(plan, program.name, hbm_bytes=plan.target.hbm_bytes)
+        assert found.inputs == sum(each.nbytes for each in residents_of(program, plan.mesh)), program.name
 
 
 @pytest.mark.parametrize(
