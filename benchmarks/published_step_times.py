@@ -205,6 +205,8 @@ def compiled(
     keep_text: Path | None = None,
     compiler: CompilerMode = "tuned",
     also: Sequence[str] = (),
+    policy: Any = None,
+    experiment: str | None = None,
 ) -> tuple[Figures, StepTime]:
     """Compiles a case and models its time.
 
@@ -214,24 +216,30 @@ def compiled(
         keep_text: a folder for the compiler's text.
         compiler: `tuned` as by default, or `default` for a comparison.
         also: more of the run's command line, for an experiment. It may not change what a step works on.
+        policy: `model.gradient_checkpointing` in place of the published one, for an experiment.
+        experiment: of `step_experiments.py`, which changes the step's functions. No answer is looked for or kept then:
+            its key knows nothing of them.
     """
-    policy = getattr(model_of(case), "gradient_checkpointing", True)
-    shallow = offloads(policy) if shallow is None else shallow
+    published = getattr(model_of(case), "gradient_checkpointing", True)
+    shallow = offloads(published) if shallow is None else shallow
     argv = ["--config_path", str(case.path), "--trainer.compiler", compiler]
     if shallow:
         argv += ["--model.num_layers", str(SHALLOW)]
-    if isinstance(policy, Mapping) and offloads(policy):
-        argv += ["--model.gradient_checkpointing", json.dumps(on_the_chip(policy))]
+    if policy is not None:
+        argv += ["--model.gradient_checkpointing", json.dumps(policy)]
+    elif isinstance(published, Mapping) and offloads(published):
+        argv += ["--model.gradient_checkpointing", json.dumps(on_the_chip(published))]
     argv += also
+    changed = {} if experiment is None else {"experiment": experiment}
     with TemporaryDirectory(prefix="published-") as scratch:
         folder = Path(scratch) if keep_text is None else keep_text / case.config
         (outcome,) = compile_programs(
-            "levanter.main.plan:describe",
-            {"entry_point": "train_lm", "argv": argv},
+            f"{ROOT / 'benchmarks' / 'step_experiments.py'}:describe" if changed else "levanter.main.plan:describe",
+            {"entry_point": "train_lm", "argv": argv} | changed,
             target=case.target,
             programs=("train_step",),
             keep_text=folder,
-            kept=KeptAnswers.here(),
+            kept=None if changed else KeptAnswers.here(),
         )
         if not isinstance(outcome, Compiled):
             raise SystemExit(f"{case.config}: refused: {outcome.refusal}")
