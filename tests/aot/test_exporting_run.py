@@ -86,6 +86,7 @@ def test_all_that_the_run_does_fits(tmp_path):
             provider=f"{__file__}:described",
             payload=payload,
             kept=KeptAnswers.here(),
+            scope="run",
         )
     )
     assert verdict.exit_code == 0, verdict.headline
