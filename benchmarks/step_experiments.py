@@ -1,11 +1,13 @@
 """Published steps compiled with one thing changed: what a cost of `benchmarks/step_costs.py` would be worth. No TPU.
 
-    python benchmarks/step_experiments.py --texts FOLDER [llama2_70b_v6e-256 …] [--experiment rotation …] [--read]
+    python benchmarks/step_experiments.py [llama2_70b_v6e-256 …] --compile FOLDER [--experiment rotation …]
+    python benchmarks/step_experiments.py
 
-Each row is compiled as it is and with what it has in `ROWS`; texts and sums stay in the folder, and what is there is
-not compiled again. A line of the table has the cost that an experiment is aimed at, all cycles and the high end of the
-step over the published time, before and after. `--read` only reads the folder. Experiments joined by `+` are compiled
-in one: each has its own kind of cycles, and what the whole step gains is of both.
+Each row is compiled as it is and with what it has in `ROWS`. Texts and sums stay in the folder, and what is there is
+not compiled again; what came of it is kept in `tests/golden/step_experiments.json`, of which the tables are printed:
+the cost that an experiment is aimed at, all cycles and the high end of the step over the published time, before and
+after. Experiments joined by `+` are compiled in one: each has its own kind of cycles, and what the step gains is of
+both.
 
 An experiment is no option of a run. It changes functions of the model in the process that compiles (`describe` below),
 or keys of the row's config, and what it gives tells what a remedy could be worth: some compute another model (one
@@ -13,6 +15,7 @@ without norms), which no run would want. Answers of such compilations are never 
 """
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from collections import Counter
@@ -25,6 +28,11 @@ if TYPE_CHECKING:
     from haliax import Axis, NamedArray
 
     from levanter.run import RunPlan, Target
+
+KEPT = Path(__file__).parent.parent / "tests" / "golden" / "step_experiments.json"
+AS_IT_IS = "as_it_is"
+NOTICED = 0.002
+"""The share of all cycles from which a kind that no experiment was aimed at is said to have moved."""
 
 
 def _rotation() -> None:
@@ -130,17 +138,17 @@ ROWS: Mapping[str, Sequence[str]] = {
     "llama3.1_405b_v6e-256_fsdp": ("rotation+no_norms", "flat_heads"),
     "llama3.1_405b_v5p-1024": ("rotation+no_norms", "replicas_4"),
     "maxtext_32b_v5p-128": ("rotation+no_norms", "inputs_alone"),
-    "llama2_7b_v5p-512": ("rotation", "inputs_alone", "replicas_8"),
+    "llama2_7b_v5p-512": ("rotation+no_norms", "inputs_alone", "replicas_8"),
     "llama3.1_8b_v6e-256": ("rotation+no_norms", "inputs_alone"),
     "maxtext_16b_v5e-256": ("rotation+no_norms", "flat_heads"),
-    "llama2_70b_v5p-1024": ("rotation", "inputs_alone", "replicas_8"),
+    "llama2_70b_v5p-1024": ("rotation+no_norms", "inputs_alone", "replicas_8"),
 }
 """What is compiled for each row whose own cycles are more than 10 % slower than published: its three largest costs."""
 
 
 def _parts(experiment: str) -> list[Experiment]:
     """Those that are compiled in one."""
-    return [EXPERIMENTS[name] for name in experiment.split("+")]
+    return [] if experiment == AS_IT_IS else [EXPERIMENTS[name] for name in experiment.split("+")]
 
 
 def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
@@ -153,56 +161,136 @@ def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
     return as_it_is({name: payload[name] for name in ("entry_point", "argv")}, target)
 
 
-def _sums(name: str, experiment: str | None, texts: Path, *, read: bool) -> tuple[Any, Path] | None:
-    """Sums and text of a row, compiled where they are not in the folder; None where they are not and `read` is set."""
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A compiled step of a row.
+
+    Attributes:
+        kinds: cycles by kind (`step_costs`), at the row's true depth.
+        seconds: of all cycles, as the compiler states them.
+        exposed: seconds of collectives that the schedule does not hide.
+        high: the step by its own cycles, as the compiler states them, over the published time.
+    """
+
+    kinds: Mapping[str, int]
+    seconds: float
+    exposed: float
+    high: float
+
+    @property
+    def total(self) -> int:
+        """All cycles."""
+        return sum(self.kinds.values())
+
+
+def compiled(name: str, experiment: str, folder: Path) -> Outcome:
+    """A row's step, with an experiment or as it is.
+
+    Args:
+        name: of the row.
+        experiment: of `EXPERIMENTS`, several joined by `+`; `AS_IT_IS` for none.
+        folder: where texts and sums are, or will be.
+    """
     import published_step_times as published
+    import step_costs
+
+    from levanter.plan.calibration import KERNEL_EFFICIENCY
 
     case = next(each for each in published.CASES if each.config == name)
-    folder = texts / (experiment or "as_it_is")
-    text, sums = folder / name / "train_step.hlo.txt", folder / name / "sums.json"
+    folder = folder / experiment
+    sums = folder / name / "sums.json"
+    parts = _parts(experiment)
     if not sums.exists():
-        if read:
-            return None
-        parts = _parts(experiment) if experiment else []
         found, _ = published.compiled(
             case,
             keep_text=folder,
             also=[word for each in parts for word in each.also],
             policy=next((each.policy for each in parts if each.policy is not None), None),
-            experiment=experiment,
+            experiment=experiment if parts else None,
         )
         sums.write_text(json.dumps(asdict(found), indent=1) + "\n")
-    return published.Figures(**json.loads(sums.read_text())), text
+    figures = published.Figures(**json.loads(sums.read_text()))
+    depth = len(published.model_of(case).layers)
+    layers = None if figures.layers_compiled == depth else depth
+    text = (folder / name / "train_step.hlo.txt").read_text()
+    # Not the end of a range that is wider where nothing calibrates.
+    seconds = figures.cycles + figures.kernels_at_peak / KERNEL_EFFICIENCY + figures.exposed
+    return Outcome(
+        kinds=step_costs.sums(step_costs.spent(text, layers=layers)),
+        seconds=figures.cycles,
+        exposed=figures.exposed,
+        high=case.tokens / published.per_chip(case, figures, seconds),
+    )
 
 
-def lines(name: str, experiment: str, texts: Path, *, read: bool) -> list[str]:
-    """Lines of the table: one for each cost."""
-    import published_step_times as published
-    import step_costs
+def kept() -> dict[str, dict[str, Outcome]]:
+    """What is kept, by row and experiment."""
+    if not KEPT.exists():
+        return {}
+    found = json.loads(KEPT.read_text())["compiled"]
+    return {row: {name: Outcome(**values) for name, values in each.items()} for row, each in found.items()}
 
-    case = next(each for each in published.CASES if each.config == name)
-    pair = [_sums(name, each, texts, read=read) for each in (None, experiment)]
-    kinds, ends, exposed = [], [], []
-    for each in pair:
-        if each is None:
-            return []
-        figures, text = each
-        depth = len(published.model_of(case).layers)
-        shallow = figures.layers_compiled != depth
-        kinds.append(Counter(step_costs.sums(step_costs.spent(text.read_text(), layers=depth if shallow else None))))
-        ends.append(f"{case.tokens / published.per_chip(case, figures, published.time_of(case, figures).high):.3f}")
-        exposed.append(f"{figures.exposed:.2f}")
-    (before, after), parts = kinds, _parts(experiment)
-    whole = f"{_millions(before.total())} → {_millions(after.total())} M ({after.total() / before.total() - 1:+.1%})"
-    moved = {kind: after[kind] - before[kind] for kind in before | after if kind not in {each.cost for each in parts}}
-    large = sorted((k for k in moved if abs(moved[k]) > 0.002 * before.total()), key=lambda kind: -abs(moved[kind]))
+
+def keep(outcomes: Mapping[str, Mapping[str, Outcome]]) -> None:
+    """Writes what is kept."""
+    rows = {
+        row: {name: asdict(outcomes[row][name]) for name in (AS_IT_IS, *ROWS[row]) if name in outcomes[row]}
+        for row in ROWS
+        if row in outcomes
+    }
+    made = {package: importlib.metadata.version(package) for package in ("jax", "libtpu")}
+    KEPT.write_text(json.dumps({"made_with": made, "compiled": rows}, indent=1) + "\n")
+
+
+HEADER = (
+    "| row | cost | changed | that cost, M | others, M | all cycles, M | exposed | high end over published |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def table(outcomes: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
+    """What came of the experiments, as lines of Markdown."""
+    lines = list(HEADER)
+    for name, found in outcomes.items():
+        for experiment in ROWS[name]:
+            if experiment in found:
+                lines += _lines(name, experiment, found[AS_IT_IS], found[experiment])
+    return lines
+
+
+def _lines(name: str, experiment: str, before: Outcome, after: Outcome) -> list[str]:
+    """Lines of one compilation: one for each cost that it is aimed at."""
+    parts = _parts(experiment)
+    was, now = Counter(before.kinds), Counter(after.kinds)
+    moved = {kind: now[kind] - was[kind] for kind in was | now if kind not in {each.cost for each in parts}}
+    large = sorted((k for k in moved if abs(moved[k]) > NOTICED * before.total), key=lambda kind: -abs(moved[kind]))
     others = ", ".join(f"{kind} {'+' if moved[kind] > 0 else '−'}{_millions(abs(moved[kind]))}" for kind in large)
-    rest = f"{others or '–'} | {whole} | {' → '.join(exposed)} s | {' → '.join(ends)} |"
+    share = f"{100 * (after.total / before.total - 1):+.1f} %".replace("-", "−")
+    step = (
+        f"{others or '–'} | {_millions(before.total)} → {_millions(after.total)} ({share}) "
+        f"| {before.exposed:.2f} → {after.exposed:.2f} s | {before.high:.3f} → {after.high:.3f} |"
+    )
     return [
-        f"| {name} | {part.cost} | {part.says} | {_millions(before[part.cost])} → {_millions(after[part.cost])} M | "
-        + (rest if part is parts[0] else "as above, in one | | | |")
+        f"| {name} | {part.cost} | {part.says} | {_millions(was[part.cost])} → {_millions(now[part.cost])} | "
+        + (step if part is parts[0] else "in one with the line above | | | |")
         for part in parts
     ]
+
+
+def costs(outcomes: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
+    """The costs of each row as it is that are no matmuls, as lines of Markdown."""
+    lines = ["| row | high end over published | matmuls | largest others |", "|---|---|---|---|"]
+    for name, found in outcomes.items():
+        step = found[AS_IT_IS]
+        others = [f"{kind} {_of(step, kind)}" for kind in step.kinds if kind != "matmuls"][:3]
+        all_of_it = f"of {_millions(step.total)} M"
+        lines.append(f"| {name} | {step.high:.2f} | {_of(step, 'matmuls')} {all_of_it} | {'; '.join(others)} |")
+    return lines
+
+
+def _of(step: Outcome, kind: str) -> str:
+    cycles = step.kinds[kind]
+    return f"{_millions(cycles)} M ({100 * cycles / step.total:.1f} %)"
 
 
 def _millions(cycles: int) -> str:
@@ -213,18 +301,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help="which; all of `ROWS` by default")
     parser.add_argument("--experiment", action="append", default=[], help=f"only these, of {', '.join(EXPERIMENTS)}")
-    parser.add_argument("--texts", type=Path, required=True, help="a folder for texts and sums")
-    parser.add_argument("--read", action="store_true", help="compile nothing")
+    parser.add_argument("--compile", type=Path, metavar="FOLDER", help="compile what is not in this folder")
     asked = parser.parse_args()
     unknown = {name for each in asked.experiment for name in each.split("+")} - EXPERIMENTS.keys()
-    if unknown:
-        parser.error(f"no such experiments: {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
-    print("| row | cost | changed | that cost | other costs, M | all cycles | exposed | high end over published |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name in asked.rows or ROWS:
-        for experiment in asked.experiment or ROWS[name]:
-            for each in lines(name, experiment, asked.texts, read=asked.read):
-                print(each, flush=True)
+    if unknown or not set(asked.rows) <= ROWS.keys():
+        parser.error(f"there are rows {', '.join(ROWS)} and experiments {', '.join(EXPERIMENTS)}")
+    chosen = {name: asked.experiment or ROWS[name] for name in asked.rows or ROWS}
+    if asked.compile is not None:
+        for name, experiments in chosen.items():
+            for experiment in (AS_IT_IS, *experiments):
+                outcome, now = compiled(name, experiment, asked.compile), kept()
+                keep({**now, name: {**now.get(name, {}), experiment: outcome}})
+    outcomes = {name: found for name, found in kept().items() if name in chosen}
+    print("\n".join([*costs(outcomes), "", *table(outcomes)]))
     return 0
 
 
