@@ -44,10 +44,14 @@ def test_every_slow_row_has_experiments_for_its_three_largest_costs(experiments)
     own = {name: found[experiments.AS_IT_IS].high for name, found in experiments.kept().items()}
     assert set(own) <= set(experiments.ROWS) <= {case.config for case in published.CASES}
     assert all(value > 1.1 for value in own.values())
-    for name, tried in experiments.ROWS.items():
-        aimed_at = [experiments.EXPERIMENTS[each].cost for together in tried for each in together.split("+")]
-        as_it_is = experiments.kept()[name][experiments.AS_IT_IS].kinds if name in own else []
-        assert {*[kind for kind in as_it_is if kind != "matmuls"][:3]} <= {*aimed_at}, name
+    for name, found in experiments.kept().items():
+        before = found[experiments.AS_IT_IS].kinds
+        aimed_at = {
+            experiments.EXPERIMENTS[each].cost for together in experiments.ROWS[name] for each in together.split("+")
+        }
+        # Or an experiment that was aimed at another cost took most of this one away.
+        taken = {kind for kind in before for after in found.values() if after.kinds.get(kind, 0) < before[kind] / 2}
+        assert {*[kind for kind in before if kind != "matmuls"][:3]} <= aimed_at | taken, name
 
 
 def test_rows_as_they_are_are_those_of_the_published_table(experiments):
