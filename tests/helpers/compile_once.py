@@ -28,6 +28,8 @@ from jax._src.lib.mlir import ir
 
 from haliax_ext.program import Program
 
+OLDER_LOOPS = "xla_cpu_use_fusion_emitters"
+"""XLA's option for those loops. The XLA of jax 0.12 has the other ones alone, and no such option."""
 LARGE = 300
 """Operations."""
 KEPT = 200
@@ -52,6 +54,7 @@ def compile_once() -> Iterator[None]:
     own, lock = compiler.compile_or_get_cached, threading.Lock()
     kept: OrderedDict[tuple[str, tuple[int, ...], bool], Any] = OrderedDict()
     own_way, looked_at = jax.stages.Lowered.compile, ContextVar("looked_at", default=False)
+    has_older_loops = True
 
     def compile_as_asked(self: jax.stages.Lowered, *args, **more):
         # A Program prepares its runs so.
@@ -62,9 +65,11 @@ def compile_once() -> Iterator[None]:
             looked_at.reset(before)
 
     def once(backend, computation, devices, compile_options, host_callbacks, *rest, **more):
+        nonlocal has_older_loops
         quick = backend.platform == "cpu" and not looked_at.get() and _is_large(computation)
-        if quick:
-            compile_options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+        as_always = list(compile_options.env_option_overrides)
+        if quick and has_older_loops:
+            compile_options.env_option_overrides = [*as_always, (OLDER_LOOPS, False)]
         ids = tuple(device.id for device in devices.flatten())
         key = cache_key.get(computation, devices, compile_options, backend), ids, quick
         with lock:
@@ -72,7 +77,13 @@ def compile_once() -> Iterator[None]:
             if found is not None:
                 kept.move_to_end(key)
         if found is None:
-            found = own(backend, computation, devices, compile_options, host_callbacks, *rest, **more)
+            try:
+                found = own(backend, computation, devices, compile_options, host_callbacks, *rest, **more)
+            except jax.errors.JaxRuntimeError as error:
+                if OLDER_LOOPS not in str(error):
+                    raise
+                has_older_loops, compile_options.env_option_overrides = False, as_always
+                found = own(backend, computation, devices, compile_options, host_callbacks, *rest, **more)
             with lock:
                 kept[key] = found
                 if len(kept) > KEPT:
