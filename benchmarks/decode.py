@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py [--streams 1 16] [--rounds 5] [--new 128] [--upstream …/python] [--llama …/python]
                                 [--model smollm2|360m|vocab128k|small] [--options XLA_OPTION=VALUE …]
+                                [--before ../before]
 
 All have the same weights, dequantized from one GGUF file: a Hugging Face folder that transformers writes, and a GGUF
 file in float32. All write greedily behind the same prompts (pieces of Python's documentation, 16 to 64 tokens), as many
@@ -10,9 +11,10 @@ at a time as there are streams, and ignore ends of text. `--mixed` asks for 16 t
 texts the first difference comes early where two logits are nearly equal. `--options` adds ours once more, with options
 of the compiler.
 
-- *ours*: the engine of `generate`. *transformers*: `generate` on torch, one static batch. *upstream*: its
-  `InferenceEngine`, of `pip install marin-levanter` in an environment of its own (`--upstream`). *llama.cpp*: its
-  server, by `pip install xllamacpp gguf` in an environment of its own (`--llama`).
+- *ours*: the engine of `generate`; *before*: that of another checkout (`--before`). *transformers*: `generate` on
+  torch, one static batch. *upstream*: its `InferenceEngine`, of `pip install marin-levanter` in an environment of its
+  own (`--upstream`). *llama.cpp*: its server, by `pip install xllamacpp gguf` in an environment of its own
+  (`--llama`).
 
 Every contender runs in its own process for the entire measurement and waits for its turn; the order of turns differs
 each round. Of the seconds of a turn the best are reported, and the ratios to ours turn by turn (median), for time and
@@ -58,15 +60,17 @@ def _say(found: dict) -> None:
 class Contender:
     """A process that writes when asked."""
 
-    def __init__(self, name: str, python: str, folder: Path, streams: int):
+    def __init__(self, name: str, python: str, folder: Path, streams: int, tree: str | None = None):
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        if python != sys.executable:
+        if tree is not None:
+            env["PYTHONPATH"] = f"{tree}/src:{tree}"
+        elif python != sys.executable:
             env.pop("PYTHONPATH", None)
         self.name = name
         self.turns: list[dict] = []
         self.process = subprocess.Popen(
             [
-                *(python, str(HERE), "--worker", name, "--folder", str(folder)),
+                *(python, str(HERE), "--worker", "ours" if tree else name, "--folder", str(folder)),
                 *("--streams", str(streams), "--began", repr(time.time())),
             ],
             stdin=subprocess.PIPE,
@@ -108,9 +112,13 @@ def alike(mine: Ids, theirs: Ids | list[str]) -> float:
     return same / total
 
 
-def compare(names: dict[str, str], folder: Path, streams: int, prompts: Ids, new: list[int], rounds: int) -> None:
+def compare(
+    names: dict[str, str], folder: Path, streams: int, prompts: Ids, new: list[int], rounds: int, before: str | None
+) -> None:
     """Turns go round; prints a table."""
     contenders = [Contender(name, python, folder, streams) for name, python in names.items()]
+    if before is not None:
+        contenders.insert(1, Contender("before", sys.executable, folder, streams, tree=before))
     order = random.Random(0)
     expected = contenders[0].turn(prompts, new)["texts"]
     shares = {each.name: alike(expected, each.turn(prompts, new)["texts"]) for each in contenders}
@@ -153,6 +161,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--mixed", action="store_true", help="16 to 256 tokens of each text")
     parser.add_argument("--upstream", help="the Python of an environment that has marin-levanter")
+    parser.add_argument("--before", help="a checkout of the sources to compare with")
     parser.add_argument("--llama", help="the Python of an environment that has xllamacpp and gguf")
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--folder", type=Path, default=Path("logs/decode"), help="for the model's files")
@@ -182,7 +191,7 @@ def main() -> int:
     for streams in arguments.streams:
         prompts = prompts_of(streams)
         new = [16 + 240 * n // max(streams - 1, 1) for n in range(streams)] if arguments.mixed else []
-        compare(names, folder, streams, prompts, new or [arguments.new] * streams, arguments.rounds)
+        compare(names, folder, streams, prompts, new or [arguments.new] * streams, arguments.rounds, arguments.before)
     return 0
 
 

@@ -63,6 +63,11 @@ class Flat:
         below = name + "."
         return Flat({path.removeprefix(below): x for path, x in self.arrays.items() if path.startswith(below)})
 
+    @functools.cached_property
+    def shapes(self) -> "_Shapes":
+        """Of its arrays: a model has hundreds, and asking each for its shape takes longer than comparing them all."""
+        return _shapes(self.arrays)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
@@ -165,8 +170,9 @@ class Program:
         """The arrays of what is passed, which are those that were planned for."""
         assert len(values) == len(self.inputs), f"{self.name} takes {len(self.inputs)} inputs, got {len(values)}"
         given = [_arrays(value) for value in values]
-        for declared, planned, arrays in zip(self.inputs, self._planned, given, strict=True):
-            _assert_same_arrays(self.name, declared.name, planned, arrays)
+        for declared, planned, value, arrays in zip(self.inputs, self._planned, values, given, strict=True):
+            have = value.shapes if isinstance(value, Flat) else _shapes(arrays)
+            _assert_same_arrays(self.name, declared.name, planned, have)
         return given
 
     @functools.cached_property
@@ -277,8 +283,7 @@ def _shapes(arrays: Mapping[str, Array]) -> _Shapes:
     return {path: (x.shape, x.dtype) for path, x in arrays.items()}
 
 
-def _assert_same_arrays(program: str, name: str, want: _Shapes, arrays: Mapping[str, Array]) -> None:
-    have = _shapes(arrays)
+def _assert_same_arrays(program: str, name: str, want: _Shapes, have: _Shapes) -> None:
     if want != have:
         different = sorted(p for p in want.keys() | have.keys() if want.get(p) != have.get(p))
         lines = "\n".join(f"  {p}: planned {want.get(p)}, got {have.get(p)}" for p in different[:10])

@@ -161,6 +161,15 @@ class WeightRule:
 
         return _BRACES.sub(number, self.source)
 
+    def source_at(self, axis: str, index: int) -> str:
+        """The source of a leaf that is one index along a stacked axis of this rule's: without that axis in it."""
+
+        def number(found: re.Match[str]) -> str:
+            step, name, first = found.groups()
+            return str(index * int(step or 1) + int(first or 0)) if name == axis else found[0]
+
+        return _BRACES.sub(number, self.source)
+
     def layout(self, leaf: Leaf, source_shape: tuple[int, ...] | None = None) -> LeafLayout:
         """The index algebra between `leaf` and source tensors of this shape."""
         shape = self.source_shape(leaf) if source_shape is None else source_shape

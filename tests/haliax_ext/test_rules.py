@@ -265,6 +265,9 @@ def test_numbered_layers_of_a_stack():
     assert rules.by_target()["w"].stacked == ("layers",)
     assert rules.by_target()["w"].source_names(w) == ["h.1.w", "h.4.w", "h.7.w"]
     assert rules.by_target()["v"].source_names(v) == ["h.9.v", "h.10.v", "h.11.v"]
+    assert rules.by_target()["w"].source_at("layers", 2) == "h.7.w"
+    experts = WeightRule(target="e", source="h.{2*layers+1}.{expert}.w", axes=(("embed",),))
+    assert experts.source_at("layers", 3) == "h.7.{expert}.w" and experts.source_at("expert", 4) == "h.{2*layers+1}.4.w"
     values = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
     for n, (name, (shape, (piece,))) in enumerate(rules.sources([w, v]).items()):
         tensor = np.zeros(shape, np.float32)

@@ -29,6 +29,7 @@ from levanter.commands.model.layout import (
     resolved_on,
     vocabulary_axis,
 )
+from levanter.commands.model.matrices import matrices_first
 from levanter.commands.model.naming import ReadsModel
 from levanter.commands.model.origin import ModelBlock, OpenedModel, Origin, find_origin, find_tokenizer, vocabulary
 from levanter.commands.model.quantization import QuantizationError, QuantizedModel, quantization_check, quantized
@@ -264,6 +265,8 @@ def describe_pretrained(
     if adapted is not None:
         module, rules = adapted.module, adapted.rules
     if work == "generate" and target.platform == "cpu":
+        if resolved.spec.size == 1:
+            module, rules = matrices_first(module, rules)
         module = contracted_first(module)
     sharding = plan_sharding(
         leaves(module),

@@ -25,6 +25,7 @@ from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention, MixerContext
 from levanter.layers.attention.cached import CachedLayers, NewPositions
 from levanter.layers.attention.context import RotaryTables
+from levanter.layers.by_layer import numbered
 from levanter.layers.embedding import Embedding, PositionEmbedding, places_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
@@ -211,7 +212,7 @@ class DecoderTransformer(eqx.Module):
             # A scan is named after its axis; unrolled blocks are given the same name.
             unrolled = isinstance(layers, BlockSeq)
             with jax.named_scope("layers") if unrolled else contextlib.nullcontext():
-                stream, state = layers.fold((stream, state), context)
+                stream, state = numbered(layers).fold((stream, state), context)
             left.append(state)
         with jax.named_scope("norm"):
             x = hax.auto_sharded(self.norm(stream.activations))

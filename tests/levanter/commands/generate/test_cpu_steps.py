@@ -1,4 +1,5 @@
-"""What a decode step on CPUs does not do, in the compiler's text: lay weights out anew, read positions nobody has."""
+"""What a decode step on CPUs does not do, in the compiler's text: lay weights out anew or copy them, read positions
+nobody has."""
 
 import json
 import math
@@ -6,8 +7,10 @@ import re
 from dataclasses import replace
 
 import jax
+import pytest
 
 from haliax_ext.abstract import leaves
+from haliax_ext.planner import plan_sharding
 from haliax_ext.program import Program
 from levanter.commands.generate import generate
 from levanter.commands.generate.config import GenerateConfig
@@ -33,17 +36,42 @@ MODEL = {
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=1, host_bytes=1 << 34)
 
 
-def plan(tmp_path, target: Target = CPU) -> RunPlan[GenerateWork]:
-    path = tmp_path / "plan.yaml"
-    document = {
-        "model": MODEL,
-        "tokenizer": "passthrough",
-        "inference": {"max_rows": ROWS, "penalties": False},
-        "trainer": {"mp": "f32"},
-    }
-    path.write_text(json.dumps(document))
-    loaded = load_written(GenerateConfig, ["--config_path", str(path)])
-    return generate.describe(loaded.config, target, written=loaded.written)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """That model, as `transformers` saves it."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        hidden_size=EMBED,
+        intermediate_size=MODEL["intermediate_dim"],
+        num_hidden_layers=MODEL["num_layers"],
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        vocab_size=MODEL["vocab_size"],
+        max_position_embeddings=LENGTH,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def plan(tmp_path, checkpoint):
+    """What is planned for a target."""
+
+    def planned(target: Target = CPU, **source) -> RunPlan[GenerateWork]:
+        path = tmp_path / "plan.yaml"
+        document = {
+            **(source or {"hf_checkpoint": str(checkpoint)}),
+            "tokenizer": "passthrough",
+            "inference": {"max_rows": ROWS, "penalties": False},
+            "trainer": {"mp": "f32"},
+        }
+        path.write_text(json.dumps(document))
+        loaded = load_written(GenerateConfig, ["--config_path", str(path)])
+        return generate.describe(loaded.config, target, written=loaded.written)
+
+    return planned
 
 
 def compiled(found: RunPlan[GenerateWork], program: Program | None = None, **changes) -> str:
@@ -64,6 +92,21 @@ def laid_out_anew(text: str) -> list[str]:
     return [shape for shape in shapes if math.prod(map(int, shape.split(","))) >= SMALLEST]
 
 
+def copied_matrices(text: str) -> list[str]:
+    """Instructions that make an array with the axes of a matrix, of one layer or of all."""
+    groups, mlp, layers = HEADS // KV_HEADS, MODEL["intermediate_dim"], MODEL["num_layers"]
+    shapes = [(EMBED, mlp), (EMBED, KV_HEADS, SIZE), (EMBED, KV_HEADS, groups, SIZE), (EMBED, MODEL["vocab_size"])]
+    shapes += [(EMBED, HEADS * SIZE), (EMBED, KV_HEADS * SIZE)]
+    of_matrices = {tuple(sorted(more)) for shape in shapes for more in (shape, (*shape, layers))}
+    found = re.findall(r"= f32\[([\d,]+)\]\S* ([\w-]+)\(", text)
+    made = [(shape, op) for shape, op in found if op not in ("parameter", "get-tuple-element", "bitcast")]
+    return [f"{op} {shape}" for shape, op in made if tuple(sorted(axes_of(shape))) in of_matrices]
+
+
+def axes_of(shape: str) -> list[int]:
+    return [size for size in map(int, shape.split(",")) if size > 1]
+
+
 def whole_rows(text: str) -> set[str]:
     """Shapes with all positions of a row that are not the cache's."""
     cache = (MODEL["num_layers"], ROWS, KV_HEADS, 2, LENGTH, SIZE)
@@ -78,43 +121,53 @@ def copied_caches(text: str) -> list[str]:
     return [line for part in bodies for line in part.splitlines() if re.search(rf"= f32\[{held}\]\S* copy\(", line)]
 
 
-def test_no_weight_is_laid_out_anew_and_no_position_is_read_that_nobody_has(tmp_path, devices):
+def test_no_weight_is_laid_out_anew_or_copied_and_no_position_is_read_that_nobody_has(plan, devices):
     del devices
-    found = plan(tmp_path)
+    found = plan()
     text = compiled(found)
-    assert not laid_out_anew(text) and not whole_rows(text) and not copied_caches(text)
-    # In the order of checkpoints, and at once, they are.
+    assert not laid_out_anew(text) and not whole_rows(text) and not copied_caches(text) and not copied_matrices(text)
+    # Of stacked layers in the order of checkpoints, and at once, they are.
     own = found.work.pretrained
-    as_stored = own.config.build(own.Vocab, key=jax.random.PRNGKey(0))
-    text = compiled(found, abstract=jax.eval_shape(lambda: as_stored), sharding=own.sharding)
-    assert laid_out_anew(text) and whole_rows(text)
+    as_stored = jax.eval_shape(lambda: own.config.build(own.Vocab, key=jax.random.PRNGKey(0)))
+    sharding = plan_sharding(leaves(as_stored), own.resolved.mappings, own.resolved.spec)
+    text = compiled(found, abstract=as_stored, sharding=sharding)
+    assert laid_out_anew(text) and whole_rows(text) and copied_matrices(text)
 
 
-def test_a_call_for_prompts_reads_no_position_that_nobody_has_either(tmp_path, devices):
+def test_a_call_for_prompts_reads_no_position_that_nobody_has_either(plan, devices):
     del devices
-    found = plan(tmp_path)
+    found = plan()
     assert list(found.work.programs.prefill) == [(2, 8), (1, 16)]
     for program in found.work.programs.prefill.values():
         text = compiled(found, program)
-        assert not whole_rows(text) and not copied_caches(text), program.name
+        assert not whole_rows(text) and not copied_caches(text) and not copied_matrices(text), program.name
 
 
-def test_matrices_have_their_contracted_axes_first_on_cpus_alone(tmp_path):
+def test_a_cpu_has_a_matrix_for_each_layer_and_several_have_contracted_axes_first(plan):
     def axes(target: Target) -> dict[str, tuple[str, ...]]:
-        found = leaves(plan(tmp_path, target).work.pretrained.abstract)
-        return {leaf.path.rsplit(".", 2)[-2]: leaf.names for leaf in found if leaf.path.endswith("proj.weight")}
+        found = leaves(plan(target).work.pretrained.abstract)
+        return {leaf.path.partition(".self_attn.")[2]: leaf.names for leaf in found if ".self_attn." in leaf.path} | {
+            leaf.path.partition(".mlp.")[2]: leaf.names for leaf in found if ".mlp." in leaf.path
+        }
 
     heads = ("kv_head", "q_heads_per_group", "head_size")
-    assert axes(CPU)["q_proj"] == ("layers", "embed", *heads) and axes(CPU)["o_proj"] == ("layers", *heads, "embed")
-    assert axes(CPU)["down_proj"] == ("layers", "mlp", "embed")
-    pod = axes(target_of_pod("v5e-1"))
+    one = axes(CPU)
+    for n in range(MODEL["num_layers"]):
+        assert one[f"q_proj.weight.matrices.{n}.array"] == (*heads, "embed")
+        assert one[f"o_proj.weight.matrices.{n}.array"] == ("embed", *heads)
+        assert one[f"down_proj.weight.matrices.{n}.array"] == ("embed", "mlp")
+    assert len(one) == 7 * MODEL["num_layers"]
+    several = {path.removesuffix(".weight"): names for path, names in axes(replace(CPU, devices=2)).items()}
+    assert several["q_proj"] == ("layers", "embed", *heads) and several["o_proj"] == ("layers", *heads, "embed")
+    assert several["down_proj"] == ("layers", "mlp", "embed")
+    pod = {path.removesuffix(".weight"): names for path, names in axes(target_of_pod("v5e-1")).items()}
     assert pod["q_proj"] == ("layers", *heads, "embed") and pod["o_proj"] == ("layers", "embed", *heads)
     assert pod["down_proj"] == ("layers", "embed", "mlp")
 
 
-def test_a_pod_is_given_one_product_over_all_positions(tmp_path):
+def test_a_pod_is_given_one_product_over_all_positions(plan):
     def is_at_once(target: Target) -> bool:
-        found = plan(tmp_path, target)
+        found = plan(target)
         own, programs = found.work.pretrained, found.work.programs
         served = ServedModel(
             abstract=own.abstract,

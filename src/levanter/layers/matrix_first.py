@@ -1,0 +1,60 @@
+"""`MatrixFirst`: a matrix as a product of a few rows on a CPU reads it best.
+
+Libraries of products lay the second operand out anew, in panels, and read the first one where it lies. XLA makes the
+matrix the second one; where there are few rows, laying it out takes longer than multiplying. Here it is the first, with
+its contracted axes last, as files have it, and the rows are laid out.
+"""
+
+import math
+
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
+
+from levanter.layers.linear import Dense, Operand
+
+FEW_ROWS = 32
+"""Rows up to which the matrix comes first. From 64 on it is as fast or slower (docs/performance.md)."""
+
+
+class MatrixFirst(Operand):
+    """A matrix that is the first operand of products with few rows.
+
+    Attributes:
+        array: `[*Out, *In]`, on one device.
+    """
+
+    array: NamedArray
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.array.axes
+
+    def dot(self, x: NamedArray, axis: tuple[str, ...], *, dtype: DTypeLike | None = None) -> NamedArray:
+        Out = tuple(each for each in self.axes if each.name not in axis)
+        Rows = tuple(each for each in x.axes if each.name not in axis)
+        assert not {each.name for each in Out} & {each.name for each in Rows}, f"{x.axes} and {self.axes}: copies"
+        # Of two axes: with more of them XLA would lay the matrix out anew.
+        matrix = self.array.rearrange((*Out, *axis)).array.reshape(math.prod(each.size for each in Out), -1)
+        rows = x.rearrange((*Rows, *axis)).array.reshape(math.prod(each.size for each in Rows), -1)
+        if len(rows) > FEW_ROWS:
+            found = _product(rows, matrix, dtype)
+        else:
+            found = _product(matrix, rows, dtype)
+            if len(rows) > 1:
+                # Or the compiler exchanges the operands to spare the transposition.
+                found = jax.lax.optimization_barrier(found)
+            found = found.T
+        return hax.named(found.reshape([each.size for each in (*Rows, *Out)]), (*Rows, *Out))
+
+    def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
+        return Dense(self.array).ragged_dot(x, axis, sizes)
+
+    def rows(self, ids: NamedArray, axis: str) -> NamedArray:
+        return Dense(self.array).rows(ids, axis)
+
+
+def _product(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    """The products of the rows of two matrices."""
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
