@@ -48,6 +48,8 @@ LONGEST_WAIT = 60.0
 """A server that asks to be left alone for longer is asked all the same."""
 HEDGES = 4
 """Second requests under way."""
+SECOND_SECONDS = 1.0
+"""No second request is given up because nothing of it arrives before."""
 HEDGED_SHARE = 0.015
 """Of the bytes that may be received twice, beyond a first few."""
 LOOK_SECONDS = 0.05
@@ -109,9 +111,9 @@ class RangeFetcher:
         """Ends everything that is under way or comes later, until `resume`; who waits for it gets a `RangeError`."""
         with self._lock:
             self._stop.set()
-            attempts = [each for race in self._races for each in (race.first, race.second) if each is not None]
-        for attempt in attempts:
-            attempt.give_up()
+            requests = [each for race in self._races for each in (race.first, race.second) if each is not None]
+        for request in requests:
+            request.attempt.give_up()
         for lane in (self._small, self._large):
             lane.stopped()
 
@@ -177,7 +179,7 @@ class RangeFetcher:
                 self._races.discard(race)
                 second = race.second
             if second is not None:
-                second.give_up()
+                second.attempt.give_up()
         self._count(ranges=1, wanted_bytes=race.nbytes)
 
     def _run(self, race: Race, stop: threading.Event) -> None:
@@ -240,9 +242,9 @@ class RangeFetcher:
             finally:
                 now = self._clock()
                 with self._lock:
-                    seconds = race.end(now)
+                    ended = race.end(now)
                     if done:
-                        self._durations.add(seconds, size, race.silence if attempt.streams else None)
+                        self._durations.add(now - ended.began, size, ended.silence if attempt.streams else None)
                         lane.pace.finished(size, now, waiting=lane.waiting > 0)
                     if race.won is not None:
                         self._decide(race, done=done)
@@ -275,7 +277,7 @@ class RangeFetcher:
             time.sleep(LOOK_SECONDS)
             now = self._clock()
             with self._lock:
-                races = [race for race in self._races if race.began is not None]
+                races = [race for race in self._races if race.first is not None]
                 if races:
                     idle_since = now
                 elif now - idle_since > IDLE_SECONDS:
@@ -283,24 +285,40 @@ class RangeFetcher:
                     return
                 silent = self._durations.silent_seconds
                 slow = [race for race in races if self._is_slow(race, now, silent)]
+                lost = [race.second for race in self._races if self._is_lost(race, now, silent)]
                 hedged = sum(race.second is not None for race in self._races)
-                chosen: list[tuple[Race, int]] = []
-                for race in sorted(slow, key=lambda race: race.began or now)[: max(0, HEDGES - hedged)]:
+                chosen: list[tuple[Race, int, Attempt]] = []
+                for race in sorted(slow, key=_began)[: max(0, HEDGES - hedged)]:
                     if race.missing and self._may_hedge(race):
-                        race.second = Attempt()
+                        chosen.append((race, race.arrived, race.begin_second(now).attempt))
                         self._counts.update(hedged=1)
-                        chosen.append((race, race.arrived))
-            for race, at in chosen:
-                assert race.second is not None
-                self._hedging.submit(self._second, race, at, race.second)
+            for second in lost:
+                if second is not None:
+                    second.attempt.give_up()
+            for race, at, attempt in chosen:
+                self._hedging.submit(self._second, race, at, attempt)
 
     def _is_slow(self, race: Race, now: float, silent: float) -> bool:
-        assert race.first is not None and race.began is not None, "under way"
-        silence = race.look(now)
+        assert race.first is not None, "under way"
+        silence = race.first.look(now)
         if race.second is not None or not race.file.can_be_cut_short:
             return False
-        seconds = now - race.began
-        return (race.first.streams and silence > silent) or seconds > self._durations.slow_seconds(race.nbytes)
+        seconds = now - race.first.began
+        return (race.first.attempt.streams and silence > silent) or seconds > self._durations.slow_seconds(race.nbytes)
+
+    def _is_lost(self, race: Race, now: float, silent: float) -> bool:
+        """Whether nothing comes of the second request either, so that another one is made in its place.
+
+        It is waited for longer than the first, and each one twice as long as the one before: a server that answers
+        nobody, or everybody slowly, gets few of them.
+        """
+        second = race.second
+        if second is None:
+            return False
+        silence, seconds = second.look(now), now - second.began
+        limit = silent if second.attempt.streams else self._durations.slow_seconds(race.nbytes)
+        waited = silence if second.attempt.streams else seconds
+        return waited > max(SECOND_SECONDS, limit) * 2 ** (race.seconds - 1)
 
     def _may_hedge(self, race: Race) -> bool:
         """Whether what is received twice, if all that is under way twice is, remains a small share."""
@@ -323,7 +341,7 @@ class RangeFetcher:
                 if isinstance(error, ReplacedError) and not race.over:
                     race.replaced, first = error, race.first
             if first is not None:
-                first.give_up()
+                first.attempt.give_up()
             return
         with self._lock:
             lost = race.over
@@ -336,8 +354,13 @@ class RangeFetcher:
                 if first is None:
                     self._counts["extra_bytes"] += race.kept - at
         if not lost and first is not None:
-            first.give_up()
+            first.attempt.give_up()
         race.changed.set()
+
+
+def _began(race: Race) -> float:
+    assert race.first is not None, "under way"
+    return race.first.began
 
 
 def _scattered(seconds: float, error: TransientError) -> float:

@@ -5,6 +5,29 @@ import threading
 from levanter.io.ranges.attempt import Attempt, Pieces, RangeSource, ReplacedError, behind, spread
 
 
+class Underway:
+    """A request under way, and for how long nothing has arrived of it.
+
+    Attributes:
+        attempt: it.
+        began: when it was made.
+        silence: seconds for which nothing arrived, at most, as far as those know who look now and then.
+    """
+
+    def __init__(self, attempt: Attempt, now: float):
+        self.attempt, self.began, self.silence = attempt, now, 0.0
+        self._moved_at, self._seen = now, attempt.received
+
+    def look(self, now: float) -> float:
+        """How long nothing has arrived."""
+        silence = now - self._moved_at
+        self.silence = max(self.silence, silence)
+        if self.attempt.received != self._seen:
+            self._seen, self._moved_at = self.attempt.received, now
+            return 0.0
+        return silence
+
+
 class Race:
     """A range that is asked for until it is there.
 
@@ -15,56 +38,47 @@ class Race:
         file, start, into: what is read, and whereto.
         nbytes: all of it.
         kept: of these, the first ones that are there for good: earlier requests brought them.
-        began: when the first request of now was made; None while there is none.
-        first, second: the requests.
+        first, second: the requests of now; None while there is none.
+        seconds: how many second ones there have been.
         won: what the second one brought, and where in the range it begins.
         replaced: the second one found another file.
         over: nobody waits for it any more.
         changed: set when the second one is home.
-        silence: seconds for which nothing arrived, at most, of the first one.
     """
 
     def __init__(self, file: RangeSource, start: int, into: Pieces):
         self.file, self.start, self.into = file, start, into
         self.nbytes = sum(map(len, into))
         self.kept = 0
-        self.began: float | None = None
-        self.first: Attempt | None = None
-        self.second: Attempt | None = None
+        self.first: Underway | None = None
+        self.second: Underway | None = None
+        self.seconds = 0
         self.won: tuple[int, bytearray] | None = None
         self.replaced: ReplacedError | None = None
         self.over = False
         self.changed = threading.Event()
-        self.silence = 0.0
-        self._moved_at, self._seen = 0.0, 0
 
     def begin(self, attempt: Attempt, now: float) -> None:
         """A first request is made."""
-        self.first, self.began = attempt, now
-        self.silence, self._moved_at, self._seen = 0.0, now, 0
+        self.first = Underway(attempt, now)
 
-    def end(self, now: float) -> float:
-        """It ended; how many seconds it took."""
-        assert self.first is not None and self.began is not None, "begun"
-        self.look(now)
-        self.kept += self.first.received
-        seconds, self.began, self.first = now - self.began, None, None
-        return seconds
+    def begin_second(self, now: float) -> Underway:
+        """A second one is made beside it."""
+        self.second, self.seconds = Underway(Attempt(), now), self.seconds + 1
+        return self.second
 
-    def look(self, now: float) -> float:
-        """How long nothing has arrived of the first request, as far as those know who look now and then."""
+    def end(self, now: float) -> Underway:
+        """The first one ended."""
         assert self.first is not None, "begun"
-        silence = now - self._moved_at
-        self.silence = max(self.silence, silence)
-        if self.first.received != self._seen:
-            self._seen, self._moved_at = self.first.received, now
-            return 0.0
-        return silence
+        ended, self.first = self.first, None
+        ended.look(now)
+        self.kept += ended.attempt.received
+        return ended
 
     @property
     def arrived(self) -> int:
         """Bytes at the beginning of the range that are in their place."""
-        return self.kept + (self.first.received if self.first is not None else 0)
+        return self.kept + (self.first.attempt.received if self.first is not None else 0)
 
     @property
     def missing(self) -> int:

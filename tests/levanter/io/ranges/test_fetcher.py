@@ -276,6 +276,24 @@ def test_a_second_request_that_is_stalled_too_loses_and_costs_no_more_than_its_b
     assert made.tally.hedged >= 1 and made.tally.hedges_won < made.tally.hedged
 
 
+def test_a_second_request_that_falls_silent_is_followed_by_a_third(unhurried, monkeypatch):
+    """Neither it nor the first one ever ends."""
+    monkeypatch.setattr(fetcher.Durations, "silent_seconds", property(lambda _: 0.2))
+    asked: list[int] = []
+
+    def fault(request: Request) -> Fault | None:
+        if request.stop != STALLED + PART:
+            return None
+        asked.append(request.start)
+        return Fault(stall_after=10_000) if len(asked) <= 3 else None
+
+    made = RangeFetcher(delays=())
+    with ObjectStore({NAME: CONTENT}, fault=fault) as store:
+        assert read_all(store, made) == CONTENT
+    assert len(asked) >= 4 and min(asked[1:]) > STALLED
+    assert made.tally.hedged >= 3 and made.tally.hedges_won >= 1 and made.tally.retried == 0
+
+
 def test_not_everything_is_asked_for_twice_when_everything_is_slow(monkeypatch):
     """A share of the bytes, and a few at a time: a server in trouble gets no second crowd."""
     monkeypatch.setattr(fetcher, "PART_BYTES", PART)

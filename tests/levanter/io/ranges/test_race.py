@@ -4,7 +4,7 @@ from helpers.object_store import ObjectStore
 
 from levanter.io.ranges import Connections, remote_file
 from levanter.io.ranges.attempt import Attempt, behind
-from levanter.io.ranges.race import Race
+from levanter.io.ranges.race import Race, Underway
 
 
 def a_race(*sizes: int) -> tuple[Race, list[bytearray]]:
@@ -26,7 +26,7 @@ def test_what_requests_brought_one_after_another_adds_up():
     race.begin(first, 1.0)
     first.received = 40
     assert (race.arrived, race.missing, race.kept) == (40, 60, 0)
-    assert race.end(3.5) == 2.5
+    assert race.end(3.5).began == 1.0
     assert (race.arrived, race.missing, sum(map(len, race.rest))) == (40, 60, 60)
     second = Attempt()
     race.begin(second, 5.0)
@@ -35,15 +35,22 @@ def test_what_requests_brought_one_after_another_adds_up():
 
 
 def test_how_long_it_is_silent_is_counted_from_the_last_byte():
-    race, _ = a_race(100)
     attempt = Attempt()
-    race.begin(attempt, 10.0)
-    assert race.look(10.2) == 10.2 - 10.0
+    request = Underway(attempt, 10.0)
+    assert request.look(10.2) == 10.2 - 10.0
     attempt.received = 1
-    assert race.look(10.5) == 0.0 and race.silence == 0.5
-    assert race.look(10.75) == 0.25
-    race.end(12.0)
-    assert race.silence == 1.5
+    assert request.look(10.5) == 0.0 and request.silence == 0.5
+    assert request.look(10.75) == 0.25
+    request.look(12.0)
+    assert request.silence == 1.5
+
+
+def test_second_requests_are_counted():
+    race, _ = a_race(100)
+    race.begin(Attempt(), 1.0)
+    assert race.begin_second(2.0).began == 2.0 and race.seconds == 1
+    race.second = None
+    assert race.begin_second(3.0) is race.second and race.seconds == 2
 
 
 def test_what_the_second_request_brought_lies_where_it_began():
