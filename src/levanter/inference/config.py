@@ -36,7 +36,7 @@ class InferenceConfig(Ranged):
         steps: tokens that each row gets in a call: more of them save time between calls, and a row that ends waits for
             the call's end.
         cache_dtype: of keys and values, float32, bfloat16, float16 or int8 (integers with a bfloat16 scale for each
-            position and head); null for the compute dtype.
+            position and head); null for the compute dtype, and on CPUs float32 where that is bfloat16.
         allocation: `fixed`: each row owns one page as long as a row may get, and nothing is gathered; `paged`: rows
             take pages of `page_size` positions as they grow.
         page_size: positions in a page of a paged cache.

@@ -9,6 +9,7 @@ import math
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
@@ -38,14 +39,7 @@ class MatrixFirst(Operand):
         # Of two axes: with more of them XLA would lay the matrix out anew.
         matrix = self.array.rearrange((*Out, *axis)).array.reshape(math.prod(each.size for each in Out), -1)
         rows = x.rearrange((*Rows, *axis)).array.reshape(math.prod(each.size for each in Rows), -1)
-        if len(rows) > FEW_ROWS:
-            found = _product(rows, matrix, dtype)
-        else:
-            found = _product(matrix, rows, dtype)
-            if len(rows) > 1:
-                # Or the compiler exchanges the operands to spare the transposition.
-                found = jax.lax.optimization_barrier(found)
-            found = found.T
+        found = _product(rows, matrix, dtype)
         return hax.named(found.reshape([each.size for each in (*Rows, *Out)]), (*Rows, *Out))
 
     def ragged_dot(self, x: NamedArray, axis: str, sizes: NamedArray) -> NamedArray:
@@ -55,6 +49,25 @@ class MatrixFirst(Operand):
         return Dense(self.array).rows(ids, axis)
 
 
-def _product(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    """The products of the rows of two matrices."""
+def _product(rows: jax.Array, matrix: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    """The products of the rows of two matrices, `[rows, out]`."""
+    if matrix.dtype == jnp.bfloat16:
+        # Libraries sum in float32, or XLA converts the matrix; and they leave products with one row to it.
+        sums = _in_order(jnp.pad(rows, ((0, 1), (0, 0))) if len(rows) == 1 else rows, matrix, jnp.float32)
+        return sums[: len(rows)].astype(jnp.bfloat16 if dtype is None else dtype)
+    return _in_order(rows, matrix, dtype)
+
+
+def _in_order(rows: jax.Array, matrix: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    """The same; few rows are the second operand."""
+    if len(rows) > FEW_ROWS:
+        return _dot(rows, matrix, dtype)
+    found = _dot(matrix, rows, dtype)
+    if len(rows) > 1:
+        # Or the compiler exchanges the operands to spare the transposition.
+        found = jax.lax.optimization_barrier(found)
+    return found.T
+
+
+def _dot(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

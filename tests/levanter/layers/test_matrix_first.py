@@ -43,6 +43,17 @@ def test_the_order_of_axes_does_not_matter_and_the_dtype_is_the_asked_one():
     assert MatrixFirst(matrix).dot(x, ("embed",)).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, 50])
+def test_sums_of_16_bits_are_of_32(rows):
+    """Rounded once; a sum in bfloat16 would lose all but some bits of 4,000 terms."""
+    Pos, In = Axis("position", rows), Axis("embed", 4096)
+    x, matrix = numbers(Pos, In).astype(jnp.bfloat16), numbers(Mlp, In, seed=1).astype(jnp.bfloat16)
+    found = jax.jit(lambda x, matrix: MatrixFirst(matrix).dot(x, ("embed",)))(x, matrix)
+    exact = np.asarray(x.array, np.float64) @ np.asarray(matrix.array, np.float64).T
+    assert found.axes == (Pos, Mlp) and found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found.array, np.float64), exact, rtol=2**-8, atol=1e-3)
+
+
 def test_rows_are_looked_up():
     table = numbers(Axis("vocab", 7), Embed)
     ids = hax.named(np.array([3, 0, 3], np.int32), Axis("position", 3))

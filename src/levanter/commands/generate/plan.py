@@ -99,7 +99,7 @@ def describe(config: GenerateConfig, target: Target, *, written: Written | None 
             batch_axis=pretrained.resolved.batch_axis,
             rows=rows,
             max_seq_len=length,
-            dtype=_cache_dtype(inference, pretrained),
+            dtype=_cache_dtype(inference, pretrained, target),
             allocation=inference.allocation,
             page_size=inference.page_size,
             pages=inference.pages,
@@ -192,10 +192,17 @@ def _whole_parameters(trainer: TrainerConfig, written: Written) -> tuple[Trainer
     return replace(trainer, mesh=changed), (note,)
 
 
-def _cache_dtype(inference: InferenceConfig, pretrained: PretrainedModel) -> np.dtype:
+def _cache_dtype(inference: InferenceConfig, pretrained: PretrainedModel, target: Target) -> np.dtype:
+    """That of keys and values in the cache: the compute dtype unless something else is asked for.
+
+    On CPUs float32 takes the place of bfloat16: XLA converts the entire cache and back for what a layer writes.
+    """
     import jax.numpy as jnp
 
-    return pretrained.precision.compute if inference.cache_dtype is None else jnp.dtype(inference.cache_dtype)
+    if inference.cache_dtype is not None:
+        return jnp.dtype(inference.cache_dtype)
+    compute = pretrained.precision.compute
+    return jnp.dtype(jnp.float32) if target.platform == "cpu" and compute == jnp.bfloat16 else compute
 
 
 def _programs(

@@ -33,6 +33,7 @@ MODEL = {
     "vocab_size": 300,
     "max_seq_len": LENGTH,
 }
+CACHE = (MODEL["num_layers"], ROWS, KV_HEADS, 2, LENGTH, SIZE)
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=1, host_bytes=1 << 34)
 
 
@@ -59,13 +60,13 @@ def checkpoint(tmp_path_factory):
 def plan(tmp_path, checkpoint):
     """What is planned for a target."""
 
-    def planned(target: Target = CPU, **source) -> RunPlan[GenerateWork]:
+    def planned(target: Target = CPU, *, mp: str = "f32", inference=None, **source) -> RunPlan[GenerateWork]:
         path = tmp_path / "plan.yaml"
         document = {
             **(source or {"hf_checkpoint": str(checkpoint)}),
             "tokenizer": "passthrough",
-            "inference": {"max_rows": ROWS, "penalties": False},
-            "trainer": {"mp": "f32"},
+            "inference": {"max_rows": ROWS, "penalties": False, **(inference or {})},
+            "trainer": {"mp": mp},
         }
         path.write_text(json.dumps(document))
         loaded = load_written(GenerateConfig, ["--config_path", str(path)])
@@ -103,20 +104,25 @@ def copied_matrices(text: str) -> list[str]:
     return [f"{op} {shape}" for shape, op in made if tuple(sorted(axes_of(shape))) in of_matrices]
 
 
+def without(text: str, parts: list[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return text
+
+
 def axes_of(shape: str) -> list[int]:
     return [size for size in map(int, shape.split(",")) if size > 1]
 
 
 def whole_rows(text: str) -> set[str]:
     """Shapes with all positions of a row that are not the cache's."""
-    cache = (MODEL["num_layers"], ROWS, KV_HEADS, 2, LENGTH, SIZE)
-    held = ",".join(map(str, cache))
+    held = ",".join(map(str, CACHE))
     return {shape for shape in re.findall(r"f32\[([\d,]+)\]", text) if str(LENGTH) in shape.split(",")} - {held}
 
 
 def copied_caches(text: str) -> list[str]:
     """Copies of the cache inside a loop: one for every token, or for every layer."""
-    held = ",".join(map(str, (MODEL["num_layers"], ROWS, KV_HEADS, 2, LENGTH, SIZE)))
+    held = ",".join(map(str, CACHE))
     bodies = [part for part in re.split(r"\n(?=\S)", text) if not part.startswith("ENTRY")]
     return [line for part in bodies for line in part.splitlines() if re.search(rf"= f32\[{held}\]\S* copy\(", line)]
 
@@ -132,6 +138,32 @@ def test_no_weight_is_laid_out_anew_or_copied_and_no_position_is_read_that_nobod
     sharding = plan_sharding(leaves(as_stored), own.resolved.mappings, own.resolved.spec)
     text = compiled(found, abstract=as_stored, sharding=sharding)
     assert laid_out_anew(text) and whole_rows(text) and copied_matrices(text)
+
+
+@pytest.mark.parametrize("mp", ["bfloat16", "p=f32,c=bfloat16"])
+def test_nothing_of_16_bits_is_converted_in_a_step(plan, devices, mp):
+    """XLA for CPUs converts what is scattered into (a cache and back, for each layer) and matrices of bfloat16 sums."""
+    del devices
+    found = plan(mp=mp)
+    text = compiled(found)
+    # What looks up rows of a table converts those alone, within itself.
+    lookups = [part for part in re.split(r"\n(?=\S)", text) if " gather(" in part and part.startswith("%fused")]
+    assert lookups and "bf16[" in text and not copied_matrices(without(text, lookups))
+    assert not re.search(rf"bf16\[{','.join(map(str, CACHE))}\]", text) and not copied_caches(text)
+
+
+def test_a_cache_has_the_compute_dtype_or_the_asked_one_and_on_cpus_float32_for_bfloat16(plan):
+    v5e = target_of_pod("v5e-1")
+    wanted = {
+        (CPU, "f32", None): "float32",
+        (CPU, "bfloat16", None): "float32",
+        (CPU, "bfloat16", "bfloat16"): "bfloat16",
+        (CPU, "bfloat16", "float16"): "float16",
+        (v5e, "bfloat16", None): "bfloat16",
+    }
+    for (target, mp, dtype), expected in wanted.items():
+        found = plan(target, mp=mp, inference={"cache_dtype": dtype})
+        assert found.work.programs.cache.abstract.pages[0].dtype == expected
 
 
 def test_a_call_for_prompts_reads_no_position_that_nobody_has_either(plan, devices):
