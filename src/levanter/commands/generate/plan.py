@@ -154,7 +154,7 @@ def _checks(
     # Which kernel attends within whole sequences says nothing of attention to a cache.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
     checks += [*not_carried(config, written), *_length_checks(cache.max_seq_len, pretrained.config)]
-    checks += _tile_notes(cache, target)
+    checks += [*_tile_notes(cache, target), *_slow_cache_notes(cache, target)]
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
@@ -240,6 +240,18 @@ def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
     message = (
         f"{key}: {cache.slots:,} positions do not fill tiles of {TILE}: a decode step of 70B on v6e-8 had 2.4 times "
         f"the cycles with 1,500 that it had with 1,536; {-(-cache.slots // TILE) * TILE:,} is the next multiple"
+    )
+    return [Check(name="cache", status="note", message=message)]
+
+
+def _slow_cache_notes(cache: CachePlan, target: Target) -> list[Check]:
+    """Says of a cache that was asked for in bfloat16 on CPUs what it costs."""
+    if target.platform != "cpu" or cache.abstract.pages[0].dtype.name != "bfloat16":
+        return []
+    message = (
+        "inference.cache_dtype: bfloat16: XLA for CPUs converts the entire cache and back for what each layer writes, "
+        "which took a hundred times as long as the rest of a step; float32, the default here, and float16 are "
+        "written in place"
     )
     return [Check(name="cache", status="note", message=message)]
 

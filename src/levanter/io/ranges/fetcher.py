@@ -318,7 +318,7 @@ class RangeFetcher:
         silence, seconds = second.look(now), now - second.began
         limit = silent if second.attempt.streams else self._durations.slow_seconds(race.nbytes)
         waited = silence if second.attempt.streams else seconds
-        return waited > max(SECOND_SECONDS, limit) * 2 ** (race.seconds - 1)
+        return waited > max(SECOND_SECONDS, limit) * 2 ** (race.second_requests - 1)
 
     def _may_hedge(self, race: Race) -> bool:
         """Whether what is received twice, if all that is under way twice is, remains a small share."""

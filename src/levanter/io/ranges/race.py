@@ -39,7 +39,7 @@ class Race:
         nbytes: all of it.
         kept: of these, the first ones that are there for good: earlier requests brought them.
         first, second: the requests of now; None while there is none.
-        seconds: how many second ones there have been.
+        second_requests: how many second ones there have been.
         won: what the second one brought, and where in the range it begins.
         replaced: the second one found another file.
         over: nobody waits for it any more.
@@ -52,7 +52,7 @@ class Race:
         self.kept = 0
         self.first: Underway | None = None
         self.second: Underway | None = None
-        self.seconds = 0
+        self.second_requests = 0
         self.won: tuple[int, bytearray] | None = None
         self.replaced: ReplacedError | None = None
         self.over = False
@@ -64,7 +64,8 @@ class Race:
 
     def begin_second(self, now: float) -> Underway:
         """A second one is made beside it."""
-        self.second, self.seconds = Underway(Attempt(), now), self.seconds + 1
+        self.second = Underway(Attempt(), now)
+        self.second_requests += 1
         return self.second
 
     def end(self, now: float) -> Underway:

@@ -164,6 +164,8 @@ def test_a_cache_has_the_compute_dtype_or_the_asked_one_and_on_cpus_float32_for_
     for (target, mp, dtype), expected in wanted.items():
         found = plan(target, mp=mp, inference={"cache_dtype": dtype})
         assert found.work.programs.cache.abstract.pages[0].dtype == expected
+        noted = [check for check in found.checks if check.name == "cache" and "bfloat16: XLA for CPUs" in check.message]
+        assert bool(noted) == (target == CPU and expected == "bfloat16")
 
 
 def test_a_call_for_prompts_reads_no_position_that_nobody_has_either(plan, devices):

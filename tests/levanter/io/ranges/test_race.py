@@ -48,9 +48,9 @@ def test_how_long_it_is_silent_is_counted_from_the_last_byte():
 def test_second_requests_are_counted():
     race, _ = a_race(100)
     race.begin(Attempt(), 1.0)
-    assert race.begin_second(2.0).began == 2.0 and race.seconds == 1
+    assert race.begin_second(2.0).began == 2.0 and race.second_requests == 1
     race.second = None
-    assert race.begin_second(3.0) is race.second and race.seconds == 2
+    assert race.begin_second(3.0) is race.second and race.second_requests == 2
 
 
 def test_what_the_second_request_brought_lies_where_it_began():
