@@ -76,7 +76,7 @@ def test_links_lead_to_pages_of_the_site(page):
 
 NAME = re.compile(r"`((?:levanter|haliax_ext)(?:\.\w+)+)(?:\(.*?\))?`")
 FILE = re.compile(r"`((?:src|tests|docs|config|benchmarks|haliax_ext)/[\w./-]+\.\w+)(?:::\w+)?`")
-OF_THEIR_TIME = {"LOG.md", "changelog.md", "migrating.md"}
+OF_THEIR_TIME = {"changelog.md", "migrating.md", *(page for page in PAGES if page.startswith("log/"))}
 """Pages that speak of what was, or of names of earlier generations."""
 
 

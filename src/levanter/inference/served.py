@@ -28,7 +28,7 @@ MOST_ROWS = 256
 """Rows that `max_rows: auto` takes at most."""
 MOST_ROWS_ON_CPUS = 32
 """The same on CPUs, where products bind from a few rows on: more rows give hardly more tokens a second, and each
-of them gets its tokens later (docs/LOG.md, 2026-11-22)."""
+of them gets its tokens later (docs/log/2026-11.md, 2026-11-22)."""
 SCALE_BYTES = 2
 """Bytes of the scale of an int8 key or value."""
 

@@ -92,7 +92,7 @@ def test_numpys_integers_on_every_mesh(name, folder_of):
 
 
 # Of models with random weights, whose two best logits are often close: all positions, as measured. Scales for groups of
-# input features do not change it (docs/LOG.md), and a real model keeps more (tests/parity/test_int8_smollm2.py).
+# input features do not change it (docs/log/2026-11.md); a real model keeps more (tests/parity/test_int8_smollm2.py).
 LEAST = {"qwen2": 0.92, "qwen3": 0.94, "gemma": 0.95, "gemma2": 0.97}
 
 
