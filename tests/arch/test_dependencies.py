@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"levanter", "haliax_ext"}
 INSTALLED_FOR_A_TEST = {path.parent.name for path in (ROOT / "tests/fixtures").glob("*/*/__init__.py")}
-OF_THE_TESTS = {"helpers", "aot", "soak", "measure", "build_version", *INSTALLED_FOR_A_TEST}
+OF_THE_TESTS = {"helpers", "aot", "soak", "arch", "build_version", *INSTALLED_FOR_A_TEST}
 INSTALLED = importlib.metadata.packages_distributions()
 BY_NAME_ONLY = {
     "gcsfs": "fsspec opens gs:// with it",
