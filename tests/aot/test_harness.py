@@ -1,4 +1,4 @@
-"""A list of tasks on a v4-64, with the real TPU compiler: each bucket's memory, as docs/harness.md shows it."""
+"""A list of tasks on a v4-64, with the real TPU compiler: each bucket's memory, as docs/performance.md shows it."""
 
 import importlib.util
 from pathlib import Path
