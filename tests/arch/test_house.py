@@ -5,11 +5,13 @@ exceptions.
 """
 
 import ast
+import io
+import tokenize
 from collections import Counter
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import pytest
-from arch import measure, source, words
+from arch import files, measure, source, words
 
 MOST_ANY = 60
 """Lines that still annotate with a bare `Any`."""
@@ -37,6 +39,37 @@ def test_no_function_is_too_long(known):
         name for module in known.values() for name, lines in source.functions(module) if lines > source.LONGEST_FUNCTION
     }
     assert not long
+
+
+def test_no_file_is_too_long(known):
+    assert not files.long_files(known)
+
+
+def test_single_importer_files_only_get_fewer(known, graph):
+    allowed = measure.ceilings()["single"]
+    single = files.single_importers(known, graph)
+    new = {name: importer for name, importer in single.items() if name not in allowed}
+    assert len(single) <= len(allowed), f"merge into their only importers: {new}"
+
+
+def test_comments_do_not_get_fewer(known):
+    floor = measure.ceilings()["comments"]
+    assert files.comment_density(known.values()) >= floor, files.comments_by_package(known.values())
+
+
+def test_comment_lines_are_those_of_the_tokenizer():
+    text = (
+        Path(__file__).read_text()
+        + """
+x = "# no"  # yes
+y = '# no \\' # no'  # type: ignore
+# pyright: strict
+# yes
+"""
+    )
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [t.string for t in tokens if t.type == tokenize.COMMENT and not files.FOR_TOOLS.match(t.string)]
+    assert files.comment_lines(text) == len(comments) > 1
 
 
 def test_public_names_have_docstrings(known):
@@ -116,5 +149,6 @@ def test_what_measures_sees_a_circle_an_arrow_and_a_long_function(tmp_path):
     assert source.package_arrows(known, graph) == {("a", "b"), ("b", "a")}
     lengths = dict(pair for module in known.values() for pair in source.functions(module))
     assert lengths == {"levanter.a.f": 3, "levanter.b.g": 82}
+    assert files.single_importers(known, graph) == {"levanter.a": "levanter.b", "levanter.b": "levanter.a"}
     missing, public = source.undocumented(known)
     assert (missing, public) == (["levanter.a.f"], 5)

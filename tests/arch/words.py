@@ -13,11 +13,13 @@ and capitals split, so `_found` is `found` and `TextParts` is `text_parts`.
 """
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
 
 WHOLE = frozenset({"found", "left", "given", "held", "places", "parts"})
 COMPONENTS = frozenset({"asked", "beside", "each", "exchange", "made", "own", "room", "said", "there", "told"})
@@ -58,6 +60,7 @@ class ForbiddenName:
         return f"{self.path}:{self.line}:{self.name}"
 
 
+@functools.cache
 def snake_case(name: str) -> str:
     """The name in lower case with its words separated by `_`, without the underscores around it."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
@@ -72,8 +75,25 @@ def forbidden_words(name: str, *, function: bool = False) -> list[str]:
     return words
 
 
-@dataclass(frozen=True, kw_only=True)
-class Binding:
+STORE = ast.Store()
+NAME_FIELDS: Mapping[type[ast.AST], str] = {
+    ast.FunctionDef: "name",
+    ast.AsyncFunctionDef: "name",
+    ast.ClassDef: "name",
+    ast.Name: "id",
+    ast.Attribute: "attr",
+    ast.arg: "arg",
+    ast.alias: "asname",
+    ast.ExceptHandler: "name",
+    ast.MatchAs: "name",
+    ast.MatchStar: "name",
+    ast.MatchMapping: "rest",
+}
+"""Nodes that bind a name, where their context does not say that they only read it, and the field that holds it."""
+WITHOUT_NAMES = frozenset({ast.Constant, ast.Load, ast.Store, ast.Pass})
+
+
+class Binding(NamedTuple):
     """A name that a scope binds: `scope` is the qualified name of its function or class."""
 
     scope: str
@@ -83,38 +103,20 @@ class Binding:
 
 
 def bindings(tree: ast.Module) -> Iterator[Binding]:
-    """Every binding of a file, in the order of its syntax; a name may come more than once."""
-
-    def visit(node: ast.AST, scope: str) -> Iterator[Binding]:
-        inner = scope
-        line = getattr(node, "lineno", 1)
-        for name in _bound_names(node):
-            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            yield Binding(scope=scope, name=name, line=line, function=function)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = f"{scope}.{node.name}" if scope else node.name
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, inner)
-
-    for statement in tree.body:
-        yield from visit(statement, "")
-
-
-def _bound_names(node: ast.AST) -> list[str]:
-    match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
-            return [name]
-        case (
-            ast.MatchAs(name=str(name))
-            | ast.MatchStar(name=str(name))
-            | ast.MatchMapping(rest=str(name))
-            | ast.ExceptHandler(name=str(name))
-            | ast.alias(asname=str(name))
-        ):
-            return [name]
-    return []
+    """Every binding of a file; a name may come more than once in a scope, in no particular order."""
+    stack: list[tuple[ast.AST, str]] = [(tree, "")]
+    while stack:
+        node, scope = stack.pop()
+        attribute = NAME_FIELDS.get(type(node))
+        if attribute is not None:
+            name = getattr(node, attribute)
+            stored = isinstance(getattr(node, "ctx", STORE), ast.Store)
+            if name is not None and stored:
+                function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                yield Binding(scope, name, getattr(node, "lineno", 1), function)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                scope = f"{scope}.{name}" if scope else node.name
+        stack += [(child, scope) for child in ast.iter_child_nodes(node) if type(child) not in WITHOUT_NAMES]
 
 
 def forbidden_names(path: PurePath, tree: ast.Module) -> list[ForbiddenName]:
@@ -128,12 +130,14 @@ def forbidden_names(path: PurePath, tree: ast.Module) -> list[ForbiddenName]:
     listed = [
         ForbiddenName(path=str(path), line=1, name=path.name, word=word, scope="") for word in forbidden_words(stem)
     ]
-    seen: set[tuple[str, str]] = set()
+    first: dict[tuple[str, str], Binding] = {}
     for binding in bindings(tree):
-        allowed = str(path).startswith(ALLOWED.get(binding.name, ()))
-        if allowed or (binding.scope, binding.name) in seen:
+        key = (binding.scope, binding.name)
+        if key not in first or binding.line < first[key].line:
+            first[key] = binding
+    for binding in first.values():
+        if str(path).startswith(ALLOWED.get(binding.name, ())):
             continue
-        seen.add((binding.scope, binding.name))
         listed += [
             ForbiddenName(path=str(path), line=binding.line, name=binding.name, word=word, scope=binding.scope)
             for word in forbidden_words(binding.name, function=binding.function)
