@@ -266,7 +266,7 @@ CASES: Mapping[str, Case] = {
             _training(f"llama3.1_70b_128k_{pod}", f"long/llama3.1_70b_long_128k_{pod}", pod, compiled=None)
             for pod in ("v5p-256", "v6e-256")
         ),
-        # Longer sequences on eight chips; twice as long is compiled by hand: docs/long-context.md.
+        # Longer sequences on eight chips; twice as long is compiled by hand: docs/performance.md.
         _training(
             "llama_0.78b_256k", _LONG, "v6e-8", "--model.max_seq_len=262144", "--trainer.train_batch_size=2",
         ),

@@ -95,7 +95,7 @@ def test_the_share_of_pairs_that_masks_show(windows, share):
 @pytest.mark.parametrize(
     ("sizes", "pod", "ways", "exchange", "seconds"),
     [
-        # Compiled (docs/long-context.md): 6.44 s a step by gathers, 4.99 s in a ring; 4.63 s by heads.
+        # Compiled (docs/performance.md): 6.44 s a step by gathers, 4.99 s in a ring; 4.63 s by heads.
         (LLAMA_24, "v6e-8", 8, "ring", dict(gather=9.57e-3, ring=8.57e-3)),
         (LLAMA_24, "v6e-8", 4, "heads", dict(gather=8.73e-3, heads=3.36e-3, ring=7.28e-3)),
         # Compiled: 34.2 s by heads, 34.7 s in a ring; gathers were not.
