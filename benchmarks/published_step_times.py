@@ -93,7 +93,7 @@ CASES = (
         source=_RECIPES,
     ),
     Case(
-        # The table says "123" beside 38.55 %; these are 134.8 by its own count of FLOPs (docs/preflight.md).
+        # The table says "123" beside 38.55 %; these are 134.8 by its own count of FLOPs (docs/performance.md).
         config="llama3.1_405b_v6e-256", target="v6e-256", tokens=134.8, mfu=0.3855, counts="full", half="test",
         source="MaxText, tiering",
     ),
@@ -413,7 +413,7 @@ def main() -> int:
             FIGURES.write_text(json.dumps({name: asdict(each) for name, each in figures.items()}, indent=1) + "\n")
     if asked.fit:
         print(f"best fit of the calibration half: cycles of each generation × {fitted(figures)}")
-        print(f"of today's step, not taken (docs/preflight.md): {fitted(figures, today=True)}")
+        print(f"of today's step, not taken (docs/performance.md): {fitted(figures, today=True)}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """What JAX makes of an executable for a pod that is not there: it is serialized, and cannot be read back here.
 
 So a plan's compilation does not fill the cache that a run on the pod reads, `plan` has no option to export executables,
-and docs/preflight.md says that it is not verified whether a chip would take one. Should this fail one day, that can
-change.
+and docs/preflight/limits.md says that it is not verified whether a chip would take one. Should this fail one day, that
+can change.
 """
 
 import importlib.util

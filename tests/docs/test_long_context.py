@@ -53,7 +53,7 @@ def test_memory_is_what_was_compiled():
     kept = {
         ("performance.md", "65,536 × 8"): "llama_0.78b_64k_context8_ring",
         ("performance.md", "262,144 × 2"): "llama_0.78b_256k",
-        ("preflight.md", "262,144 × 8"): "llama3.1_8b_256k_v5p-128",
+        ("performance.md", "262,144 × 8"): "llama3.1_8b_256k_v5p-128",
     }
     for (page, row), name in kept.items():
         facts = json.loads((ROOT / "tests/golden/compiled" / f"{name}.json").read_text(encoding="utf-8"))

@@ -15,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+_PAGES = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/preflight").glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_PAGES)
 LEFT_OUT = "…"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _RUNNABLE = re.compile(r"(?:levanter|make|python -m levanter\.[\w.]+) ")

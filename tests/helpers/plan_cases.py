@@ -255,7 +255,7 @@ CASES: Mapping[str, Case] = {
         ),
         _training("llama_0.78b_64k_context8_ring", _LONG, "v6e-8"),
         _training("llama_0.78b_64k_context4", _LONG, "v6e-8", "--trainer.mesh.axes.context=4"),
-        # 64K in a ring and 1M are compiled by hand: docs/preflight.md.
+        # 64K in a ring and 1M are compiled by hand: docs/performance.md.
         *(
             _training(f"llama3.1_8b_{n}_v5p-128", f"long/llama3.1_8b_long_{n}_v5p-128", "v5p-128", compiled=None)
             for n in ("64k", "1m")

@@ -4,8 +4,8 @@ The options belong to the Program, so the run on the devices and the plan withou
 options are those that every Program has, without which published speeds are not reproduced; *tuned* ones are added to
 Programs that work, unless `trainer.compiler: default` leaves them out: what publishers set for a generation, as far as
 this compiler takes it and makes something of it.
-Each option says why it is there; `benchmarks/compiler_options.py` compares them (docs/preflight.md, *Compiler
-options*). No option of one platform reaches another, whose compiler would refuse it.
+Each option says why it is there; `benchmarks/compiler_options.py` compares them (docs/preflight/compiler-options.md).
+No option of one platform reaches another, whose compiler would refuse it.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -3,7 +3,7 @@
 `CYCLE_SCALE` brings the compiler's cycles to published speeds, and a published speed is of one size of model. Where a
 generation has no such run, or a model is smaller or larger than those of its generation, a time is stated all the same,
 with a line that says so and with a range that holds every published run known of any generation
-(docs/preflight.md, *Outside the calibration*).
+(docs/preflight/step-time.md, *When a time is not calibrated*).
 """
 
 from collections.abc import Mapping

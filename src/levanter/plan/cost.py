@@ -27,8 +27,8 @@ from levanter.plan.comms import Network
 from levanter.plan.shaped import shaped_cost
 
 # Seconds that a second of estimated cycles takes, by generation: what brings the modelled step time of one
-# published run of each to the published one (`benchmarks/published_step_times.py`, docs/preflight.md). Generations that
-# are not here are taken as the compiler states them.
+# published run of each to the published one (`benchmarks/published_step_times.py`, docs/performance.md). Generations
+# that are not here are taken as the compiler states them.
 CYCLE_SCALE: Mapping[str, float] = {"v4": 0.97, "v5p": 0.8, "v6e": 0.8}
 
 # How many times the compiled schedule a lower bound must be for one of the two to be wrong.

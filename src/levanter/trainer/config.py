@@ -70,7 +70,8 @@ class TrainerConfig(Ranged):
         jax_compilation_cache_dir: a folder or URL for compiled programs that later runs read; true for one in this
             user's cache, false for none; null is true on accelerators and false on CPUs.
         compiler: what XLA is told beside the Programs: `tuned` for the options of this kind of TPU, kind of Program and
-            layout that were compared (docs/preflight.md), or `default` for none of them; the plan lists them.
+            layout that were compared (docs/preflight/compiler-options.md), or `default` for none of them; the plan
+            lists them.
         compiler_options: options of XLA by XLA's names, over those, for train steps, scoring and generation; those
             of another platform are left out. The compiler refuses names that it does not know.
         distributed: how the processes of the job find each other.

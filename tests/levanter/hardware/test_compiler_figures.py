@@ -87,7 +87,7 @@ def test_what_is_tuned_holds_for_runs_that_nobody_tuned_to():
 
 
 def test_the_table_in_the_documentation_is_of_these_figures():
-    shown = (ROOT / "docs" / "preflight.md").read_text().split("<!-- compiler options -->")[1].strip().splitlines()
+    shown = (ROOT / "docs" / "performance.md").read_text().split("<!-- compiler options -->")[1].strip().splitlines()
     assert shown == benchmark.table(list(KEPT))
 
 

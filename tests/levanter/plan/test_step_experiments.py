@@ -69,7 +69,7 @@ def test_what_is_kept_is_of_the_rows_and_their_experiments(experiments):
 
 
 def test_the_tables_in_the_documentation_are_of_these_figures(experiments):
-    text = (BENCHMARKS.parent / "docs" / "preflight.md").read_text()
+    text = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
     for mark, lines in (
         ("costs", experiments.costs(experiments.kept())),
         ("experiments", experiments.table(experiments.kept())),
